@@ -71,8 +71,10 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=lambda: {})
 
 
-# The phases between steps, by the names in PhaseChange; TRACKERS comes after the last step.
+# The phases between steps, by the names in PhaseChange. After the last step come FINGERPRINTS, which say what the
+# result computes, RESULT, in which it is written, and TRACKERS.
 EVALUATION, SAMPLES, SAVE, TRACKERS = "evaluation", "samples", "save", "trackers"
+FINGERPRINTS, RESULT = "fingerprints", "result"
 
 
 @dataclass(frozen=True, slots=True)

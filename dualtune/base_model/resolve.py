@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, read_config
 from dualtune.base_model.weights import BaseWeights, weights_in
-from dualtune.errors import EnvironmentFault
-from dualtune.io.hub import guard_hub
+from dualtune.errors import DualtuneError, EnvironmentFault
+from dualtune.io.hub import guard_hub, why_download_failed
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
@@ -64,16 +64,22 @@ def _download(name: str, weights: bool) -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
         raise EnvironmentFault(f"model.name: there is no model directory {Path(name).expanduser()}")
     from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     guard_hub()
     patterns = HUB_PATTERNS if weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FROM_HUB))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except DualtuneError:
+        raise
+    except Exception as error:  # huggingface_hub and its HTTP client share no class of errors
+        looked = f"a directory {Path(name).resolve()}, in the hub cache {constants.HF_HUB_CACHE}"
+        if constants.HF_HUB_OFFLINE:
+            reason = str(error).strip().splitlines()[0]
+            raise EnvironmentFault(
+                f"model.name: '{name}' was not found. Looked for {looked}, and on {constants.ENDPOINT} "
+                f"({type(error).__name__}: {reason}). Give a directory, or download the model while online."
+            ) from error
         raise EnvironmentFault(
-            f"model.name: '{name}' was not found. Looked for a directory {Path(name).resolve()}, in the hub cache "
-            f"{constants.HF_HUB_CACHE}, and on {constants.ENDPOINT} ({type(error).__name__}: {reason}). "
-            "Give a directory, or download the model while online."
+            f"model.name: '{name}' could not be downloaded from {constants.ENDPOINT}: {why_download_failed(error)}. "
+            f"Before that, looked for {looked}"
         ) from error

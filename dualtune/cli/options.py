@@ -55,6 +55,9 @@ top_p_option = click.option(
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True
 )
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+no_system_option = click.option(
+    "--no-system", is_flag=True, help="Ask without a system message, also if the adapter was trained with one."
+)
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )

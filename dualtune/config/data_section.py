@@ -144,8 +144,9 @@ class DataConfig(Section):
 
     def eval_sources(self) -> tuple[SourceConfig, ...]:
         """Return the evaluation sources, like `sources`. Empty if data.eval is auto, a share, 0 or null."""
-        named = self.eval is not None and self.eval != "auto" and not isinstance(self.eval, int | float)
-        return self._complete(_listed(self.eval)) if named else ()
+        if self.eval is None or self.eval == "auto" or isinstance(self.eval, int | float):
+            return ()
+        return self._complete(_listed(self.eval))
 
     @property
     def held_out_share(self) -> float:

@@ -219,9 +219,10 @@ class RunConfig(Section):
     deterministic: bool = False
     """Whether a GPU has to give the same bits each time, which is slower; a CPU always does."""
     log_every: Count = 10
-    """The number of optimizer steps between two log lines."""
+    """The number of optimizer steps between two log lines; where it is not set, a short run has about ten."""
     eval_every: Count | None = 100
-    """The number of optimizer steps between two evaluations; null evaluates only at the end."""
+    """The number of optimizer steps between two evaluations; null evaluates only at the end; where it is not set, a
+    short run has about four."""
     save_every: Count | None = 100
     """The number of optimizer steps between two checkpoints; null saves at the best evaluations and at the end."""
     keep: Count = 3

@@ -1,5 +1,7 @@
 """What huggingface_hub takes from a server and uses as the name of a file: checked before it does.
 
+And why a download failed, in one line: the library's errors are of twenty kinds, some of them none of its own.
+
 The names of files in its cache are the ETag and the commit that the server sends, as they are. A hostile mirror, or
 whoever answers in its place, would have it write outside of the cache.
 """
@@ -7,6 +9,7 @@ whoever answers in its place, would have it write outside of the cache.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from dualtune.errors import FormatError
@@ -46,3 +49,37 @@ def _check(response: Any) -> None:
                 f"{response.request.url.host}: sent the header {name} {value[:100]!r}, which leads out of the cache. "
                 "Nothing of this answer is kept. This is no hub, or somebody answers in its place: check HF_ENDPOINT"
             )
+
+
+def why_download_failed(error: BaseException) -> str:
+    """Return what happened, and what to do, of any error that huggingface_hub or its HTTP client raises."""
+    causes = list(_chain(error))
+    status = next((s for each in causes if (s := getattr(getattr(each, "response", None), "status_code", None))), None)
+    kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
+    last = " ".join((str(causes[-1]) or type(causes[-1]).__name__).split())[:200]
+    if "GatedRepoError" in kinds or status == 403:
+        return "it is gated (403): accept its terms on its page, and log in with `hf auth login`"
+    if status == 401:
+        return "there is no such model, or it is private (401): check the name, or log in with `hf auth login`"
+    if "RepositoryNotFoundError" in kinds or status == 404:
+        return "there is no such model (404): check the name"
+    if status == 429:
+        return "the hub asks for a pause (429): try again in some minutes, or log in with `hf auth login`"
+    if status is not None and status >= 500:
+        return f"the hub has a fault ({status}): try again later; what has arrived is kept"
+    if "TooManyRedirects" in kinds:
+        return "the answers lead in a circle: check HF_ENDPOINT, and the proxy"
+    if kinds & {"JSONDecodeError", "DecodingError", "KeyError", "TypeError"}:
+        return f"the answer is not that of a hub ({last}): is there a login page of the network, or a proxy?"
+    if kinds & {"TransportError", "TimeoutError", "ConnectionError", "XetDownloadError"}:
+        return f"the connection broke ({last}): the same command continues the download"
+    return last
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.__cause__ or seen.__context__

@@ -20,6 +20,7 @@ from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.work import ATTENTION, PARTS, Piece, pieces_of
 from dualtune.platform.rates import MachineLimits
+from dualtune.text.show import in_time
 
 COMPUTE, MEMORY, LAUNCH, TRANSFER = "compute", "memory", "launch", "transfer"
 SAID = "computed from published limits and stated efficiencies, not measured"
@@ -77,10 +78,17 @@ class StepTime:
 
     def describe(self) -> str:
         """Say how long a step takes, and that this is no measurement."""
+        step = f"{self.step_s:.3g} s" if self.step_s < 60 else in_time(self.step_s)
         return (
-            f"about {self.tokens_per_s:,.0f} tokens/s, {self.step_s:.3g} s for a step of {self.tokens:,} tokens, bound "
+            f"about {self.tokens_per_s:,.0f} tokens/s, {step} for a step of {self.tokens:,} tokens, bound "
             f"by {self.bound}; {SAID}"
         )
+
+    def of_run(self, num_steps: int | None) -> str:
+        """Say how long so many steps take, without evaluations and saves."""
+        if num_steps is None:
+            return "the number of steps is not known"
+        return f"{num_steps:,} step{'s' * (num_steps != 1)} take about {in_time(num_steps * self.step_s)}"
 
     def as_json(self) -> dict[str, Any]:
         own = asdict(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,6 +51,35 @@ def detect() -> Machine:
         surroundings=surroundings(),
     )
     return _as_mac(machine) if machine.system == "Darwin" else _within_limit(machine)
+
+
+BUSY_SHARE = 0.25  # of the CPUs at work for others: then a measured rate is not that of this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the CPUs of this machine are."""
+
+    average: float  # processes that computed or waited for a CPU, over the last minute
+    cpus: int
+
+    @property
+    def is_busy(self) -> bool:
+        return self.average >= BUSY_SHARE * self.cpus
+
+    def __str__(self) -> str:
+        return (
+            f"the load is {self.average:.1f} on {self.cpus} CPUs (mean of the last minute), so this machine is slower "
+            "now than it is alone, and so is what was measured"
+        )
+
+
+def load_average() -> Load | None:
+    """Return the load of this machine; None where the system does not tell it."""
+    try:
+        return Load(os.getloadavg()[0], os.cpu_count() or 1)
+    except OSError:
+        return None
 
 
 def is_installed(framework: str) -> bool:

@@ -27,7 +27,7 @@ from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named, published
 from dualtune.platform.rates import MachineLimits, limits_or_none
-from dualtune.preflight.config_data import check_sources, first_step, step_rows, steps_of_run
+from dualtune.preflight.config_data import check_sources, first_step, step_rows, steps_of_run, with_lengths_of
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
     activation_cache_rows,
@@ -90,11 +90,12 @@ def check_config(
     if decoder is None:
         report.checks += targets_rows(config, model)
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
-        row, report.memory = _memory(config, decoder, reason, choice, machine)
+        row, report.memory = _memory(with_lengths_of(config, seen), decoder, reason, choice, machine)
         report.checks.append(row)
         if report.memory is not None:
             limits = limits_or_none(machine_name) if machine_name else published(machine)
-            report.checks.append(_time_row(report.memory, first_step(config, seen), limits))
+            documents, num_steps = first_step(config, seen), steps_of_run(config, seen)
+            report.checks.append(_time_row(report.memory, documents, num_steps, limits))
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, seen))
     return report
 
@@ -193,11 +194,14 @@ def _memory(
     return memory_row(memory), memory
 
 
-def _time_row(memory: MemoryNeed, documents: StepDocuments, limits: MachineLimits | None) -> Check:
+def _time_row(
+    memory: MemoryNeed, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None
+) -> Check:
     if limits is None:
         return Check("time", "skipped", "no limits are known for this machine; dualtune bench measures a step")
     try:
-        return Check("time", "ok", predict(memory.plan.decoder, memory.plan.ask, documents, limits).describe())
+        time = predict(memory.plan.decoder, memory.plan.ask, documents, limits)
+        return Check("time", "ok", f"{time.of_run(num_steps)}; {time.describe()}")
     except EnvironmentFault as error:
         return Check("time", "skipped", str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
 from dualtune.data.batching.batches import plan
 from dualtune.data.batching.order import MOST_TOKENS, Order
+from dualtune.data.chat.formats import Example
 from dualtune.data.documents import OpenedSource, eval_sources, open_one
 from dualtune.data.held_out import held_out
 from dualtune.data.sources.hub import is_hub_name
@@ -28,10 +30,12 @@ from dualtune.errors import DataError, DualtuneError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.performance.documents import StepDocuments
 from dualtune.preflight.config_model import failure, find_model, load_tokenizer
+from dualtune.train.memory import largest_micro_batch, with_real_lengths
 
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
 CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
+LONGEST_ROWS = 20  # by characters, of which the one with the most tokens is looked for
 FEW_STEPS = 50  # fewer steps train little
 
 
@@ -43,10 +47,12 @@ class Seen:
     num_rows: int | None = None  # None: not counted
     lengths: tuple[int, ...] = ()  # tokens of its first documents
     targets: int = 0  # in these
+    longest: int | None = None  # tokens of its longest document; None: not known
+    is_evaluated: bool = False  # data to evaluate on, not to train on
 
 
 def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
-    """Return a row for each source, and what is known of those to train on."""
+    """Return a row for each source, and what is known of each."""
     rows: list[Check] = []
     seen: list[Seen] = []
     for source in config.data.sources():
@@ -57,7 +63,9 @@ def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Che
     local = not any(is_of_hub(source) for source in config.data.sources())
     own = eval_sources(config.data) if local else config.data.eval_sources()
     for source in own:
-        rows.append(_look(config, source, "valid", tokenizer)[0])
+        row, found = _look(config, source, "valid", tokenizer)
+        rows.append(row)
+        seen.append(replace(found, is_evaluated=True))
     if config.data.held_out_share and not own and [found.num_rows for found in seen] == [1]:
         found = f"none: data.eval holds out {config.data.held_out_share:.0%} of the rows, but there is only one"
         rows.append(Check("eval data", "advice", found, "Split the row, or name evaluation data in data.eval"))
@@ -78,6 +86,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         opened = open_one(source, role)
         first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
         num_rows = _count(opened)
+        longest = _longest(config, opened, tokenizer) if tokenizer and num_rows else None
     except DualtuneError as error:
         fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
         return replace(failure(name, error), fix=fix), nothing
@@ -89,7 +98,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
-    seen = Seen(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets)
+    seen = Seen(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
     if bad and config.data.on_bad_row == "error":
         found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
         return Check(name, "fail", found, fix, DataError.exit_code), seen
@@ -104,6 +113,14 @@ def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) ->
     if tokenizer is None:
         return examples
     return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
+
+
+def _longest(config: Config, opened: OpenedSource, tokenizer: Tokenizer) -> int | None:
+    """Return the tokens of the longest document, by tokenizing the rows with the most characters."""
+    examples = (example for example in opened.trainable() if isinstance(example, Example))
+    rows = heapq.nlargest(LONGEST_ROWS, examples, key=lambda example: len(repr(example)))
+    found = tokenize_rows(iter(rows), tokenizer, config.data.loss_on, config.data.max_length)
+    return max((len(ids) for row in found if isinstance(row, TokenizedRow) for ids, _ in row.documents), default=None)
 
 
 def _count(opened: OpenedSource) -> int | None:
@@ -144,6 +161,7 @@ def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarr
 
     The order is None if rows are not counted, or if they are not tokenized and the step size is in tokens.
     """
+    seen = [found for found in seen if not found.is_evaluated]
     counts = [found.num_rows for found in seen]
     lengths = [length for found in seen for length in found.lengths]
     if None in counts or (config.train.documents_per_step is None and not lengths):
@@ -175,16 +193,31 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
     return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
 
 
-def documents_of(config: Config) -> StepDocuments:
-    """Return the documents of the first step, from a quick look at the data."""
+def look_at_data(config: Config) -> list[Seen]:
+    """Return what a quick look shows of each source."""
     tokenizer, _ = load_tokenizer(config, find_model(config)[0])
-    return first_step(config, check_sources(config, tokenizer)[1])
+    return check_sources(config, tokenizer)[1]
+
+
+def with_lengths_of(config: Config, seen: list[Seen]) -> Config:
+    """Return the config with the lengths of the data, as a run plans its memory; unchanged if one is not known."""
+    longest = [found.longest for found in seen if found.longest is not None]
+    order, lengths = _estimated(config, seen)
+    if order is None or len(longest) < len(seen):
+        return config
+    own = [found for found in seen if found.is_evaluated]
+    num_held_out = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
+    eval_tokens = num_held_out * lengths.mean()
+    eval_tokens += sum((found.num_rows or 0) * sum(found.lengths) / max(1, len(found.lengths)) for found in own)
+    cells = max(largest_micro_batch(order, lengths, layout_of(config)), math.ceil(eval_tokens))
+    return with_real_lengths(config, max(longest), cells)
 
 
 def first_step(config: Config, seen: list[Seen]) -> StepDocuments:
     """Return the documents of the first step, as if all rows were like the first ones; else the longest allowed."""
     order, lengths = _estimated(config, seen)
     layout, longest = layout_of(config), config.data.max_length
+    seen = [found for found in seen if not found.is_evaluated]
     known = sum(len(found.lengths) for found in seen)
     if order is None or not known:
         tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
@@ -215,7 +248,7 @@ def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.nd
     if order is None:
         return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
     number = order.num_steps
-    held_out_rows = sum(found.num_rows or 0 for found in seen) - len(lengths)
+    held_out_rows = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
     held = f", {held_out_rows} rows held out" if held_out_rows else ""
     whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
     found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dualtune.profiler.snapshot import GB, MB, Snapshot
+from dualtune.text.show import in_bytes
+
+RESERVE = "reserve"  # the part of a plan that is no array
 
 SPIKE_MB = 100.0
 NUM_BLOCKS = 10
@@ -73,6 +76,49 @@ def peak_of(snapshots: Sequence[Snapshot]) -> Peak | None:
         return None
     at = max(snapshots, key=_highest)
     return Peak(_highest(at), at.step, at.phase)
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstPlan:
+    """A memory plan beside the part of the peak that it plans."""
+
+    planned_bytes: int
+    measured_bytes: int
+    what: str  # is measured
+
+    def __str__(self) -> str:
+        deviation = 100 * (self.planned_bytes / self.measured_bytes - 1)
+        return (
+            f"plan: {in_bytes(self.planned_bytes)}, measured peak of {self.what}: {in_bytes(self.measured_bytes)} "
+            f"(plan {deviation:+.1f} %)"
+        )
+
+
+def against_plan(snapshots: Sequence[Snapshot], recorded: Mapping[str, Any]) -> AgainstPlan | None:
+    """Compare the peak with the plan in `recorded`, the entry "memory" of environment.json; None without a plan.
+
+    An allocator counts its arrays, so the plan's reserve is left out. A process has mapped files besides, which no plan
+    has: the weights are read from them, and the system may take their memory back.
+    """
+    planned = recorded.get("planned_bytes")
+    if type(planned) is not int or planned <= 0 or not snapshots:
+        return None
+    at = max(snapshots, key=_highest)
+    if at.cached_bytes is not None:
+        found = AgainstPlan(planned - _reserve(recorded.get("parts")), _highest(at), "arrays")
+    elif at.process_bytes is not None:
+        mapped = max(0, at.used_bytes - at.process_bytes)
+        found = AgainstPlan(planned, _highest(at) - mapped, "memory without mapped files")
+    else:
+        found = AgainstPlan(planned, _highest(at), "memory")
+    return found if found.measured_bytes > 0 and found.planned_bytes > 0 else None
+
+
+def _reserve(parts: object) -> int:
+    """Return the bytes of a plan that are no arrays, from a file that may hold anything."""
+    listed = cast("list[Any]", parts) if isinstance(parts, list) else []
+    tables = [cast("dict[str, Any]", part) for part in listed if isinstance(part, dict)]
+    return next((p["bytes"] for p in tables if p.get("name") == RESERVE and type(p.get("bytes")) is int), 0)
 
 
 def _highest(snapshot: Snapshot) -> int:

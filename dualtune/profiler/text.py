@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dualtune.profiler.analysis import SPIKE_MB, Leak, Spike, by_phase, find_leak, peak_of, spikes_in
 from dualtune.profiler.snapshot import MB, Snapshot
-from dualtune.text.show import in_columns
+from dualtune.text.show import in_columns, in_time
 
 EMPTY = "No memory snapshots recorded"
 SHOWN_SPIKES = 10
@@ -40,7 +40,7 @@ def _overall(snapshots: Sequence[Snapshot]) -> list[tuple[str, str]]:
             rows.append((name, f"{max(values) / MB:.1f} MB at most"))
     seconds, steps = last.timestamp - first.timestamp, len({s.step for s in snapshots})
     speed = f", {steps / seconds:.2f} steps/s" if seconds > 0 else ""
-    return [*rows, ("duration", f"{seconds:.1f} s{speed}")]
+    return [*rows, ("duration", f"{in_time(seconds, 1)}{speed}")]
 
 
 OTHER_NUMBERS: dict[str, Callable[[Snapshot], int | None]] = {

@@ -11,6 +11,8 @@ from typing import Any, cast
 from dualtune.config.reader import BadYaml, read_yaml
 from dualtune.errors import DualtuneError, FormatError
 from dualtune.io.untrusted import open_file, read_json
+from dualtune.profiler.analysis import AgainstPlan, against_plan
+from dualtune.profiler.snapshot import read_timeline
 from dualtune.report.curves import Curves, curves_of
 from dualtune.train.health.score import Score
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -18,8 +20,18 @@ from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import state_of
 from dualtune.train.state.lock import read_note
 from dualtune.train.state.metrics import each_row
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, MODEL, check_is_run
+from dualtune.train.state.run_dir import (
+    ADAPTER,
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    MODEL,
+    TIMELINE,
+    check_is_run,
+)
 
+MAX_TIMELINE_BYTES = 1 << 26
 MAX_CONFIG_BYTES = 1 << 18
 MAX_ENVIRONMENT_BYTES = 1 << 22
 
@@ -47,6 +59,15 @@ class RunFiles:
         history = self.curves.history
         best = self.setting("guards", "restore_best") is True
         return Score.of(history.losses, self._evals, history.step or 0, best=best)
+
+    @property
+    def against_plan(self) -> AgainstPlan | None:
+        """The memory plan beside what it plans; None without a plan, or if no small file says what was used."""
+        try:
+            open_file(self.path / TIMELINE, max_bytes=MAX_TIMELINE_BYTES).close()
+            return against_plan(read_timeline(self.path / TIMELINE), self.recorded("memory"))
+        except (OSError, FormatError):
+            return None
 
     @property
     def is_done(self) -> bool:

@@ -73,10 +73,12 @@ def _curves(runs: Sequence[RunFiles]) -> str:
 
 def _limits(run: RunFiles) -> dict[str, float | None]:
     """Return the lines that a curve is compared with."""
-    planned, clip = run.recorded("memory").get("planned_bytes"), number(run.setting("train", "max_grad_norm"))
+    clip, plan, peak = number(run.setting("train", "max_grad_norm")), run.against_plan, run.curves.peak_bytes
+    # The curve counts mapped files, too.
+    planned = plan and plan.planned_bytes + max(0, int(peak or 0) - plan.measured_bytes)
     return {
         "clip": clip if clip and clip > 0 else None,
-        "planned_bytes": planned if type(planned) is int and 0 < planned < 1 << 53 else None,
+        "planned_bytes": planned if planned is not None and 0 < planned < 1 << 53 else None,
     }
 
 

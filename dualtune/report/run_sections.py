@@ -16,6 +16,7 @@ from dualtune.report.page import histogram, notice, scrolling
 from dualtune.report.run_files import RunFiles, as_table
 from dualtune.report.settings import changed
 from dualtune.text.show import in_bytes, in_time
+from dualtune.train.health.score import LAST_SHARE
 from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS
 
 WORDS = {
@@ -54,7 +55,9 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     curves, history = run.curves, run.curves.history
     found = [(f"{history.step or 0:,}", "steps")]
     if (loss := curves.end_loss) is not None:
-        found.append((loss_text(loss), "training loss at the end"))
+        last = max(1, len(history.losses) // LAST_SHARE)
+        what = "the last step" if last == 1 else f"the last {last:,} steps, the mean"
+        found.append((loss_text(loss), f"training loss of {what}"))
     if history.eval_loss_before is not None:
         found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:
@@ -68,9 +71,9 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     if curves.seconds and curves.seconds[-1] < 1e9:
         found.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
     if (peak := curves.peak_bytes) is not None and peak > 0:
-        planned = run.recorded("memory").get("planned_bytes")
-        beside = f", estimated {in_bytes(planned)}" if type(planned) is int and planned > 0 else ""
-        found.append((in_bytes(peak), f"peak memory{beside}"))
+        found.append((in_bytes(peak), "peak memory"))
+    if (plan := run.against_plan) is not None:
+        found.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
     return found
 
 

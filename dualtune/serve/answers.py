@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dualtune.data.chat.call_text import CallNotation, WrittenCall
+from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.named import WITH_TOOLS
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -68,8 +69,11 @@ class Answers:
     def __init__(
         self, adapters: AdapterSet, *, max_tokens: int, max_prompt: int, max_waiting: int, time_limit_s: float,
         is_fatal: Callable[[BaseException], bool] = lambda error: False,
+        systems: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
+        """`systems`: by model, the system message of a conversation that has none."""
         self.names, self._is_fatal = adapters.names, is_fatal
+        self._systems = systems or {}
         self._adapters, self._time_limit_s = adapters, time_limit_s
         self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
@@ -112,7 +116,8 @@ class Answers:
         request, progress = job.request, GenerationProgress()
         tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
         text = AnswerText(request, _notation(request, tokenizer) if request.tools else None)
-        prompt = np.concatenate([_encoded(request, tokenizer), tokenizer.encode(text.begun, special=False)])
+        asked = _encoded(request, tokenizer, self._systems.get(request.model))
+        prompt = np.concatenate([asked, tokenizer.encode(text.begun, special=False)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
@@ -143,14 +148,17 @@ class Answers:
         job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))
 
 
-def _encoded(request: CompletionRequest, tokenizer: Tokenizer) -> np.ndarray:
+def _encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
     if isinstance(request.prompt, str):
         return tokenizer.encode_text(request.prompt)
     if tokenizer.template is None:
         raise ConfigError(
             f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
         )
-    return tokenizer.encode_chat(request.prompt, tools=request.tools)
+    messages = request.prompt
+    if system is not None and all(message.role != "system" for message in messages):
+        messages = (Message("system", system), *messages)
+    return tokenizer.encode_chat(messages, tools=request.tools)
 
 
 def _notation(request: CompletionRequest, tokenizer: Tokenizer) -> CallNotation:
@@ -170,7 +178,7 @@ class AnswerText:
     """The text of an answer: what of it is said, and the calls in it. What may become a call is held back."""
 
     def __init__(self, request: CompletionRequest, notation: CallNotation | None) -> None:
-        self._notation, self._names, self._is_parallel = notation, request.names, request.is_parallel
+        self._notation, self._names = notation, request.names
         self.begun = (notation.forced(request.function) or "") if notation and request.must_call else ""
         self._takes_one = not request.is_parallel or request.must_call
         begin = self.begun.find(notation.opening or "{") if notation and self.begun else 0  # behind an empty thought

@@ -26,11 +26,11 @@ def in_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
-def in_time(seconds: float) -> str:
-    """Format a duration: 12 s, 3 min 05 s, 2 h 05 min."""
+def in_time(seconds: float, decimals: int = 0) -> str:
+    """Format a duration: 12 s, 3 min 05 s, 2 h 05 min. `decimals`: of one below a minute, such as 12.3 s."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
+    if round(seconds, decimals) < 60:
+        return f"{seconds:.{decimals}f} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from dualtune.backend import Backend
     from dualtune.config import Config
     from dualtune.hooks import Hook
+    from dualtune.train.prepare import Prepared
     from dualtune.train.run import TrainResult
+    from dualtune.view.notebook import NotebookView
 
 
 def train_on(
@@ -30,10 +32,16 @@ def train_on(
 
     settings = config if isinstance(config, Config) else load_config(config)
     backend = deferred(choose(platform))
-    return run(settings, backend, [*hooks, *_in_notebook(settings, backend)], resume=resume)
+    views = _in_notebook(settings, backend)
+
+    def announce(prepared: Prepared) -> None:
+        for view in views:
+            view.adopt(prepared.config.run)
+
+    return run(settings, backend, [*hooks, *views], resume=resume, announce=announce)
 
 
-def _in_notebook(settings: Config, backend: Backend) -> list[Hook]:
+def _in_notebook(settings: Config, backend: Backend) -> list[NotebookView]:
     """Return what shows the run in a notebook, if this process is the kernel of one."""
     from dualtune.view.notebook import NotebookView, notebook_display
     from dualtune.view.run_view import RunView

@@ -7,20 +7,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.backend import Backend
 from dualtune.base_model import read_config
 from dualtune.card import card_of
 from dualtune.config import Config
+from dualtune.data.batching.batches import SequenceLayout
+from dualtune.data.batching.order import Order
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError
-from dualtune.memory.estimate import checkpointing_of
+from dualtune.evaluate.evaluation import layout_of
+from dualtune.memory.ask import padded
+from dualtune.memory.estimate import checkpointing_of, estimate
 from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.performance.documents import StepDocuments
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.detect import detect
 from dualtune.text.show import in_bytes
 
+LOOKED_AT = 64  # steps, to see how large their micro-batches are
+ACTIVATIONS = "activations"  # the part of an estimate that is kept for the backward pass
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
 ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
 
@@ -64,12 +73,46 @@ class RunMemory:
         return found
 
 
-def plan_memory(config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int) -> RunMemory:
-    """Plan a run whose longest document has `longest` tokens.
+def largest_micro_batch(order: Order, lengths: np.ndarray, layout: SequenceLayout) -> int:
+    """Return the tokens of the largest micro-batch of a run's steps, padding included.
 
-    ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
+    By the first steps, with room for what a later one may have more: the longest documents, or one of them.
     """
-    found = _plan(config, backend, model_dir, longest, num_processes)
+    longest = np.sort(lengths)[::-1]
+    limit, most = max(layout.max_tokens, padded(int(longest[0]))), 0
+    for step in range(min(order.num_steps, LOOKED_AT)):
+        most = max(most, *StepDocuments.of(lengths[order.step(step).documents], layout, "").cells)
+        if most >= layout.max_tokens:
+            return limit
+    number = order.documents_per_step
+    later = int(longest[:number].sum()) if number else min(order.tokens_per_step, most + int(longest[0]))
+    return min(max(most, padded(later)), limit)
+
+
+def with_real_lengths(config: Config, longest: int, cells: int) -> Config:
+    """Return the config with the lengths that its data have: of the longest document, and of a micro-batch."""
+    longest = min(longest, config.data.max_length)
+    cells = min(cells, layout_of(config).max_tokens)
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"max_length": longest}),
+            "train": config.train.model_copy(update={"micro_batch_tokens": max(cells, longest)}),
+        }
+    )
+
+
+def plan_memory(
+    config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int, *, cells: int, eval_tokens: int
+) -> RunMemory:
+    """Plan a run whose longest document has `longest` tokens, and whose largest micro-batch has `cells`.
+
+    `eval_tokens`: of all documents to evaluate on, whose micro-batches may be larger, but keep nothing for a backward
+    pass. ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
+    """
+    evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
+    found = _plan(with_real_lengths(config, longest, cells), backend, model_dir, num_processes)
+    if found.plan is not None and _without_backward(evaluated, found.plan) > found.plan.estimate.total_bytes:
+        found = _plan(evaluated, backend, model_dir, num_processes)
     limit = config.memory.limit
     if limit == "auto":
         return found
@@ -95,7 +138,13 @@ def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationChec
     return ActivationCheckpointing(**json.loads(team.broadcast(json.dumps(asdict(checkpointing)).encode())))
 
 
-def _plan(config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int) -> RunMemory:
+def _without_backward(config: Config, plan: MemoryPlan) -> int:
+    """Return the bytes that the micro-batches of `config` need where nothing is kept for a backward pass."""
+    ask = replace(plan.ask, micro_batch_tokens=layout_of(config).max_tokens, max_length=config.data.max_length)
+    return sum(part.bytes for part in estimate(plan.decoder, ask).parts if part.name != ACTIVATIONS)
+
+
+def _plan(config: Config, backend: Backend, model_dir: Path, num_processes: int) -> RunMemory:
     device = backend.devices()[0]
     name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
     has = within(budget(detect(), name), config.memory.limit_bytes)
@@ -104,10 +153,7 @@ def _plan(config: Config, backend: Backend, model_dir: Path, longest: int, num_p
         decoder, reason = None, f"the base is split among {num_processes} processes"
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
-    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
-    plan = plan_of(
-        config.model_copy(update={"data": data}), decoder, backend.name, device.kind, has.bytes, has.host_bytes
-    )
+    plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes)
     return RunMemory(plan.ask.checkpointing, has, plan)
 
 

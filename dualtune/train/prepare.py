@@ -29,6 +29,7 @@ from dualtune.data.batching.order import Order, without
 from dualtune.data.chat.named import NAMES
 from dualtune.data.documents import Data, Documents, Show, notices, unused_valid
 from dualtune.data.held_out import probe_documents
+from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
@@ -39,10 +40,10 @@ from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.trackers.tracker import check_installed
-from dualtune.train.memory import RunMemory, plan_memory
+from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory
 from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
-from dualtune.train.schedule import optimizer_spec
+from dualtune.train.schedule import optimizer_spec, with_intervals
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
@@ -55,6 +56,8 @@ from dualtune.train.state.resume import (
     check_position,
     with_tokens,
 )
+
+FINGERPRINT = "the fingerprint of the base model"  # as `show` names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Prepared:
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
+    system_message: str | None = None  # that nearly all rows share
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -181,7 +185,8 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
-    With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing. With
+    With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
+    and when FINGERPRINT begins and ends. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
     `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
@@ -218,6 +223,7 @@ def _prepare(
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)
+    config = with_intervals(config, order.num_steps, saved and saved.state["config"].get("run"))
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
     if config.train.average_over > order.num_steps:
@@ -227,11 +233,19 @@ def _prepare(
     data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
     model_dir = resolve_model(config.model.name, weights=is_pretrained)
     weights = find_weights(model_dir) if is_pretrained else None
+    show(FINGERPRINT, 0.0)
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
+    show(FINGERPRINT, 1.0)
     found = _fingerprints(model, data)
-    memory = plan_memory(config, backend, model_dir, data.longest, team.size)
+    layout = layout_of(config)
+    cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
+    memory = plan_memory(
+        config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
+    )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
+    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
+    spec = _spec(config, start)
+    return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 
 
 def _check_sharding(config: Config, team: Team) -> None:

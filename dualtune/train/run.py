@@ -24,6 +24,7 @@ from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
 from dualtune.data.preview.counts import counts
+from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, FormatError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
@@ -32,7 +33,7 @@ from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.samples import Samples, check_not_split
 from dualtune.evaluate.shortage import explained
 from dualtune.evaluate.weights import result_of, using, using_result
-from dualtune.hooks import TRACKERS, Event, Hook, RunInfo
+from dualtune.hooks import FINGERPRINTS, RESULT, TRACKERS, Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.io.untrusted import read_json
 from dualtune.memory.ask import num_trained
@@ -189,7 +190,12 @@ def execute(
         with _in_result(prepared, engine, saver, log, num_steps):
             verdict = _verdict(log.history)
             log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-            _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
+            moments.enter(num_steps, FINGERPRINTS)
+            prints = _fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
+            moments.enter(num_steps, RESULT)
+            if team.is_first:
+                record = _record(prepared, engine, log, guards, recovery, num_steps) | {"fingerprints": prints}
+                _write_result(run_dir.result(config), prepared, engine, record)
         if config.run.report and team.is_first:
             _write_report(run_dir.path, log, num_steps)
         if config.run.track:
@@ -231,9 +237,8 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
 
 def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    page = run_dir.path / REPORT
-    report = page if config.run.report and page.is_file() else None
-    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), report)
+    page = run_dir.path / REPORT if config.run.report and (run_dir.path / REPORT).is_file() else None
+    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), page)
 
 
 def _verdict(history: History) -> RunVerdict:
@@ -310,19 +315,18 @@ def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
     found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
-    if (
-        prepared.model.tokenizer.template is not None
-    ):  # data.template may name a file that another machine does not have
-        run_dir.records[TEMPLATE_FILE] = prepared.model.tokenizer.template.source
+    if (template := prepared.model.tokenizer.template) is not None:  # data.template may name a file of this machine
+        run_dir.records[TEMPLATE_FILE] = template.source
     for name, text in run_dir.records.items():
         write_file(run_dir.path / name, text)
 
 
-def _write_result(
-    path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, recovery: Recovery, num_steps: int
-) -> None:
+def _record(
+    prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, recovery: Recovery, num_steps: int
+) -> dict[str, Any]:
+    """Return what dualtune.json says of the base model and of the training."""
     config, verdict = prepared.config, _verdict(log.history)
-    record = {
+    return {
         "base": prepared.model.identity
         | {
             "name": config.model.name,
@@ -342,18 +346,18 @@ def _write_result(
             "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.data.train),
             "template_hash": prepared.model.tokenizer.template_hash,
+            SYSTEM_MESSAGE: prepared.system_message,  # `dualtune chat` asks with it
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
             **entry_of(recovery, prepared),
         },
-        "fingerprints": _fingerprints(prepared, engine),
     }  # fmt: skip
-    if not prepared.team.is_first:
-        return  # except for the fingerprints: with a sharded base all processes must compute them together
+
+
+def _write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[str, Any]) -> None:
     if path.exists():  # the result of the finished run that is continued here; its checkpoints remain
         remove_directory(path)
-    template = prepared.model.tokenizer.template
-    source = template.source if template else None
-    if config.adapter.trains_model:
+    source = template.source if (template := prepared.model.tokenizer.template) else None
+    if prepared.config.adapter.trains_model:
         write_model(path, engine, source, record)
     else:
         write_adapter(path, _adapter(prepared, engine.adapter_state(), source), metadata=record)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
@@ -39,6 +41,23 @@ def steps_until_due(config: RunConfig, step: int, num_steps: int) -> int:
     """Return the number of steps from `step` to the next evaluation, the next checkpoint or the end of the run."""
     intervals = (every for every in (config.eval_every, config.save_every) if every)
     return min([num_steps - step, *(every - step % every for every in intervals)])
+
+
+def with_intervals(config: Config, num_steps: int, recorded: Mapping[str, Any] | None = None) -> Config:
+    """Return the config with run.log_every and run.eval_every that suit a short run, where the config sets none.
+
+    About ten lines and four evaluations, these at least ten steps apart. A resumed run keeps what is `recorded` of its
+    section `run`. A predictive run keeps the defaults, because no prediction goes beyond the next evaluation.
+    """
+    run, defaults = config.run, {"log_every": max(1, num_steps // 10), "eval_every": max(10, math.ceil(num_steps / 4))}
+    if config.hybrid.enabled:
+        return config
+    update = {
+        key: recorded[key] if recorded and isinstance(recorded.get(key), int) else min(getattr(run, key), suited)
+        for key, suited in defaults.items()
+        if key not in run.model_fields_set
+    }
+    return config.model_copy(update={"run": run.model_copy(update=update)})
 
 
 def steps_of(share: float, num_steps: int) -> int:

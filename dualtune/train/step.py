@@ -193,7 +193,8 @@ class TrainingStep:
 def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecord | None:
     """Pass the numbers of an outcome to the metrics, when `step` steps are done.
 
-    Return the record of the previous update, which can be read without waiting (docs/decisions/0006).
+    Return the newest record that can be read without waiting (docs/decisions/0006): that of the previous update, or on
+    a CPU of this one.
     """
     if (update := outcome.update) is None:
         before = log.flush()

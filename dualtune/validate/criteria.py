@@ -13,6 +13,7 @@ from typing import Literal
 from dualtune.checks import Check, Level
 from dualtune.errors import DualtuneError
 from dualtune.hooks import StepRecord
+from dualtune.text.show import in_time
 from dualtune.validate.losses import decrease_of, largest_rise, window_means
 from dualtune.validate.watch import Observed
 
@@ -90,7 +91,7 @@ def shown(value: float, unit: Unit) -> str:
         case "bytes":
             return f"{value / 1e6:,.1f} MB"
         case "seconds":
-            return f"{value:,.1f} s"
+            return in_time(value, 1)
         case "count":
             return f"{value:.0f}"
         case "number":

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
+from dualtune.text.show import in_time
+
 
 @dataclass(frozen=True, slots=True)
 class Decrease:
@@ -119,7 +121,7 @@ class TrainingMetrics:
             return "steps         0"
         first, last = self.losses[0], self.losses[-1]
         lines = [
-            f"steps         {len(self.losses)} in {self.total_time_s:.1f} s",
+            f"steps         {len(self.losses)} in {in_time(self.total_time_s, 1)}",
             f"loss          {first:.4f} first, {last:.4f} last, {self.average_loss:.4f} average",
             f"step time     {self.average_step_time_ms:.1f} ms average",
             f"peak memory   {self.peak_memory_bytes / 1e6:.1f} MB",

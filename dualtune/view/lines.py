@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dualtune.config.schema import RunConfig
 from dualtune.errors import FormatError
 from dualtune.hooks import EVALUATION, EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.io.folder import open_own
@@ -29,6 +30,10 @@ class RunLines(Hook):
         self._log_every, self._say = log_every, say
         self._since: list[StepRecord] = []
 
+    def adopt(self, run: RunConfig) -> None:
+        """Take the intervals of a prepared run, which may be others than those of its config file."""
+        self._log_every, self.view.eval_every = run.log_every, run.eval_every
+
     def on_start(self, info: RunInfo) -> None:
         self.view.on_start(info)
         for line in started(info):
@@ -48,7 +53,7 @@ class RunLines(Hook):
 
     def on_eval(self, record: EvalRecord) -> None:
         self.view.on_eval(record)
-        took = f" in {self.view.clock() - self.view.began:.1f} s" if self.view.phase == EVALUATION else ""
+        took = f" in {in_time(self.view.clock() - self.view.began, 1)}" if self.view.phase == EVALUATION else ""
         self._say(
             f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens{took}"
         )

@@ -321,3 +321,16 @@ def test_columns_share_the_width():
     lines = side_by_side(answers, 79)
     assert max(map(len, lines)) <= 79 and lines[0] == "[base]".ljust(38) + " | [tuned]"
     assert " ".join(line.split("|")[0].strip() for line in lines[1:]) == answers[0][1].strip()
+
+
+def test_adapters_of_different_bases_need_a_model(dualtune_main, directories, tmp_path):
+    spec = SPECS["one"]
+    for name in ("a", "b"):
+        shapes = {"model.layers.0.self_attn.q_proj": (32, 32)}
+        write_adapter(
+            tmp_path / name, Adapter(replace(spec, targets=(*shapes,)), init_adapter(shapes, 2, 0), f"org/{name}")
+        )
+    result = dualtune_main("chat", "--adapter", tmp_path / "a", "--adapter", tmp_path / "b", *NUMPY)
+    assert result.returncode == 2 and "org/a" in result.stderr and "org/b" in result.stderr
+    unnamed = dualtune_main("chat", "--adapter", directories["one"], *NUMPY)
+    assert unnamed.returncode == 2 and "names no base model. Give one: MODEL" in unnamed.stderr

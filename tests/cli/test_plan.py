@@ -75,7 +75,7 @@ def test_this_machine_is_measured(dualtune_main, config_file, tiny_llama):
     [
         (("--machine", "h100-81"), 2, "h100-80"),
         (("--machine", "cpu-16", "--platform", "cuda"), 4, "Plan for another machine with --machine"),
-        (("--machine", "h100-80", "--set", "model.name=nobody/knows"), 4, "the model's shape is not known"),
+        (("--machine", "h100-80", "--set", "model.name=nobody/knows"), 4, "its shape is not known"),
         (("--machine", "h100-80", "--set", "memory.checkpointing={layers: 99}"), 2, "allowed: 1 to 32, or full"),
         (("--machine", "h100-80", "--set", "memory.limit=10GB", "--set", "memory.checkpointing=none"), 4, "--set"),
     ],
@@ -83,3 +83,40 @@ def test_this_machine_is_measured(dualtune_main, config_file, tiny_llama):
 def test_what_cannot_be_planned_says_why(dualtune_main, arguments, code, words):
     result = dualtune_main("plan", CONFIGS["training_config_h100"], *arguments)
     assert (result.returncode, words in result.stdout + result.stderr) == (code, True)
+
+
+def test_a_plan_says_how_long_the_run_takes(dualtune_main):
+    """By the steps that the config sets, and by the time of one."""
+    options = ("--machine", "h100-80", "--set", "train.steps=2000")
+    plan = json.loads(dualtune_main("plan", CONFIGS["training_config_h100"], *options, "--json").stdout)
+    assert (plan["num_steps"], plan["load_average"], plan["busy"]) == (2000, None, None)
+    assert plan["run_s"] == 2000 * plan["prediction"]["step_s"] > 3600
+    text = dualtune_main("plan", CONFIGS["training_config_h100"], *options).stdout
+    hours = re.search(r"^run +2,000 steps take about (\d+) h \d\d min$", text, re.M)
+    assert int(hours[1]) == int((plan["run_s"] + 30) / 3600)
+
+
+@pytest.mark.parametrize(("average", "is_busy"), [(0.4, False), (1.1, True)])
+def test_a_plan_says_how_busy_this_machine_is(dualtune_main, config_file, tiny_llama, monkeypatch, average, is_busy):
+    from dualtune.platform import detect
+
+    monkeypatch.setattr(detect.os, "getloadavg", lambda: (average, 9.0, 9.0))
+    monkeypatch.setattr(detect.os, "cpu_count", lambda: 4)
+    config = config_file({"model.name": tiny_llama})
+    plan = json.loads(dualtune_main("plan", config, "--platform", "cpu", "--json").stdout)
+    assert (plan["load_average"], plan["busy"]) == (average, is_busy)
+    assert ("the load is 1.1 on 4 CPUs" in dualtune_main("plan", config, "--platform", "cpu").stdout) == is_busy
+
+
+def test_a_plan_takes_the_lengths_that_the_data_have(dualtune_main, config_file, tiny_llama, write_rows):
+    """200 short rows, and one in the middle that may be long: behind the first ones that are looked at."""
+    rows = [{"prompt": f"{i}?", "completion": "Yes."} for i in range(200)]
+    tokens = {}
+    for name, length in (("short", 4), ("long", 300)):
+        rows[150] = {"prompt": "150?", "completion": "x" * length}
+        data = write_rows(rows, f"{name}.jsonl")
+        config = config_file({"model.name": tiny_llama, "data.train": data, "data.max_length": 512, "data.eval": 0})
+        parts = json.loads(dualtune_main("plan", config, "--platform", "cpu", "--json").stdout)["parts"]
+        (kept,) = [part["formula"] for part in parts if part["name"] == "activations"]
+        tokens[name] = int(re.match(r"([\d,]+) tokens", kept)[1].replace(",", ""))
+    assert tokens["short"] < 200 < 300 < tokens["long"] < 512

@@ -64,7 +64,30 @@ def test_json_has_the_same(dualtune_main, a_run):
 
 def test_the_plan_is_compared_with_the_peak(dualtune_main, a_run):
     run = a_run(environment={"memory": {"planned_bytes": 585 * MB}})
-    assert "plan: 585.0 MiB, measured peak: 650.0 MiB (plan -10.0 %)" in dualtune_main("profile", run).stdout
+    assert "plan: 585.0 MiB, measured peak of memory: 650.0 MiB (plan -10.0 %)" in dualtune_main("profile", run).stdout
+
+
+PLAN = {"planned_bytes": 530 * MB, "parts": [{"name": "weights", "bytes": 1}, {"name": "reserve", "bytes": 90 * MB}]}
+
+
+@pytest.mark.parametrize(
+    ("counters", "planned", "measured", "what"),
+    [
+        # A process of 700 MB, at most 750, of which 250 are mapped files: a plan of 530 is 6 % too high.
+        ({"process_bytes": 450 * MB}, 530, 500, "memory without mapped files"),
+        # An allocator of arrays, which counts none of the reserve.
+        ({"process_bytes": 9000 * MB, "cached_bytes": 0}, 440, 750, "arrays"),
+    ],
+)
+def test_a_plan_is_compared_with_what_it_plans(dualtune_main, a_run, counters, planned, measured, what):
+    rows = [Snapshot(step, "data", used * MB, 1024 * MB, 1000 + step, (used + 50) * MB, **counters)
+            for step, used in enumerate((300, 700, 400))]  # fmt: skip
+    run = a_run(rows, {"memory": PLAN})
+    found = json.loads(dualtune_main("profile", run, "--json").stdout)
+    assert found["plan"] == {"planned_bytes": planned * MB, "measured_bytes": measured * MB, "what": what}
+    assert found["planned_bytes"] == 530 * MB and found["peak"]["bytes"] == 750 * MB
+    deviation = f"plan {100 * (planned / measured - 1):+.1f} %"
+    assert deviation in dualtune_main("profile", run).stdout
 
 
 @pytest.mark.parametrize("environment", [{}, [], {"memory": None}, {"memory": {"planned_bytes": "9"}}])

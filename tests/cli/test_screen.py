@@ -185,6 +185,82 @@ def test_after_the_last_samples_the_result_is_what_is_saved(dualtune_main, confi
     assert re.search(r"Z  saved       the adapter in \d+\.\d s$", result.stdout, re.M)
 
 
+def test_a_pipe_hears_what_is_done_after_half_a_minute_of_silence(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("dualtune.cli.output.screen.time.monotonic", lambda: clock[0])
+    shown = Phases(err=False)
+    shown.tell_if_silent()
+    clock[0] += 60
+    shown.tell_if_silent()  # nothing is done, so there is nothing to say
+    assert capsys.readouterr().out == ""
+    shown.begin("computing", "the fingerprint of the base model")
+    shown.tell_if_silent()
+    shown.begin("tokenizing", "data.jsonl")
+    clock[0] += 29
+    shown.update(0.25, 1)
+    shown.tell_if_silent()
+    assert capsys.readouterr().out == "computing   the fingerprint of the base model  0 s\n"
+    clock[0] += 1
+    shown.tell_if_silent()
+    shown.tell_if_silent()  # once: the line itself ends the silence
+    assert capsys.readouterr().out == "tokenizing  data.jsonl  25%  1 min 26 s left  30 s\n"
+    clock[0] += 100
+    shown.tell("step 3")
+    shown.tell_if_silent()
+    shown.finish("tokenized")
+    assert capsys.readouterr().out == "step 3\ntokenized   data.jsonl in 2 min 10 s\n"
+
+
+def test_a_pipe_hears_of_long_work_by_itself(python):
+    """The thread that watches is there: also while a call does not return, and on standard error beside JSON."""
+    program = """if True:
+        import time
+        from dualtune.cli.output import screen
+        screen.MOST_SILENT_S = 0.0
+        with screen.phases(err=True) as shown:
+            before = shown._told
+            shown.begin("evaluating")
+            while shown._told == before:
+                time.sleep(0.01)
+    """
+    assert python("-c", program).stderr.startswith("evaluating  ")
+
+
+def test_the_fingerprints_are_named_while_they_are_computed(config_file, open_backend, monkeypatch):
+    from dualtune.cli.output import progress
+    from dualtune.config import load_config
+    from dualtune.train.run import run
+
+    config, backend = load_config(config_file()), open_backend("numpy")
+    began = []
+    monkeypatch.setattr(Phases, "begin", lambda self, doing, what="", since=None: began.append(f"{doing} {what}"))
+    with phases(), progress.reading() as show, progress.progress_hook(config, backend) as hook:
+        run(config, backend, [hook], show=show)
+    base, result = "computing the fingerprint of the base model", "computing the fingerprints of the adapter"
+    at_base, at_result = began.index(base), began.index(result)
+    assert began[at_base + 1] == "checking model and data"
+    assert began[at_result - 1] == "saving the adapter" and set(began[at_result + 1 :]) == {"saving the adapter"}
+
+
+def test_on_a_cpu_a_step_is_told_when_it_is_done(config_file, open_backend):
+    """Not with the next one, which makes pairs of lines before each evaluation and each checkpoint."""
+    from dualtune.config import load_config
+    from dualtune.hooks import Hook
+    from dualtune.train.run import run
+
+    told = []
+
+    class Order(Hook):
+        def on_step(self, record):
+            told.append(f"told {record.step}")
+
+        def after_step(self, step):
+            told.append(f"taken {step.step}")
+
+    run(load_config(config_file({"train.steps": 3})), open_backend("numpy"), [Order()])
+    assert told == [f"{what} {step}" for step in (1, 2, 3) for what in ("taken", "told")]
+
+
 def test_a_run_that_fails_is_not_called_saved(dualtune_main, config_file, monkeypatch):
     import dualtune.train.run
 

@@ -110,7 +110,7 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
     }  # fmt: skip
     assert (found["run.log_every"], found["run.eval_every"], found["run.save_every"]) == (10, 100, 500)
     assert (found["run.keep"], found["run.seed"], found["guards.restore_best"]) == (3, 42, True)
-    assert (found["data.eval"], found["data.packing"]) == (0.1, True)
+    assert (found["data.eval"], found["data.packing"]) == ("auto", True)
 
 
 @pytest.mark.parametrize("name", TIERS)

@@ -70,9 +70,22 @@ def test_a_source_takes_format_and_columns_of_the_section_unless_it_has_its_own(
     ]
 
 
-@pytest.mark.parametrize("given", ["0.1", "0", "null"])
-def test_a_share_is_no_eval_source(given: str) -> None:
-    assert config_of(f"train: t\neval: {given}").data.eval_sources() == ()
+@pytest.mark.parametrize(("given", "share"), [("auto", 0.1), ("0.1", 0.1), ("0.25", 0.25), ("0", 0), ("null", 0)])
+def test_a_share_is_no_eval_source(given: str, share: float) -> None:
+    data = config_of(f"train: t\neval: {given}").data
+    assert (data.eval_sources(), data.held_out_share) == ((), share)
+    assert config_of("train: t\neval: e").data.held_out_share == 0
+
+
+def test_the_default_that_an_older_version_wrote_out_is_the_default() -> None:
+    text = to_yaml(config_of("train: t\neval: 0.1"))
+    assert parse_config(text).data.eval == 0.1
+    new = [line for line in text.splitlines() if line.split(":")[0].strip() in ("roles", "consecutive", "system")]
+    old = "\n".join(line for line in text.splitlines() if line not in new)
+    assert len(new) == 3
+    assert parse_config(old).data.eval == "auto"
+    assert parse_config(old.replace("eval: 0.1", "eval: 0.2")).data.eval == 0.2
+    assert config_of("train: t\neval: 0.1\nmax_length: 64").data.eval == 0.1  # not every key: the user's own
 
 
 @pytest.mark.parametrize("given", ["e", "{path: e}", "[e]"])

@@ -67,6 +67,7 @@ def test_a_system_message_may_stand_in_both_places_if_it_is_one():
 @pytest.mark.parametrize(("row", "question"), [
     ({"instruction": "2+2?", "context": "Sums.", "response": "4."}, "2+2?\n\nSums."),  # Dolly
     (ALPACA | {"context": "Sums."}, "2+2?\n\nSums."), (PROMPT | {"context": "Sums."}, "Sums.\n\n2+2?"),
+    (PROMPT | {"context": ["Sums.", "More."]}, "Sums.\n\nMore.\n\n2+2?"), (PROMPT | {"context": []}, "2+2?"),
 ])  # fmt: skip
 def test_context_is_read_with_the_question(row, question):
     assert said(row) == [("user", question), ("assistant", "4.")]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.data.chat.formats import FORMATS, Example, to_examples
+from dualtune.data.similarity import repeats as repeats_module
 from dualtune.data.similarity.repeats import Repeat, Repeats
 from dualtune.data.similarity.shingles import digest_of, jaccard, shingles, text_of
 from dualtune.data.sources.rows import RawRow
@@ -161,3 +162,23 @@ def test_memory_is_that_of_the_sketches(monkeypatch):
     kept = [value for value in vars(repeats).values() if isinstance(value, bytearray)]
     assert sum(map(len, kept)) == 50 * (16 + 64 * 4)
     assert sum(value.itemsize * len(value) for value in (repeats._num_shingles, repeats._ends)) == 50 * 12
+
+
+def test_rows_of_one_template_cost_a_bounded_number_of_comparisons_and_hide_no_duplicate(monkeypatch):
+    """Every row shares about 80 % of its words with every other, so that all are candidates of each other."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(3000)]
+    template = rng.choices(words, k=80)
+    texts = []
+    for _ in range(700):
+        mine = list(template)
+        for place in rng.sample(range(80), 8):
+            mine[place] = rng.choice(words)
+        texts.append(mine)
+    texts += [["planted", *mine[1:]] for mine in texts[::100]]
+    compared = []
+    monkeypatch.setattr(repeats_module, "jaccard", lambda a, b: compared.append(1) or jaccard(a, b))
+    repeats = found_in(examples([{"text": " ".join(text)} for text in texts], "text"))
+    assert {row: repeat.of for row, repeat in repeats.items()} == {700 + i: 100 * i for i in range(7)}
+    assert len(compared) <= repeats_module.MOST_EXACT * len(texts)
+    assert all(repeat.similarity >= 0.8 and not repeat.is_exact for repeat in repeats.values())

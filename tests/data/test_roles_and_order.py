@@ -6,11 +6,14 @@ import pytest
 from dualtune.config import load_config
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.formats import Example, to_examples
-from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.preview.survey import ShownDocument, ShownToken
+from dualtune.data.preview.turns import turns_of
+from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
+from dualtune.evaluate.inference import load_tokenizer
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
 
@@ -144,6 +147,14 @@ def test_a_system_message_that_the_template_does_not_write_stands_before_the_que
     assert tokenizer.decode_all(prompt.tolist()).endswith("<user>Be brief.\n\n2+2?</s><assistant>")
 
 
+def test_the_page_of_a_preview_shows_such_a_message_in_the_question(with_template):
+    tokenizer, example = with_template(REFUSES), read(SYSTEM, ASK, SAY)
+    (row,) = tokenize_rows([example], tokenizer, "assistant", 100)
+    tokens = [ShownToken(id, tokenizer.decode_all([id]), False) for id in row.documents[0][0].tolist()]
+    shown = ShownDocument("f:1", tokens)
+    assert [turn.role for turn in turns_of(shown, example, tokenizer)] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize(("template", "reason"), [
     (BODY, "the chat template leaves out a system message. data.system: fold"),
     (REFUSES, "the chat template refuses this conversation: no system role. data.system: fold"),
@@ -153,6 +164,18 @@ def test_such_a_message_may_be_refused(tiny_llama, tmp_path, template, reason):
     tokenizer = Tokenizer(tiny_llama, str(tmp_path / "t.jinja"), system="refuse")
     (bad,) = tokenize_rows([read(SYSTEM, ASK, SAY)], tokenizer, "assistant", 100)
     assert bad.reason.startswith(reason)
+
+
+def test_an_evaluation_has_the_tokenizer_that_its_config_asks_for(tiny_llama, tmp_path):
+    (tmp_path / "t.jinja").write_text(REFUSES)
+    messages = read(SYSTEM, ASK, SAY).messages[:-1]
+    for system in ("fold", "refuse"):
+        tokenizer, _ = load_tokenizer(tiny_llama, None, None, str(tmp_path / "t.jinja"), system=system)
+        if system == "fold":
+            assert len(tokenizer.encode_chat(messages))
+        else:
+            with pytest.raises(RowError, match=r"data\.system: fold"):
+                tokenizer.encode_chat(messages)
 
 
 def test_a_system_message_that_the_template_writes_in_any_form_stays(with_template):

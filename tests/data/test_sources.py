@@ -13,7 +13,10 @@ import pytest
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DataError, EnvironmentFault
 
-KINDS = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text, .md; all except .parquet also with .gz appended"
+KINDS = (
+    ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, .text, .md; "
+    "all except .parquet and .arrow also with .gz appended"
+)
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def test_a_run_has_a_row_at_the_end_of_each_phase(trained, backend):
     one, two, three = ([(step, phase) for phase in STEP] for step in (1, 2, 3))
     assert [(row.step, row.phase) for row in rows] == [
         (0, "start"), (0, "evaluation"), *one, *two, (2, "save"), *three, (3, "save"), (3, "evaluation"),
+        (3, "fingerprints"), (3, "result"),
     ]  # fmt: skip
     assert all(0 < row.used_bytes <= row.peak_bytes and row.used_bytes < row.total_bytes for row in rows)
     assert all(MB < row.process_bytes < row.total_bytes and row.device_bytes is None for row in rows)
@@ -78,6 +79,7 @@ def test_a_resumed_run_continues_the_file_without_the_rows_that_it_repeats(train
     assert rows[: len(first)] == first
     assert [(row.step, row.phase) for row in rows[len(first) :]] == [
         (4, "start"), *((5, phase) for phase in STEP), *((6, phase) for phase in STEP), (6, "save"),
+        (6, "fingerprints"), (6, "result"),
     ]  # fmt: skip
 
 
@@ -165,7 +167,7 @@ class Leaks(Hook):
 def test_a_clean_run_has_no_leak_and_a_planted_one_is_found(trained, tmp_path, backend):
     steps = {"train.steps": 500, "train.documents_per_step": 1, "run.save_every": 500}
     clean = trained(backend, steps | {"run.dir": tmp_path / "run"})
-    assert len(clean) == 1 + 3 * 500 + 1
+    assert len(clean) == 1 + 3 * 500 + 3
     process = find_leak(clean, lambda row: row.process_bytes)
     assert not find_leak(clean).found and not process.found
     (tmp_path / "run" / "memory.csv").unlink()

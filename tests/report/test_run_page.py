@@ -145,7 +145,7 @@ def test_a_row_of_a_foreign_size_does_not_break_the_page():
 
 def test_the_config_is_shown_where_it_is_not_the_default(plain):
     found = {key: (value, default) for key, value, default in changed(read_run(plain).config)}
-    assert found["train.learning_rate"] == ("0.01", "0.0002") and found["data.eval"] == ("0.25", "0.1")
+    assert found["train.learning_rate"] == ("0.01", "0.0002") and found["data.eval"] == ("0.25", "auto")
     assert "train.optimizer" not in found and "adapter.alpha" not in found  # 32 is 32.0
     assert found["model.name"][1] == ""
 

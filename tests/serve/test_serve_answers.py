@@ -133,3 +133,19 @@ def test_a_host_that_is_none_is_not_a_matter_of_the_port(dualtune_main, tiny_sof
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = dualtune_main("serve", tiny_softmax, "--port", taken.getsockname()[1], "--platform", "numpy")
     assert result.returncode == 4 and "Choose another port" in result.stderr
+
+
+def test_a_conversation_without_a_system_message_gets_that_of_the_training(serve):
+    """Its prompt is longer by exactly that turn; a conversation with one of its own, or of another model, stays."""
+    user, system = {"role": "user", "content": "1 plus 1?"}, {"role": "system", "content": "Add."}
+    plain, trained, other = serve(), serve(systems={"base": "Add."}), serve(systems={"another": "Add."})
+
+    def tokens(served, *messages):
+        status, answer = served.ask({"model": "base", "messages": messages, "max_tokens": 1})
+        assert status == 200
+        return answer["usage"]["prompt_tokens"]
+
+    assert tokens(trained, user) == tokens(plain, system, user) > tokens(plain, user)
+    own = {"role": "developer", "content": "Subtract!"}
+    assert tokens(trained, own, user) == tokens(plain, own, user) != tokens(trained, user)
+    assert tokens(other, user) == tokens(plain, user)

@@ -66,7 +66,7 @@ def test_the_table_also_lists_what_makes_no_difference(refusal):
     lines = refusal(train__learning_rate=0.5, run__log_every=3)
     assert [line.split() for line in lines[2:4]] == [
         ["train.learning_rate", "0.01", "0.5"],
-        ["run.log_every", "10", "3", "no", "effect"],
+        ["run.log_every", "1", "3", "no", "effect"],
     ]
 
 

@@ -48,7 +48,11 @@ class CountingBackend(NumpyBackend):
 def watch(monkeypatch, limit_bytes):
     """Let every run watch this limit, as if it had a plan that respects it."""
     planned = memory.plan_memory
-    monkeypatch.setattr(prepare, "plan_memory", lambda *args: replace(planned(*args), watched_bytes=limit_bytes))
+
+    def watched(*args, **named):
+        return replace(planned(*args, **named), watched_bytes=limit_bytes)
+
+    monkeypatch.setattr(prepare, "plan_memory", watched)
 
 
 def cuts_of(run_dir):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dualtune.errors import ConfigError
+from dualtune.memory.ask import padded
 from dualtune.platform.budget import Budget
 from dualtune.train import memory
 from dualtune.train.prepare import prepare
@@ -71,7 +72,8 @@ def test_auto_recomputes_as_little_as_fits_and_the_run_records_why(
     """The adapter is the same to the bit, and environment.json has the plan."""
     model = open_backend(backend)
     whole = run(make_config(write_rows(qa_rows), {"train.steps": 2}), model)
-    monkeypatch.setattr(memory, "budget", lambda *args: Budget(300_000_000, "a test"))
+    has = json.loads((whole.run_dir / "environment.json").read_text())["memory"]["planned_bytes"]
+    monkeypatch.setattr(memory, "budget", lambda *args: Budget(has, "a test"))
     tight = run(make_config(write_rows(qa_rows), {"train.steps": 2, "run.dir": whole.run_dir.parent / "tight"}), model)
     files = [result.adapter_dir / "adapter_model.safetensors" for result in (whole, tight)]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -80,5 +82,35 @@ def test_auto_recomputes_as_little_as_fits_and_the_run_records_why(
     assert before["engine"]["checkpointing_reason"].startswith("auto: everything fits")
     assert after["engine"]["checkpointing"] == "1 of 2 layers are recomputed"
     assert after["engine"]["checkpointing_reason"].startswith("auto: to keep everything takes ")
-    assert after["memory"]["available_bytes"] == 300_000_000
+    assert after["memory"]["available_bytes"] == has
     assert after["memory"]["planned_bytes"] == sum(part["bytes"] for part in after["memory"]["parts"])
+
+
+EXACT = {"data__eval": 0, "train__steps": 6, "train__tokens_per_step": 4096, "train__documents_per_step": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cells"),
+    [
+        ({"train__micro_batch_tokens": 128}, 128),  # a step has many
+        ({"train__documents_per_step": 1}, None),
+        ({"train__documents_per_step": 4}, None),
+        ({"train__documents_per_step": 4, "data__packing": False}, None),
+        ({"train__tokens_per_step": 100}, None),
+        ({}, None),  # all documents fit into a step, and are fewer than a micro-batch may have
+    ],
+)
+def test_the_plan_is_made_for_the_tokens_that_the_data_have(prepare_with, settings, cells):
+    found = prepare_with("torch", **EXACT | settings)
+    largest = max(batch.tokens_BT.size for step in range(6) for batch in found.batches(step))
+    planned = found.memory.plan.ask.micro_batch_tokens
+    assert largest <= planned <= (cells or padded(largest + found.data.longest))
+    assert found.memory.plan.ask.max_length == found.data.longest
+    assert found.config.train.micro_batch_tokens == settings.get("train__micro_batch_tokens", "auto")
+
+
+def test_large_evaluations_need_memory_too_but_not_for_a_backward_pass(prepare_with):
+    """All 16 documents are evaluated at once, and trained on one by one."""
+    small = {"train__documents_per_step": 1, "train__steps": 2}
+    without, beside = (prepare_with("torch", data__eval=eval_, **small).memory.plan for eval_ in (0, 0.5))
+    assert without.estimate.total_bytes <= beside.estimate.total_bytes

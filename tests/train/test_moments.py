@@ -67,6 +67,8 @@ def test_the_order_of_the_calls(lab):
         *step(2, "save"),
         ("save", 2, "optimizer"),
         ("evaluation", 2, "save"),
+        ("fingerprints", 2, "evaluation"),
+        ("result", 2, "fingerprints"),
     ]
 
 

@@ -156,6 +156,31 @@ def test_a_checkpoint_without_the_scaling_is_one_of_the_standard_scaling(lab, st
     assert weights_of(lab.run(**RUN).run_dir) == weights_of(straight.run_dir)
 
 
+def test_an_older_run_over_a_directory_goes_on_with_its_valid_file(lab, stopped, weights_of):
+    """It recorded 0.1 for the default of data.eval, whoever wrote it, and evaluated on the valid file."""
+    lab.data.rename(lab.tmp_path / "train.jsonl")
+    lines = (lab.tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    lab.data = lab.tmp_path / "set"
+    lab.data.mkdir()
+    (lab.data / "train.jsonl").write_text("".join(lines))
+    (lab.data / "valid.jsonl").write_text("".join(lines[:3]))
+    settings = RUN | {"data__eval": "auto"}
+    straight = lab.run("straight", **settings)
+    stopped("run", 3, **settings)
+    for file in (lab.tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        state = json.loads(file.read_text())
+        for key in ("roles", "consecutive", "system"):
+            del state["config"]["data"][key]
+        state["config"]["data"]["eval"] = 0.1
+        file.write_text(json.dumps(state))
+        seal(file)
+    saved, _ = checkpoint.newest(lab.tmp_path / "run" / "checkpoints")
+    for share in (0.1, "auto"):
+        resumed = prepare(lab.config(**settings | {"data__eval": share}), lab.backend, saved).resumed
+        assert [change for change in resumed.changes if change.what.startswith("data.")] == []
+    assert weights_of(lab.run(**settings | {"data__eval": 0.1}).run_dir) == weights_of(straight.run_dir)
+
+
 def seal(file):
     """Write the manifest's size and sha256 of a file that was changed."""
     manifest = file.with_name("MANIFEST.json")

@@ -7,7 +7,7 @@ import pytest
 
 from dualtune.config import parse_config
 from dualtune.config.schema import RunConfig
-from dualtune.train.schedule import is_due, learning_rate, steps_of, steps_until_due
+from dualtune.train.schedule import is_due, learning_rate, steps_of, steps_until_due, with_intervals
 
 PEAK = 2e-4
 
@@ -82,3 +82,32 @@ def test_what_is_due_next(every, step, expected):
     assert steps_until_due(config, step, 20) == expected
     ahead = [s for s in range(step + 1, 21) if s == 20 or any(is_due(s, e) for e in every)]
     assert ahead[0] - step == expected
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "log_every", "eval_every"),
+    [(4, 1, 10), (30, 3, 10), (60, 6, 15), (100, 10, 25), (390, 10, 98), (400, 10, 100), (9000, 10, 100)],
+)
+def test_a_short_run_has_shorter_intervals(make_config, num_steps, log_every, eval_every):
+    found = with_intervals(make_config("unused"), num_steps).run
+    assert (found.log_every, found.eval_every) == (log_every, eval_every)
+
+
+def test_intervals_that_are_set_are_kept_and_so_are_those_of_a_resumed_run(make_config):
+    short = with_intervals(make_config("unused", {"run.log_every": 10, "run.eval_every": None}), 30).run
+    assert (short.log_every, short.eval_every) == (10, None)
+    resumed = with_intervals(make_config("unused"), 30, {"log_every": 7, "eval_every": 50}).run
+    assert (resumed.log_every, resumed.eval_every) == (7, 50)
+    hybrid = make_config("unused", {"hybrid.enabled": True})
+    assert with_intervals(hybrid, 30) == hybrid
+
+
+def test_a_run_records_its_intervals_and_a_longer_one_keeps_them(lab, rows_of):
+    from dualtune.config.load import load_config
+
+    settings = {"train__documents_per_step": 1, "data__eval": 0.25, "run__save_every": 10}
+    first = lab.run(train__steps=24, **settings)
+    assert sorted(row["step"] for row in rows_of(first.run_dir)[1]) == [0, 10, 20, 24]
+    assert load_config(first.run_dir / "config.yaml").run.eval_every == 10
+    lab.run(train__steps=44, **settings)  # alone it would have an evaluation every 11 steps
+    assert sorted(row["step"] for row in rows_of(first.run_dir)[1]) == [0, 10, 20, 24, 30, 40, 44]

@@ -127,3 +127,10 @@ def test_a_single_spike_is_no_divergence():
     losses = (1 + 2 * np.exp(-8 * t)).tolist()
     losses[200:203] = [50.0, 40.0, 30.0]
     assert judge(losses, {}).word == "learning"
+
+
+def test_the_training_loss_of_a_verdict_says_of_which_steps_it_is():
+    """`dualtune runs` shows that of the last step: 0.5 here."""
+    falling = [3.0, 2.0, 2.5, 1.5, 1.0, 0.5]
+    assert judge(falling, {}).because.endswith("training loss 2.5000 -> 0.7500 (medians of 2 steps)")
+    assert judge([3.0, 2.0], {}).because.endswith("training loss 3.0000 -> 2.0000 (of the first and the last step)")

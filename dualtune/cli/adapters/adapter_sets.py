@@ -28,40 +28,82 @@ def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def named_base(directory: Path, *, plain: bool = False, err: bool = False) -> str:
-    """Return the base that an adapter names, and say so. ConfigError if it names none that can be found by its name.
+def model_or_adapter(model: str | None, adapters: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return model and adapters; an adapter or a run in the place of the model is the first adapter of no model yet."""
+    from dualtune.adapter.formats.directory import CONFIG_FILE, adapter_directory
 
-    `plain`: the base is to be merged into, so that a copy in 4 bits does not do.
+    if model is None:
+        return None, tuple(adapters)
+    directory = adapter_directory(Path(model).expanduser())
+    if not (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
+        return model, tuple(adapters)
+    return None, (model, *adapters)
+
+
+def base_of(
+    model: str | None, adapters: Sequence[Path], *, option: str = "MODEL", plain: bool = False, err: bool = True
+) -> str:
+    """Return the model, or else the base that the adapters name, and say so.
+
+    `option`: how the model is given. `plain`: the base is to be merged into, so that a copy in 4 bits does not do.
+    ConfigError if an adapter names no base that can be found by its name, or if they name different ones.
     """
+    from dualtune.errors import ConfigError
+    from dualtune.io.fields import shown
+
+    if model is not None:
+        return model
+    if not adapters:
+        raise click.UsageError(f"Give {option}, or an --adapter, which names its base.")
+    names = {path: _named_base(path, option, plain) for path in adapters}
+    if len(different := set(names.values())) > 1:
+        listed = ", ".join(f"{path}: {shown(name)}" for path, name in names.items())
+        raise ConfigError(f"the adapters name different base models ({listed}). Give one: {option}")
+    name = different.pop()
+    say(f"base        {shown(name)}: the adapter names it", err=err)
+    return name
+
+
+def _named_base(directory: Path, option: str, plain: bool) -> str:
     from dualtune.adapter.formats.directory import read_adapter
     from dualtune.base_model import is_elsewhere, plain_name
     from dualtune.errors import ConfigError
     from dualtune.io.fields import shown
 
     if (name := read_adapter(directory).base_model) is None:
-        raise ConfigError(f"{directory}: the adapter names no base model. Give one: --base MODEL")
+        raise ConfigError(f"{directory}: the adapter names no base model. Give one: {option}")
     if is_elsewhere(name):
         raise ConfigError(
             f"{directory}: the adapter names its base by a path of another machine, {shown(name)}, which is not here. "
-            "Give the same model here, a directory or a hub id: --base MODEL"
+            f"Give the same model here, a directory or a hub id: {option}"
         )
     if plain and (better := plain_name(name)) != name:
         raise ConfigError(
             f"{directory}: the adapter names the base {shown(name)}, a copy in few bits, which nothing can be merged "
-            f"into. Give the plain model that it was made of: --base MODEL, by its name --base {shown(better)}"
+            f"into. Give the plain model that it was made of, by its name {shown(better)}: {option}"
         )
-    say(f"base        {shown(name)}: the adapter names it", err=err)
     return name
 
 
-def with_named_base(model: str, adapters: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return model and adapters; of an adapter or a run in the place of the model, its base and it as the first one."""
-    from dualtune.adapter.formats.directory import CONFIG_FILE, adapter_directory
+def system_messages(
+    given: str | None, trained: Mapping[str, Path], *, no_system: bool, chats: bool = True
+) -> dict[str, str | None]:
+    """Return the system message for each name: the given one, or that of its training, which is said.
 
-    directory = adapter_directory(Path(model).expanduser())
-    if not (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
-        return model, tuple(adapters)
-    return named_base(directory, err=True), (model, *adapters)
+    `chats`: what follows has a chat template. The base of several adapters has the message of the first one.
+    """
+    from dualtune.data.system_message import trained_system_message
+    from dualtune.io.fields import shown
+
+    if given is not None and no_system:
+        raise click.UsageError("Give --system or --no-system, not both.")
+    if given is not None or no_system or not chats:
+        return dict.fromkeys(("base", *trained), given)
+    found = {name: trained_system_message(path) for name, path in trained.items()}
+    for name, text in found.items():
+        if text is not None:
+            say(f"system      {name}: {shown(text, 60)} (of its training; --no-system leaves it out)", err=True)
+    return {"base": next(iter(found.values()), None)} | found
 
 
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:

@@ -6,16 +6,23 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories, with_named_base
+from dualtune.cli.adapters.adapter_sets import (
+    base_of,
+    load_adapters,
+    model_or_adapter,
+    named_directories,
+    system_messages,
+)
 from dualtune.cli.options import (
     dtype_option,
+    no_system_option,
     platform_option,
     quantization_option,
     seed_option,
@@ -29,15 +36,18 @@ if TYPE_CHECKING:
     from dualtune.evaluate.chat import Chat
 
 MOST_LINE = 2**20  # characters of a message
+# What stands around a message of several lines: typed, or put by a terminal around what is pasted, if it is asked to.
+AROUND = ('"""', '"""'), ("\x1b[200~", "\x1b[201~")
 LEAST_COLUMN = 36  # of two side by side
 HELP = """\
 /adapter NAME  answer with this adapter   /base          answer without an adapter
 /reset         forget the conversation    /save FILE     append it to FILE as a row of training data
-/help          show this                  /exit          end, as Ctrl-D does; Ctrl-C stops an answer"""
+/help          show this                  /exit          end, as Ctrl-D does; Ctrl-C stops an answer
+A message of several lines: paste it, or write three quotation marks before and after it."""
 
 
 @click.command("chat")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "--adapter",
     "adapters",
@@ -46,7 +56,11 @@ HELP = """\
     help="An adapter directory of any layout, or a run; repeatable. The first one answers.",
 )
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
-@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@no_system_option
+@click.option(
+    "--stdin", "is_one", is_flag=True, help="Standard input, to its end, is one message; end after its answer."
+)
 @template_option
 @temperature_option
 @top_p_option
@@ -57,27 +71,30 @@ HELP = """\
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which stops an answer
 def command(
-    model: str, adapters: tuple[str, ...], compare: bool, system: str | None, template: str, temperature: float,
-    top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+    model: str | None, adapters: tuple[str, ...], compare: bool, system: str | None, no_system: bool, is_one: bool,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
+    platform: str,
 ) -> None:  # fmt: skip
     """Talk to MODEL (a directory or a hub id), or to the adapter of a run or a directory with the base that it names.
 
-    The model is loaded once, and only what is new is computed each turn.
-
-    Messages are lines of standard input, answers go to standard output. /help lists the commands of the conversation.
+    The model is loaded once, and only what is new is computed each turn. Messages are lines of standard input, answers
+    go to standard output. What is pasted is one message, and so are lines between two times three quotation marks.
+    /help lists the commands of the conversation.
     """
-    model, adapters = with_named_base(model, adapters)
+    model, adapters = model_or_adapter(model, adapters)
     directories = named_directories(adapters)
     if compare and not directories:
         raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")
     from dualtune.evaluate.chat import Chat, Sampling
 
+    model = base_of(model, [*directories.values()])
     found, _ = load_adapters(model, directories, platform, dtype=dtype, quantization=quantization, template=template)
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     names = found.names if compare else found.names[1:2] or found.names
-    chats = [Chat(found, name, sampling, system) for name in names]
+    systems = system_messages(system, directories, no_system=no_system)
+    chats = [Chat(found, name, sampling, systems[name]) for name in names]
     say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
-    Conversation(chats, found.names).run()
+    Conversation(chats, found.names).run(_whole_input() if is_one else _typed())
 
 
 class Conversation:
@@ -86,19 +103,19 @@ class Conversation:
     def __init__(self, chats: Sequence[Chat], names: Sequence[str]) -> None:
         self._chats, self._names = chats, names
 
-    def run(self) -> None:
+    def run(self, inputs: Iterable[Typed]) -> None:
         """Answer until the end of the input or /exit."""
         from dualtune.errors import DualtuneError, Preempted
 
-        for line in _lines():
-            word, _, rest = line.partition(" ")
-            if word == "/exit":
+        for typed in inputs:
+            word, _, rest = typed.text.partition(" ")
+            if typed.is_command and word == "/exit":
                 return
             try:
-                if line.startswith("/"):
+                if typed.is_command:
                     self._obey(word, rest.strip())
                 else:
-                    self._answer(line)
+                    self._answer(typed.text)
             except Preempted:
                 raise
             except KeyboardInterrupt:
@@ -233,27 +250,63 @@ def _width() -> int:
     return width() if is_live(sys.stdout) else 0
 
 
-def _lines() -> Iterator[str]:
-    """Yield the messages; on a terminal with a prompt, editing and history."""
+class Typed(NamedTuple):
+    """What a user has typed or pasted: a message, or a command of the conversation."""
+
+    text: str
+    is_command: bool = False
+
+
+def _typed() -> Iterator[Typed]:
+    """Yield messages and commands; on a terminal with a prompt, editing and history."""
     if cast("TextIO | None", sys.stdin) is None:  # closed by the program that started this one
         return
     is_typed = sys.stdin.isatty()
     if is_typed:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # gives `input` a history
+        _prepare_editing()
     while line := _next_line(is_typed):
-        if len(line) > MOST_LINE:
+        begun = line.lstrip()
+        if marks := next((marks for marks in AROUND if begun.startswith(marks[0])), None):
+            typed = Typed(_block(begun.removeprefix(marks[0]), marks[1], is_typed))
+        else:
+            text = line.strip()
+            typed = Typed(text, is_command=text.startswith("/") and "\n" not in text)
+        if len(typed.text) > MOST_LINE:
             raise click.UsageError(f"a message has more than {MOST_LINE} characters.")
-        if line.strip():
-            yield line.strip()
+        if typed.text.strip():
+            yield typed
 
 
-def _next_line(is_typed: bool) -> str:
+def _block(text: str, end: str, is_typed: bool) -> str:
+    """Return the lines up to `end`, or up to the end of the input. `text`: what is already read of them."""
+    while end not in text and len(text) <= MOST_LINE and (line := _next_line(is_typed, "... ")):
+        text += line
+    before, _, rest = text.partition(end)
+    return (before + rest).strip("\n")  # what is typed behind something pasted belongs to it
+
+
+def _whole_input() -> Iterator[Typed]:
+    """Yield standard input to its end as one message. UsageError if it is empty, or too long."""
+    text = "" if cast("TextIO | None", sys.stdin) is None else sys.stdin.read(MOST_LINE + 1)
+    if len(text) > MOST_LINE:
+        raise click.UsageError(f"a message has more than {MOST_LINE} characters.")
+    if not text.strip():
+        raise click.UsageError("--stdin: standard input is empty; pipe the message to answer: … --stdin < FILE")
+    yield Typed(text.strip("\n"))
+
+
+def _prepare_editing() -> None:
+    """Give `input` a history, and let what is pasted come as one text with line breaks in it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline").parse_and_bind("set enable-bracketed-paste on")
+
+
+def _next_line(is_typed: bool, prompt: str = "> ") -> str:
     """Return a line with its end; an empty text at the end of the input."""
     if not is_typed:
         return sys.stdin.readline(MOST_LINE + 1)
     try:
-        return input("> ") + "\n"
+        return input(prompt) + "\n"
     except EOFError:
         return ""
     except KeyboardInterrupt:  # of a line that is not finished

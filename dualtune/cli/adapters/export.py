@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import named_base
+from dualtune.cli.adapters.adapter_sets import base_of
 from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 
@@ -80,7 +80,7 @@ def command(
     tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:
-        base = base or named_base(directory, plain=True, err=as_json)
+        base = base_of(base, [directory], option="--base MODEL", plain=True, err=as_json)
     elif base or other_base or dtype != "auto":
         raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
     name = name or (out.resolve() if out else run).name

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import backend_that_loads
+from dualtune.cli.adapters.adapter_sets import backend_that_loads, base_of, system_messages
 from dualtune.cli.options import (
     dtype_option,
+    no_system_option,
     platform_option,
     quantization_option,
     seed_option,
@@ -40,7 +41,7 @@ ASKED = (
 
 
 @click.command("generate")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
 @click.option("--prompt", help="The text to answer or continue; - reads it from standard input.")
 @click.option(
@@ -52,6 +53,8 @@ ASKED = (
     help="Where the answers to --prompts are written. If the command is stopped, they are kept, and the same command "
     "continues. Default: standard output, as they come.",
 )  # fmt: skip
+@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@no_system_option
 @click.option(
     "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
 )
@@ -65,17 +68,22 @@ ASKED = (
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None, raw: bool,
+    model: str | None, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None,
+    system: str | None, no_system: bool, raw: bool,
     template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
     platform: str,
 ) -> None:  # fmt: skip
-    """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
+    """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
+
+    The text goes to standard output.
 
     On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts,
     each answer is a row of JSON: the prompt and its number, the answer, its tokens, and whether it ended by itself.
     """
     from dualtune.cli.output.screen import phases
 
+    if raw and system is not None:
+        raise click.UsageError("Give --raw or --system, not both.")
     if raw and template != "auto":
         raise click.UsageError("Give --raw or --template, not both.")
     if (prompt is None) == (prompts is None):
@@ -83,6 +91,7 @@ def command(
     if output is not None and prompts is None:
         raise click.UsageError("--output is for the answers to --prompts FILE.")
     rows = [] if prompts is None else read_prompts(prompts)
+    model = base_of(model, [adapter] if adapter else [])
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
         backend = backend_that_loads(dtype, quantization, platform)
@@ -98,16 +107,12 @@ def command(
     from dualtune.evaluate.chat import Sampling
 
     sampling = Sampling(max_tokens, temperature, top_p, seed)
+    chats = loaded.tokenizer.template is not None
+    asked = system_messages(system, {"adapter": adapter} if adapter else {}, no_system=no_system, chats=chats)["base"]
     if text is None:
-        return _answer_all(backend, model, loaded, rows, sampling, output)
-    pieces = stream_text(
-        loaded,
-        loaded.tokenizer.encode_prompt(text),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+        return _answer_all(backend, model, loaded, rows, asked, sampling, output)
+    ids = _encoded(loaded, "the prompt", {"prompt": text}, asked)
+    pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for piece in pieces:
         pass_on(piece)
     return pass_on("\n")
@@ -118,6 +123,7 @@ def _answer_all(
     name: str,
     model: LoadedModel,
     rows: list[PromptRow],
+    system: str | None,
     sampling: Sampling,
     output: Path | None,
 ) -> None:
@@ -126,7 +132,7 @@ def _answer_all(
     from dualtune.evaluate.kept_answers import KeptAnswers, identity
     from dualtune.io.disk import write_file
 
-    ids = [_encoded(model, where, row) for where, row in rows]
+    ids = [_encoded(model, where, row, system) for where, row in rows]
     kept = KeptAnswers(output, identity([name], model, sampling) if output else {})
     lines = dict[int, str]()
     with phases(err=True) as shown:
@@ -178,23 +184,33 @@ def read_prompts(path: Path) -> list[PromptRow]:
     return found
 
 
-def _encoded(model: LoadedModel, where: str, row: dict[str, Any]) -> np.ndarray:
-    """Return the token ids of a row. Of a conversation, an answer at its end is not part of what is asked."""
-    from dualtune.data.chat.conversations import RowReading, asked_nulls, read_messages, read_tools
+def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | None) -> np.ndarray:
+    """Return the token ids of a row, behind the system message unless a conversation has its own.
+
+    An answer at the end of a conversation is not part of what is asked.
+    """
+    from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
     from dualtune.data.sources.rows import RowError
     from dualtune.errors import ConfigError, DataError
 
+    if model.tokenizer.template is None and ("messages" in row or system is not None):
+        what = "'messages' need" if "messages" in row else "--system needs"
+        raise ConfigError(f"{where}: {what} a chat template. Give --template FILE, or a prompt alone")
     try:
-        if "messages" not in row:
-            return model.tokenizer.encode_prompt(row["prompt"])
-        if model.tokenizer.template is None:
-            raise ConfigError(f"{where}: 'messages' need a chat template. Give --template FILE, or use 'prompt'")
         tools = read_tools(row.get("tools") or [])
-        messages = asked_nulls(read_messages(row["messages"], "messages"), tools, RowReading())
-        asked = messages[:-1] if messages[-1].role == "assistant" else messages
-        return model.tokenizer.encode_chat(asked, tools=tools)
+        if "messages" in row:
+            messages = asked_nulls(read_messages(row["messages"], "messages"), tools, RowReading())
+            messages = messages[:-1] if messages[-1].role == "assistant" else messages
+        elif system is None:
+            return model.tokenizer.encode_prompt(row["prompt"])
+        else:
+            messages = (Message("user", row["prompt"]),)
+        if system is not None and (not messages or messages[0].role != "system"):
+            messages = (Message("system", system), *messages)
+        return model.tokenizer.encode_chat(messages, tools=tools)
     except (RowError, DataError) as error:
-        raise DataError(f"{where}: {error}") from error
+        advice = "" if system is None else ". The system message may be the reason: --no-system leaves it out"
+        raise DataError(f"{where}: {error}{advice}") from error
 
 
 def _read_prompt() -> str:

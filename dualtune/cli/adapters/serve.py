@@ -9,8 +9,8 @@ import threading
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
-from dualtune.cli.options import dtype_option, platform_option, quantization_option, template_option
+from dualtune.cli.adapters.adapter_sets import base_of, load_adapters, named_directories, system_messages
+from dualtune.cli.options import dtype_option, no_system_option, platform_option, quantization_option, template_option
 from dualtune.cli.output.terminal import say
 
 KEY_VARIABLE = "DUALTUNE_API_KEY"
@@ -18,7 +18,7 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 
 
 @click.command("serve")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "--adapter",
     "adapters",
@@ -28,6 +28,7 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@no_system_option
 @template_option
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
@@ -43,16 +44,18 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int,
+    model: str | None, adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int,
     max_prompt: int | None, queue: int, time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
-    The model "base" has no adapter. One request is computed at a time, the others wait. Another address than the
-    default needs a key in DUALTUNE_API_KEY, which clients send; nothing is encrypted.
+    MODEL is by default the base that the adapters name. The model "base" has no adapter. One request is computed at a
+    time, the others wait. Another address than the default needs a key in DUALTUNE_API_KEY, which clients send; nothing
+    is encrypted.
     """
     from dualtune.base_model import longest_text, read_config, resolve_model
     from dualtune.errors import EnvironmentFault, Preempted
+    from dualtune.evaluate.adapter_set import BASE
     from dualtune.serve.answers import Answers
     from dualtune.serve.limited import LOOPBACK
     from dualtune.serve.server import CompletionServer
@@ -62,6 +65,7 @@ def command(
         raise click.UsageError(
             f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
+    model = base_of(model, [*directories.values()])
     found, backend = load_adapters(
         model, directories, platform, dtype=dtype, quantization=quantization, template=template
     )
@@ -69,6 +73,7 @@ def command(
     answers = Answers(
         found, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
         is_fatal=backend.is_device_fault,
+        systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
     )  # fmt: skip
     try:
         server = CompletionServer(

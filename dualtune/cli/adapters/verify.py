@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.cli.adapters.adapter_sets import base_of
 from dualtune.cli.adapters.bundle import wanted_options
 from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 @click.command("verify")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--base", required=True, metavar="MODEL", help="The base model: a directory or a hub id.")
+@click.option(
+    "--base", metavar="MODEL",
+    help="The base model: a directory or a hub id.  [default: the one that the adapter names]",
+)  # fmt: skip
 @wanted_options
 @dtype_option
 @quantization_option
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, directory: Path, base: str, wanted: RequiredBinding, dtype: str, quantization: str,
+    ctx: click.Context, directory: Path, base: str | None, wanted: RequiredBinding, dtype: str, quantization: str,
     platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
@@ -36,11 +40,16 @@ def command(
     """
     import json
 
+    from dualtune.adapter.formats.directory import adapter_directory
     from dualtune.checks import table
     from dualtune.cli.output.screen import phases, tell
     from dualtune.cli.output.terminal import say
     from dualtune.errors import FormatError
+    from dualtune.transfer.bundles import unpacked
 
+    if base is None:
+        path, _ = unpacked.find(adapter_directory(directory), wanted)
+        base = base_of(None, [path], option="--base MODEL")
     with phases(err=as_json) as shown:
         shown.begin("checking", "the adapter and its base")
         from dualtune.backend import Backend

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dualtune.backend import MemoryStats
 from dualtune.cli.output.screen import Phases
 from dualtune.hooks import Hook, RunInfo, StepRecord
+from dualtune.text.show import in_time
 
 LINES = 10
 
@@ -28,6 +29,6 @@ class TierShown(Hook):
         if record.step % max(1, self._num_steps // LINES) == 0 or record.step == self._num_steps:
             self._shown.tell(
                 f"{self._name:<11} step {record.step:>4}/{self._num_steps}  {loss}  {speed}  {memory}  "
-                f"{self._shown.seconds:.1f} s"
+                f"{in_time(self._shown.seconds, 1)}"
             )
         return None

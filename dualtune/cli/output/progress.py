@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from dualtune.cli.output.screen import REFRESH_HZ, Phases, phases, width
 from dualtune.hooks import (
+    FINGERPRINTS,
+    RESULT,
     SAMPLES,
     TRACKERS,
     EvalRecord,
@@ -28,17 +30,22 @@ from dualtune.view.run_view import RunView
 if TYPE_CHECKING:
     from dualtune.backend import Backend
     from dualtune.config import Config
+    from dualtune.config.schema import RunConfig
 
 
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
     """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
+    from dualtune.train.prepare import FINGERPRINT
+
     with phases() as shown:
         shown.begin("checking", "model and data")
         tokenizing: str | None = None
 
         def show(what: str, share: float) -> None:
             nonlocal tokenizing
+            if what == FINGERPRINT:
+                return shown.begin(*(("checking", "model and data") if share else ("computing", what)))
             if what != tokenizing:
                 shown.begin("tokenizing", what)
                 tokenizing = what
@@ -47,6 +54,7 @@ def reading() -> Generator[Callable[[str, float], None]]:
                 shown.finish("tokenized")
                 shown.begin("checking", "model and data")
                 tokenizing = None  # a directory may be read twice, for training and for evaluation
+            return None
 
         yield show
 
@@ -74,7 +82,9 @@ class Progress(RunLines):
         self._phase: str | None = None  # of predictive training
         self._began, self._drawn = 0.0, -math.inf
 
-    def begin_loading(self) -> None:
+    def begin_loading(self, run: RunConfig) -> None:
+        """Begin to show a prepared run; its intervals may be others than those of its config file."""
+        self.adopt(run)
         self._shown.begin("loading", "the model")
 
     def on_start(self, info: RunInfo) -> None:
@@ -120,6 +130,10 @@ class Progress(RunLines):
             self._shown.begin("answering")
         elif change.before == SAMPLES:
             self._show_rest()
+        elif change.phase == FINGERPRINTS:
+            self._shown.begin("computing", f"the fingerprints of {self._result}")
+        elif change.phase == RESULT:
+            self._show_saving()
         elif change.phase == TRACKERS:
             self._shown.finish("saved")
             self.is_saving = False
@@ -138,6 +152,7 @@ class Progress(RunLines):
 
     def _show_training(self) -> None:
         self._shown.begin("training", since=self._began)
+        self._shown.update(self.view.step, self.view.num_steps)
         if record := self.view.last:
             phase = ((self._phase,),) if self._phase else ()
             numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",), *phase

@@ -1,6 +1,7 @@
 """What a command shows while it works: its phase, the time so far, and the progress.
 
-On a terminal this is a live line below all others; elsewhere each phase prints a line when it is done.
+On a terminal this is a live line below all others; elsewhere each phase prints a line when it is done, and one that
+takes long prints what it is doing every half minute.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 LEAST_BAR, MOST_BAR = 8, 30  # columns
 REFRESH_HZ = 2
+MOST_SILENT_S = 30.0  # in a pipe: after so long without a line, the phase is named
 
 
 def width() -> int:
@@ -54,7 +57,7 @@ class Phase:
     ends: float | None = None  # the expected end
     fields: tuple[tuple[str, ...], ...] = ()  # numbers to show, each in several forms from long to short
 
-    def line(self, now: float, width: int) -> str:
+    def line(self, now: float, width: int, most_bar: int = MOST_BAR) -> str:
         heads = (f"{self.doing:<11} {self.what}", f"{self.doing:<11} {self.what.rpartition('/')[2]}", self.doing)
         rest: list[tuple[str, ...]] = []
         if self.total:
@@ -64,8 +67,8 @@ class Phase:
         rest += [*self.fields, (in_time(now - self.began),)]
         head = next((head.rstrip() for head in heads if cell_len(head) <= width - len(rest[0][0]) - 2), self.doing)
         text = fitted(rest, width - cell_len(head) - 2)
-        room = width - cell_len(head) - len(text) - 4
-        bar = _bar(self.done / self.total, min(room, MOST_BAR)) + "  " if self.total and room >= LEAST_BAR else ""
+        room = min(width - cell_len(head) - len(text) - 4, most_bar)
+        bar = _bar(self.done / self.total, room) + "  " if self.total and room >= LEAST_BAR else ""
         return f"{head}  {bar}{text}"
 
 
@@ -81,6 +84,7 @@ class Phases:
         self.now = Phase()
         self.panel: tuple[str, ...] = ()  # lines above the live line; replaced, because another thread draws them
         self._err, self._stamps = err, stamps
+        self._told, self._has_ended = time.monotonic(), threading.Event()
         self._live = _live(self._draw, err=err) if is_live(sys.stderr if err else sys.stdout) else None
 
     @property
@@ -120,16 +124,28 @@ class Phases:
         """Say what was done, and in how many seconds."""
         if self._live or not self._err:  # with JSON, for scripts, only the live line
             what = f"{self.now.what} " if self.now.what else ""
-            self.tell(f"{past:<11} {what}in {self.seconds:.1f} s")
+            self.tell(f"{past:<11} {what}in {in_time(self.seconds, 1)}")
         self.now = Phase()
 
     def tell(self, line: str, when: float | None = None) -> None:
         """Say a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
+        self._told = time.monotonic()
         if self._live:
             line = wrapped(line, width())
         elif self._stamps or when is not None:
             line = stamped(line, time.time() if when is None else when)
         say(line, err=self._err)
+
+    def tell_if_silent(self) -> None:
+        """In a pipe, say what is being done if nothing has been said for long."""
+        now = time.monotonic()
+        if self.now.doing and now - self._told >= MOST_SILENT_S:
+            self.tell(self.now.line(now, width=200, most_bar=0))
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(1.0):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads any more: not this thread's to tell
+                self.tell_if_silent()
 
     def _draw(self) -> Text:
         from rich.text import Text
@@ -141,10 +157,13 @@ class Phases:
         if self._live:
             self._live.start()
             self._live.console.show_cursor(True)  # a killed run must not leave a terminal without a cursor
+        else:
+            threading.Thread(target=self._watch, name="dualtune-phases", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.now, self.panel = Phase(), ()
+        self._has_ended.set()
         if self._live:
             self._live.stop()
 

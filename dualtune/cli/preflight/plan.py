@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -15,9 +15,19 @@ if TYPE_CHECKING:
     from dualtune.memory.plan import Saving
     from dualtune.performance.prediction import StepTime
     from dualtune.platform.choose import PlatformChoice
+    from dualtune.platform.detect import Load
     from dualtune.platform.machine import Machine
     from dualtune.platform.rates import MachineLimits
+    from dualtune.preflight.config_data import Seen
     from dualtune.preflight.config_memory import MemoryNeed
+
+
+class Run(NamedTuple):
+    """What a plan says of the run besides its memory."""
+
+    num_steps: int | None  # None: not known
+    time: StepTime | str  # of a step, or why it is not known
+    load: Load | None  # of this machine; None: another one, or not known
 
 
 @click.command("plan")
@@ -43,8 +53,9 @@ def command(
     from dualtune.cli.output.screen import phases
     from dualtune.errors import EnvironmentFault
     from dualtune.platform.choose import choose
-    from dualtune.platform.detect import detect
+    from dualtune.platform.detect import detect, load_average
     from dualtune.platform.machines import named
+    from dualtune.preflight.config_data import look_at_data, steps_of_run, with_lengths_of
     from dualtune.preflight.config_memory import plan_config
 
     with phases(err=as_json) as shown:
@@ -52,12 +63,15 @@ def command(
         settings = _settings(config, overrides)
         found = detect() if machine == "this" else named(machine)
         choice = choose(platform, found)
-        memory = plan_config(settings, found, choice)
+        seen = look_at_data(settings)
+        memory = plan_config(with_lengths_of(settings, seen), found, choice)
         shown.begin("predicting", "the time of a step")
+        load = load_average() if machine == "this" else None  # before the CPU is measured, which is load too
         limits = _limits(choice, machine, found, memory.plan.ask.dtype)
-        time = _predicted(settings, memory, limits)
-    found_json = _as_json(memory, limits, time)
-    say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, time, machine))
+        time = _predicted(settings, memory, limits, seen)
+    run = Run(steps_of_run(settings, seen), time, load)
+    found_json = _as_json(memory, limits, run)
+    say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, run, machine))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 
@@ -79,24 +93,24 @@ def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> 
     return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
 
 
-def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None) -> StepTime | str:
+def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None, seen: list[Seen]) -> StepTime | str:
     """Return the time of a step, or why it is not known."""
     from dualtune.errors import EnvironmentFault
     from dualtune.performance.prediction import predict
-    from dualtune.preflight.config_data import documents_of
+    from dualtune.preflight.config_data import first_step
 
     if limits is None:
         return "no rate is known for this machine"
     try:
-        return predict(memory.plan.decoder, memory.plan.ask, documents_of(config), limits)
+        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, seen), limits)
     except EnvironmentFault as error:
         return str(error)
 
 
-def _as_json(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str) -> dict[str, Any]:
+def _as_json(memory: MemoryNeed, limits: MachineLimits | None, run: Run) -> dict[str, Any]:
     from dataclasses import asdict
 
-    plan = memory.plan
+    plan, time = memory.plan, run.time
     return {
         "fits": plan.fits,
         "total_bytes": plan.estimate.total_bytes,
@@ -110,13 +124,15 @@ def _as_json(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | 
         "flops_per_s": None if limits is None else limits.product_flops.get(plan.ask.dtype),
         "rate": "no rate is known for this machine" if limits is None else limits.source,
         "prediction": None if isinstance(time, str) else time.as_json(),
+        "num_steps": run.num_steps,
+        "run_s": None if isinstance(time, str) or run.num_steps is None else run.num_steps * time.step_s,
+        "load_average": run.load and run.load.average,
+        "busy": run.load and run.load.is_busy,
         "changes": [saving.as_json() for saving in plan.savings],
     }
 
 
-def _as_text(
-    config: Config, memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str, machine: str
-) -> str:
+def _as_text(config: Config, memory: MemoryNeed, limits: MachineLimits | None, run: Run, machine: str) -> str:
     from dualtune.text.redaction import redact
     from dualtune.text.show import in_bytes, in_columns
 
@@ -126,7 +142,9 @@ def _as_text(
     rows = [
         ("machine", f"{machine}: {in_bytes(plan.have_bytes)} ({memory.budget.reason})"),
         ("recomputed", f"{value.describe(plan.decoder.layers)} ({value.reason})"),
-        ("time", _time(memory, limits, time)),
+        ("time", _time(memory, limits, run.time)),
+        *([] if isinstance(run.time, str) else [("run", run.time.of_run(run.num_steps))]),
+        *([("busy", str(run.load))] if run.load and run.load.is_busy else []),
         ("verdict", "it fits" if plan.fits else "it does not fit"),
     ]
     blocks = [in_columns([(in_bytes(size).rjust(10), *rest) for size, *rest in (*parts, total)]), in_columns(rows)]

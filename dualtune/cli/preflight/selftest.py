@@ -75,8 +75,9 @@ def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
 
 def _tell(result: CheckResult, shown: Phases) -> None:
     from dualtune.selftest.anonymous import anonymous
+    from dualtune.text.show import in_time
 
-    shown.tell(f"{result.outcome:<11} {result.name}: {anonymous(result.words)} ({result.seconds:.1f} s)")
+    shown.tell(f"{result.outcome:<11} {result.name}: {anonymous(result.words)} ({in_time(result.seconds, 1)})")
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:

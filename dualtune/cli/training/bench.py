@@ -124,7 +124,7 @@ def _beside(settings: Config, platform: str, result: BenchResult) -> str:
 
 
 def _lines(result: BenchResult) -> Iterator[str]:
-    from dualtune.text.show import in_bytes, in_columns
+    from dualtune.text.show import in_bytes, in_columns, in_time
 
     engine, step_s = result.environment["engine"], result.step_s
     mean_s = sum(step_s) / len(step_s)
@@ -135,7 +135,7 @@ def _lines(result: BenchResult) -> Iterator[str]:
     )
     if "kernels" in engine:
         yield f"kernels     {engine['kernels']}"
-    yield f"start       {result.load_s:.1f} s to load, {result.first_step_s:.2f} s for the first step"
+    yield f"start       {in_time(result.load_s, 1)} to load, {in_time(result.first_step_s, 2)} for the first step"
     yield (
         f"steps       {mean_s:.3f} s each ({min(step_s):.3f} to {max(step_s):.3f}), {len(step_s)} measured after "
         f"{result.warmup} warm-up steps"

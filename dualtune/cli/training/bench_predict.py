@@ -43,7 +43,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
     from dualtune.platform.machines import limits_for, named
-    from dualtune.preflight.config_data import documents_of
+    from dualtune.preflight.config_data import first_step, look_at_data
     from dualtune.preflight.config_memory import plan_config
 
     limits = None if name == "this" else limits_for(name)
@@ -53,7 +53,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
     limits = limits or limits_here(choice, machine, memory.plan.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    time = predict(memory.plan.decoder, memory.plan.ask, documents_of(settings), limits)
+    time = predict(memory.plan.decoder, memory.plan.ask, first_step(settings, look_at_data(settings)), limits)
     return memory, time, limits
 
 

@@ -52,7 +52,7 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     with open_run(config, "never") as run_dir:
         before = _show("Before: the base model", config, backend, None, held_out)
         with progress_hook(config, backend) as hook:
-            hook.begin_loading()
+            hook.begin_loading(prepared.config.run)
             result = execute(prepared, run_dir, [hook])
         after = _show("After: the base model with the adapter", config, backend, result.adapter_dir, held_out)
 

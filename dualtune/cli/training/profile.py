@@ -12,6 +12,7 @@ from dualtune.cli.options import json_option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dualtune.profiler.analysis import AgainstPlan
     from dualtune.profiler.snapshot import Snapshot
 
 
@@ -34,45 +35,37 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
 
     from dualtune.cli.output.terminal import say
     from dualtune.io.disk import write_file
+    from dualtune.profiler.analysis import against_plan
     from dualtune.profiler.snapshot import read_timeline, to_csv
     from dualtune.profiler.text import report
     from dualtune.report.memory_page import memory_page
     from dualtune.train.state.run_dir import TIMELINE
 
     snapshots = read_timeline(run_dir / TIMELINE)
-    planned = planned_bytes(run_dir)
-    text = "\n\n".join([report(snapshots, threshold_mb), *_against_plan(snapshots, planned)])
-    say(json.dumps(_as_json(snapshots, threshold_mb, planned), indent=2) if as_json else text)
+    recorded = recorded_memory(run_dir)
+    planned = against_plan(snapshots, recorded)
+    text = "\n\n".join([report(snapshots, threshold_mb), *([str(planned)] if planned else [])])
+    say(json.dumps(_as_json(snapshots, threshold_mb, recorded, planned), indent=2) if as_json else text)
     if csv_file is not None:
         write_file(csv_file, to_csv(snapshots))
     if html_file is not None:
         write_file(html_file, memory_page(f"Memory of {run_dir.name}", snapshots, text))
 
 
-def planned_bytes(run_dir: Path) -> int | None:
-    """Return the bytes that were planned for a run: `memory.planned_bytes` of its environment.json, if recorded."""
+def recorded_memory(run_dir: Path) -> dict[str, Any]:
+    """Return the entry "memory" of a run's environment.json, with the plan and its parts; empty if there is none."""
     from dualtune.errors import FormatError
-    from dualtune.report.run_files import recorded_environment
+    from dualtune.report.run_files import as_table, recorded_environment
 
     try:
-        total: Any = recorded_environment(run_dir)["memory"]["planned_bytes"]
-    except (FormatError, KeyError, TypeError):
-        return None
-    return total if type(total) is int and total > 0 else None
+        return as_table(recorded_environment(run_dir).get("memory"))
+    except FormatError:
+        return {}
 
 
-def _against_plan(snapshots: Sequence[Snapshot], planned: int | None) -> list[str]:
-    from dualtune.profiler.analysis import peak_of
-    from dualtune.text.show import in_bytes
-
-    peak = peak_of(snapshots)
-    if planned is None or peak is None:
-        return []
-    deviation = 100 * (planned / peak.bytes - 1)
-    return [f"plan: {in_bytes(planned)}, measured peak: {in_bytes(peak.bytes)} (plan {deviation:+.1f} %)"]
-
-
-def _as_json(snapshots: Sequence[Snapshot], threshold_mb: float, planned: int | None) -> dict[str, Any]:
+def _as_json(
+    snapshots: Sequence[Snapshot], threshold_mb: float, recorded: dict[str, Any], planned: AgainstPlan | None
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     from dualtune.profiler.analysis import by_phase, find_leak, peak_of, spikes_in
@@ -85,7 +78,8 @@ def _as_json(snapshots: Sequence[Snapshot], threshold_mb: float, planned: int | 
         "initial_bytes": snapshots[0].used_bytes if snapshots else None,
         "final_bytes": snapshots[-1].used_bytes if snapshots else None,
         "total_bytes": snapshots[-1].total_bytes if snapshots else None,
-        "planned_bytes": planned,
+        "planned_bytes": total if type(total := recorded.get("planned_bytes")) is int and total > 0 else None,
+        "plan": planned and asdict(planned),
         "phases": {phase: asdict(found) for phase, found in by_phase(snapshots).items()},
         "spikes": [spike._asdict() for spike in spikes_in(snapshots, threshold_mb)],
         "leak": leak and asdict(leak),

@@ -111,8 +111,8 @@ def _trainer(backend: Backend) -> Train:
     def train(trial: SweepTrial, pause_after: int | None) -> None:
         with reading() as show, progress_hook(trial.config, backend) as hook:
             run(
-                trial.config, backend, [hook], show=show, announce=lambda prepared: hook.begin_loading(),
-                shared_base=base, pause_after=pause_after,
+                trial.config, backend, [hook], show=show, shared_base=base, pause_after=pause_after,
+                announce=lambda prepared: hook.begin_loading(prepared.config.run),
             )  # fmt: skip
 
     return train

@@ -113,7 +113,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
 
     def announce(prepared: Prepared) -> None:
         shown.tell("\n".join([*prepared.summary(), *prepared.memory.lines()]))
-        hook.begin_loading()
+        hook.begin_loading(prepared.config.run)
 
     backend = backend_for(platform)
     if backend.world().rank > 0:  # only the first process prints

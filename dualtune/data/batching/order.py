@@ -60,7 +60,7 @@ class Order:
         self._sources = [(np.flatnonzero(sources == s), weight) for s, weight in enumerate(weights)]
         _check_size(config, sum(weight * len(documents) for documents, weight in self._sources))
         self._seed = config.run.seed
-        self._documents_per_step = config.train.documents_per_step
+        self.documents_per_step = config.train.documents_per_step
         tokens_per_step = config.train.tokens_per_step
         self.tokens_per_step = self._auto_tokens_per_step(config) if tokens_per_step == "auto" else tokens_per_step
         self._lock = threading.Lock()  # the loop and the prefetch thread both use it
@@ -111,8 +111,8 @@ class Order:
         return np.sort(np.concatenate(found))
 
     def _bounds(self, lengths: np.ndarray) -> list[int]:
-        if self._documents_per_step:
-            return [*range(0, len(lengths), self._documents_per_step), len(lengths)]
+        if self.documents_per_step:
+            return [*range(0, len(lengths), self.documents_per_step), len(lengths)]
         ends = np.cumsum(lengths)
         bounds = [0]
         while bounds[-1] < len(lengths):

@@ -23,18 +23,18 @@ from typing import Any, cast
 import numpy as np
 
 from dualtune.config.data_section import Consecutive
-from dualtune.data.chat.notices import JOINED, KEPT, NULLS
+from dualtune.data.chat.notices import JOINED, KEPT, NULLS, SCALAR
 from dualtune.data.chat.row_values import (
     as_list,
     as_object,
     check_texts,
     from_json,
+    is_scalar,
     listed,
     needed,
     present,
     shown,
     text,
-    text_of,
 )
 from dualtune.data.chat.tool_values import CallArguments, calls_without_nulls, without_nulls
 from dualtune.data.sources.rows import RowError, TableObject
@@ -86,6 +86,23 @@ def read_messages(
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
+
+
+def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ...]:
+    """Read the turns before a question: a list of messages, or of [question, answer], of which either may be blank."""
+    history = from_json(value, key)
+    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, key)):
+        return read_messages(history, key, reading, f"{key}: message")
+    turns: list[Message] = []
+    for number, item in enumerate(as_list(history, key), start=1):
+        at = f"{key}: turn {number}"
+        pair = as_list(item, at)
+        if len(pair) != 2:
+            raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
+        for role, each in zip(("user", "assistant"), pair, strict=True):
+            said = "" if each is None else text_of(each, at, reading)
+            turns += [Message(role, said)] if said.strip() else []
+    return tuple(turns)
 
 
 def _as_turns(value: Any, key: str) -> list[Any]:
@@ -257,6 +274,8 @@ def _message(value: Any, at: str, reading: RowReading) -> Message:
 def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
     """Return the name of a role in the form of ROLES, and the role."""
     if isinstance(value, str):
+        if not roles and value in ROLES:
+            return value, ROLES[value]
         name = re.sub(r"[\s_-]+", "_", value.strip().lower())
         for given in (value, value.strip(), name):
             if given in roles:
@@ -271,7 +290,7 @@ def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
 
 def _content(value: Any, at: str, reading: RowReading) -> str:
     if not isinstance(value, list):
-        return text_of(value, at, reading.notices)
+        return text_of(value, at, reading)
     texts: list[str] = []
     for number, item in enumerate(cast(list[Any], value), start=1):
         part = as_object(item, f"{at}: part {number}")
@@ -328,3 +347,11 @@ def _tool_call(value: Any, at: str) -> dict[str, Any]:
     result["function"] = {"name": name, "arguments": arguments}
     check_texts(result, at)
     return result
+
+
+def text_of(value: Any, at: str, reading: RowReading) -> str:
+    """Return a text. A number or a boolean becomes its JSON text, and a notice."""
+    if isinstance(value, str) or not is_scalar(value):
+        return text(value, at)
+    reading.notices.add(SCALAR)
+    return json.dumps(value)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.conversations import (
@@ -35,11 +35,13 @@ from dualtune.data.chat.conversations import (
     RowReading,
     arranged,
     asked_nulls,
+    read_history,
     read_messages,
     read_tools,
+    text_of,
 )
 from dualtune.data.chat.notices import unread
-from dualtune.data.chat.row_values import as_list, from_json, is_scalar, listed, text_of
+from dualtune.data.chat.row_values import is_scalar, listed
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
@@ -92,10 +94,10 @@ class Format:
     def column(self, key: str, fields: Mapping[str, Any], columns: Mapping[str, str]) -> str:
         """Return the name of the column that holds a key in this row."""
         name = columns.get(key, key)
-        if key in columns or _has(fields, name):
+        if key in columns or key not in self.aliases or _has(fields, name):
             return name
-        taken = {*columns.values()}
-        return next((each for each in self.aliases.get(key, ()) if each not in taken and _has(fields, each)), name)
+        taken = columns.values()
+        return next((each for each in self.aliases[key] if each not in taken and _has(fields, each)), name)
 
 
 def to_examples(
@@ -156,11 +158,12 @@ def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowRea
     format = FORMATS[name]
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
-        fields = {key: row.fields.get(place) for key, place in places.items()}
         for key in format.keys:
-            if fields[key] is None:
+            if row.fields.get(places[key]) is None:
                 raise RowError(_lacks(row, name, places[key]))
-        fields = {key: value for key, value in fields.items() if key in format.keys or _has(fields, key)}
+        fields = {
+            key: row.fields[place] for key, place in places.items() if key in format.keys or _has(row.fields, place)
+        }
         example = format.convert(row, fields, reading)
         texts = [message.content for message in example.messages] or [example.completion or ""]
         kinds = reading.notices | unread(row.fields, {*places.values()}, texts)
@@ -172,8 +175,9 @@ def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowRea
 
 
 def _has(fields: Mapping[str, Any], key: str) -> bool:
-    """Return whether a row has a value for a key that may be absent: null and blank text count as absent."""
-    return fields.get(key) is not None and not _is_blank(fields[key])
+    """Return whether a row has a value for a key that may be absent; null, [] and blank text are none."""
+    value = fields.get(key)
+    return value is not None and value != [] and not _is_blank(value)
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
@@ -197,9 +201,9 @@ def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Ex
 
 def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     if _are_strings(fields, "prompt", "completion"):
-        prompt = text_of(fields["prompt"], "prompt", reading.notices)
+        prompt = text_of(fields["prompt"], "prompt", reading)
         if "context" in fields:
-            prompt = f"{text_of(fields['context'], 'context', reading.notices)}\n\n{prompt}"
+            prompt = "\n\n".join([*_texts(fields["context"], "context", reading), prompt])
         return _pair(row, fields, prompt, prompt, "completion", reading)
     if "context" in fields:
         raise RowError("context: is read only beside a prompt that is a text; put it into a message of the prompt")
@@ -207,13 +211,13 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
     answer = read_messages(fields["completion"], "completion", reading, "completion: message")
     if all(message.role != "assistant" for message in answer):
         raise RowError("completion: has no assistant message, so there is nothing to train on")
-    messages = _with_history(fields, _not_trained_on(before) + answer, reading)
+    messages = _history(fields, reading) + _not_trained_on(before) + answer
     return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    instruction = text_of(fields["instruction"], "instruction", reading.notices)
-    given = text_of(fields.get("input", ""), "input", reading.notices)
+    instruction = text_of(fields["instruction"], "instruction", reading)
+    given = "\n\n".join(_texts(fields.get("input", ""), "input", reading))
     plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
     return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
 
@@ -223,10 +227,11 @@ def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Exampl
 
 
 def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    if _are_strings(fields, "chosen", "rejected") and not _prompt_is_chat(fields):
+    prompt_is_chat = "messages" in fields or isinstance(fields.get("prompt"), list | dict)
+    if _are_strings(fields, "chosen", "rejected") and not prompt_is_chat:
         if "prompt" not in fields:
             raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
-        prompt, rejected = text_of(fields["prompt"], "prompt", reading.notices), _answer(fields, "rejected", reading)
+        prompt, rejected = text_of(fields["prompt"], "prompt", reading), _answer(fields, "rejected", reading)
         example = replace(_pair(row, fields, prompt, prompt, "chosen", reading), rejected=rejected)
         if example.completion == rejected:
             raise RowError("'chosen' and 'rejected' are the same")
@@ -253,10 +258,9 @@ def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Me
     if messages[-1].role != "assistant":
         raise RowError(f"{key}: must end with an assistant message, got a {messages[-1].role} message")
     prompt_key, prompt = _prompt_messages(fields, reading)
-    is_whole = messages[0].role != "assistant"
     if prompt_key == "messages" and prompt[-1].role == "assistant":  # one of the two conversations, once more
         prompt = prompt[:-1]
-    if not is_whole:
+    if messages[0].role == "assistant":
         messages = prompt + messages
     elif any(message not in messages for message in prompt):
         raise RowError(f"{key}: is a whole conversation, but does not contain the messages of '{prompt_key}'")
@@ -266,23 +270,17 @@ def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Me
 
 def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[str, tuple[Message, ...]]:
     """Return the key that holds the prompt of a preference, and its messages."""
-    if fields.get("messages"):
-        messages = read_messages(fields["messages"], "messages", reading, "messages: message")
-        if "prompt" not in fields:
-            return "messages", messages
-        _, prompt = _prompt_messages({"prompt": fields["prompt"]}, reading)
-        if any(message not in messages for message in prompt):
-            raise RowError("messages: does not contain the messages of 'prompt'; keep one of them")
-        return "messages", messages
-    if "prompt" not in fields:
-        return "prompt", ()
-    if _is_string(fields["prompt"]):
-        return "prompt", (Message("user", text_of(fields["prompt"], "prompt", reading.notices)),)
-    return "prompt", read_messages(fields["prompt"], "prompt", reading, "prompt: message")
-
-
-def _prompt_is_chat(fields: Mapping[str, Any]) -> bool:
-    return bool(fields.get("messages")) or isinstance(fields.get("prompt"), list | dict)
+    prompt: tuple[Message, ...] = ()
+    if _is_string(fields.get("prompt")):
+        prompt = (Message("user", text_of(fields["prompt"], "prompt", reading)),)
+    elif "prompt" in fields:
+        prompt = read_messages(fields["prompt"], "prompt", reading, "prompt: message")
+    if "messages" not in fields:
+        return "prompt", prompt
+    messages = read_messages(fields["messages"], "messages", reading, "messages: message")
+    if any(message not in messages for message in prompt):
+        raise RowError("messages: does not contain the messages of 'prompt'; keep one of them")
+    return "messages", messages
 
 
 _COMMON = ("system", "tools", "functions")
@@ -321,31 +319,24 @@ def _pair(
     answer = _answer(fields, answer_key, reading)
     turns = (Message("user", question), Message("assistant", answer))
     if "history" in fields:
-        return _chat(row, fields, _with_history(fields, turns, reading), reading, "history and row: message")
+        return _chat(row, fields, _history(fields, reading) + turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
     return Example(row.path, row.line, messages, _tools(fields, reading), prompt, answer)
 
 
-def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
-    """Return the messages after those of `history`: a list of messages, or of [question, answer]."""
-    history = from_json(fields.get("history", []), "history")
-    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, "history")):
-        return read_messages(history, "history", reading, "history: message") + messages
-    earlier: list[Message] = []
-    for number, item in enumerate(as_list(history, "history"), start=1):
-        at = f"history: turn {number}"
-        pair = as_list(item, at)
-        if len(pair) != 2:
-            raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
-        for role, said in zip(("user", "assistant"), pair, strict=True):
-            if said is not None and not _is_blank(said):
-                earlier.append(Message(role, text_of(said, at, reading.notices)))
-    return (*earlier, *messages)
+def _history(fields: Mapping[str, Any], reading: RowReading) -> tuple[Message, ...]:
+    return read_history(fields["history"], "history", reading) if "history" in fields else ()
+
+
+def _texts(value: Any, key: str, reading: RowReading) -> list[str]:
+    """Read a text, or a list of texts."""
+    values = cast(list[Any], value) if isinstance(value, list) else [value]
+    return [text_of(each, key, reading) for each in values]
 
 
 def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
-    answer = text_of(fields[key], key, reading.notices)
+    answer = text_of(fields[key], key, reading)
     if _is_blank(answer):
         raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
@@ -353,6 +344,8 @@ def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
 
 def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str, Any], ...]:
     """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
+    if "tools" not in fields and "functions" not in fields:
+        return ()
     tools = read_tools(fields.get("tools", []), "tools", reading)
     functions = read_tools(fields.get("functions", []), "functions", reading)
     if tools and functions:
@@ -363,7 +356,7 @@ def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str,
 def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
     if "system" not in fields:
         return messages
-    system = text_of(fields["system"], "system", reading.notices)
+    system = text_of(fields["system"], "system", reading)
     if messages[0].role != "system":
         return (Message("system", system), *messages)
     if messages[0].content.strip() != system.strip():

@@ -63,8 +63,8 @@ def unread(fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str
         if name in _INDEX_NAMES:
             kinds.add(f"{INDEX_COLUMN}: {name}")
             continue
-        leaves = list(_texts_of(value))
-        if not leaves or not (_is_content(name) or _holds_messages(value)):
+        leaves = list(_texts_of(value)) if _is_content(name) or _holds_messages(value) else []
+        if not leaves:
             continue
         if whole is None:
             parts = [text.strip() for text in texts]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from dualtune.data.chat.notices import SCALAR
 from dualtune.data.sources.rows import RowError
 
 SHOWN_CHARACTERS = 60
@@ -23,14 +22,6 @@ def text(value: Any, at: str) -> str:
         half = value[error.start].encode("unicode-escape").decode()
         raise RowError(f"{at}: contains an unpaired surrogate ({half}), which is not valid text") from error
     return value
-
-
-def text_of(value: Any, at: str, notices: set[str]) -> str:
-    """Return a text. A number or a boolean becomes its JSON text, and a notice."""
-    if not is_scalar(value):
-        return text(value, at)
-    notices.add(SCALAR)
-    return json.dumps(value)
 
 
 def is_scalar(value: Any) -> bool:

@@ -1,16 +1,17 @@
 """Which rows of a stream repeat another one, exactly or nearly. Decision 0046 has the reasons.
 
 Rows are added one by one. Of each, 16 bytes of a digest stay in memory and, to find near duplicates, 268 bytes of a
-sketch and the place of its text, which waits in a temporary file. Rows whose sketches share a band are candidates;
-those that the sketches put far apart are skipped, and the others are compared exactly, so that a row that is left out
-really is as similar as it is said to be. Shape suffixes: N rows, H hashes, B bands.
+sketch, up to 450 more while rows are compared, and the place of its text, which waits in a temporary file. Rows whose
+sketches share a band are candidates; those that the sketches put far apart are skipped, and the others are compared
+exactly, so that a row that is left out really is as similar as it is said to be. Rows of one template are all
+candidates of each other: then all kept rows are looked through by their sketches at once, and only the most alike by a
+larger sketch are compared exactly. Shape suffixes: N rows, H hashes, B bands, K kept rows.
 """
 
 from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
@@ -19,12 +20,24 @@ import numpy as np
 
 from dualtune import interrupt
 from dualtune.data.chat.formats import Example
-from dualtune.data.similarity.shingles import HASHES, digest_of, jaccard, shingles, sketch, text_of
+from dualtune.data.similarity.shingles import (
+    FINE_HASHES,
+    HASHES,
+    digest_of,
+    fine_sketch,
+    jaccard,
+    shingles,
+    sketch,
+    text_of,
+)
 
 Keep = Literal["first", "longest"]
 LOWEST = 0.7  # the least similarity that is found reliably
 # How much lower than the threshold the estimate of a sketch may be: at least four standard deviations.
 SLACK = 0.25
+FINE_SLACK = 0.1  # the same for the larger sketch
+MOST_FINE, MOST_EXACT = 2048, 16  # how many candidates of a row are compared by the larger sketch, and exactly
+CROWDED = 512  # rows in the buckets of one: from there on, all kept rows are asked
 _MIX = np.random.default_rng(1).integers(0, 1 << 63, HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
@@ -50,6 +63,7 @@ class Repeats:
         self._per_band = 4 if near is not None and near >= 0.8 else 3
         self._digests, self._sketches = bytearray(), bytearray()
         self._num_shingles, self._ends = array("i"), array("q")
+        self._fine, self._fine_places = bytearray(), np.empty(0, np.int32)  # the larger sketches, and where each is
         self._texts: BinaryIO | None = None if near is None else tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
 
     def __enter__(self) -> Repeats:
@@ -90,7 +104,7 @@ class Repeats:
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
         """Return the near duplicates among the rows that are not exact duplicates."""
-        index = _Kept(self._sketch_of_rows, self._per_band)
+        index = _Kept(self._sketch_of_rows, self._per_band, round((cast(float, self._near) - SLACK) * HASHES))
         rows: list[int] = [row for row in index.rows.tolist() if row not in again]
         if keep == "longest":
             lengths = np.diff(np.frombuffer(self._ends, np.int64), prepend=0)
@@ -105,19 +119,44 @@ class Repeats:
                 found[row] = repeat
         return found
 
-    def _nearest(self, row: int, others: Sequence[int]) -> Repeat | None:
+    def _most_alike(self, row: int, others: np.ndarray) -> np.ndarray:
+        """Return the rows that the larger sketch puts nearest, at most MOST_EXACT of the first MOST_FINE, in order.
+
+        So the time for a row has a bound. A near duplicate is missed if that many rows seem to be nearer to it, which
+        takes thousands of rows of one template, and a duplicate that is hardly more similar than they are.
+        """
+        assert self._near is not None
+        others = others[:MOST_FINE]
+        fine_KH = self._fine_sketches(others)
+        bits = np.packbits(fine_KH == self._fine_sketches(np.array([row])), axis=1).view(np.uint64)
+        estimates = np.bitwise_count(bits).sum(axis=1) / FINE_HASHES
+        order = np.argsort(-estimates, kind="stable")[:MOST_EXACT]
+        return others[order][estimates[order] >= self._near - FINE_SLACK]
+
+    def _fine_sketches(self, rows: np.ndarray) -> np.ndarray:
+        """Return the larger sketches, uint8 [rows, FINE_HASHES]. They are made when they are first needed."""
+        if not len(self._fine_places):
+            self._fine_places = np.full(len(self), -1, np.int32)
+        for row in rows[self._fine_places[rows] < 0].tolist():
+            self._fine_places[row] = len(self._fine) // FINE_HASHES
+            self._fine += fine_sketch(self._shingles(row)).tobytes()
+        return np.frombuffer(self._fine, np.uint8).reshape(-1, FINE_HASHES)[self._fine_places[rows]]
+
+    def _nearest(self, row: int, ids: np.ndarray) -> Repeat | None:
         """Return the first of these rows that is near, in the order of what the sketches say."""
-        if not others:
+        if not len(ids):
             return None
         assert self._near is not None
-        ids, sizes = np.array(others), np.frombuffer(self._num_shingles, np.int32)
+        sizes = np.frombuffer(self._num_shingles, np.int32)
         smaller, larger = np.minimum(sizes[ids], sizes[row]), np.maximum(sizes[ids], sizes[row])
         ids = ids[smaller >= self._near * larger]  # two sets cannot be more similar than their sizes
         estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
         order = np.argsort(-estimates, kind="stable")
-        likely: list[int] = ids[order][estimates[order] >= self._near - SLACK].tolist()
-        own = self._shingles(row) if likely else None
-        for other in likely:
+        likely = ids[order][estimates[order] >= self._near - SLACK]
+        if len(likely) > MOST_EXACT:
+            likely = self._most_alike(row, likely)
+        own = self._shingles(row) if len(likely) else None
+        for other in likely.tolist():
             similarity = jaccard(cast(np.ndarray, own), self._shingles(other))
             if similarity >= self._near:
                 return Repeat(other, similarity, is_exact=False)
@@ -145,10 +184,12 @@ class _Kept:
     """The rows that are kept so far, by the buckets of their sketches: rows with the same hashes in a band share one.
 
     In arrays, because lists of Python take ten times as much: of each bucket the newest row, and of each row the one
-    before it in each of its buckets.
+    before it in each of its buckets. Rows of one template share most buckets. Walking through them would take a time
+    that grows with the square of their number, so that of crowded buckets all kept rows are asked at once instead.
     """
 
-    def __init__(self, sketches_NH: np.ndarray, per_band: int) -> None:
+    def __init__(self, sketches_NH: np.ndarray, per_band: int, least_equal: int) -> None:
+        """`least_equal`: how many hashes a candidate from a crowded bucket shares at least."""
         bands, num_buckets = HASHES // per_band, 0
         self._buckets_NB = np.full((len(sketches_NH), bands), -1, np.int32)  # -1: no other row is in it
         for band in range(bands):
@@ -161,6 +202,12 @@ class _Kept:
             num_buckets += int(is_shared.sum())
         self._newest = np.full(num_buckets, -1, np.int32)
         self._before_NB = np.full_like(self._buckets_NB, -1)
+        self._sizes = np.zeros(num_buckets, np.int32)
+        # The low bytes of the sketches of kept rows, whose equality is necessary for that of the hashes.
+        self._low_NH, self._least_equal = sketches_NH.astype(np.uint8), least_equal
+        self._low_HK: np.ndarray = np.empty((HASHES, 1024), np.uint8)
+        self._ids_K: np.ndarray = np.empty(1024, np.int64)
+        self._num_kept = 0
 
     @property
     def rows(self) -> np.ndarray:
@@ -172,13 +219,23 @@ class _Kept:
         mine = self._buckets_NB[row, bands]
         self._before_NB[row, bands] = self._newest[mine]
         self._newest[mine] = row
+        self._sizes[mine] += 1
+        if self._num_kept == len(self._ids_K):
+            self._low_HK = np.concatenate([self._low_HK, np.empty_like(self._low_HK)], axis=1)
+            self._ids_K = np.concatenate([self._ids_K, np.empty_like(self._ids_K)])
+        self._low_HK[:, self._num_kept], self._ids_K[self._num_kept] = self._low_NH[row], row
+        self._num_kept += 1
 
-    def candidates(self, row: int) -> list[int]:
-        """Return the kept rows that share a bucket with this one, in their order."""
+    def candidates(self, row: int) -> np.ndarray:
+        """Return int64 [K]: the kept rows that share a bucket with this one, in their order."""
+        mine = self._buckets_NB[row]
+        if self._sizes[mine[mine >= 0]].sum() > CROWDED:
+            is_equal_HK = self._low_HK[:, : self._num_kept] == self._low_NH[row][:, None]
+            return np.sort(self._ids_K[: self._num_kept][is_equal_HK.sum(axis=0, dtype=np.uint8) >= self._least_equal])
         found: set[int] = set()
         for band, bucket in enumerate(self._buckets_NB[row].tolist()):
             other = int(self._newest[bucket]) if bucket >= 0 else -1
             while other >= 0:
                 found.add(other)
                 other = int(self._before_NB[other, band])
-        return sorted(found)
+        return np.array(sorted(found), np.int64)

@@ -1,8 +1,8 @@
 """Split Arrow batches into pieces that need little memory as Python objects.
 
-Also a program: it reads a Parquet file from standard input and writes an Arrow stream of such pieces to standard
-output. A thousand bytes of Parquet can unpack to gigabytes, and the library has no limit, so a process with limited
-memory reads the file. It imports nothing from dualtune, to start quickly.
+Also a program: it reads a Parquet or an Arrow file from standard input and writes an Arrow stream of such pieces
+to standard output. A thousand bytes of Parquet can unpack to gigabytes, and the library has no limit, so a process with
+limited memory reads the file. It imports nothing from dualtune, to start quickly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 BATCH_ROWS = 1000
 PIECE = 16 << 20  # bytes of a piece as Python objects
@@ -22,7 +22,9 @@ ROW = 36 << 20  # bytes of one row
 OBJECT = 64  # bytes of a small Python value
 WIDE = 4  # the most bytes of a character
 FAILED = 3  # exit status of a failure; the reason is on standard error
-NUM_ROWS = b"dualtune.rows"  # key of the schema's metadata
+NUM_ROWS = b"dualtune.rows"  # key of the schema's metadata: the number of rows, "0" if the file does not say it
+PARQUET, ARROW_FILE = b"PAR1", b"ARROW1"  # the first bytes of such files; an Arrow stream has none of its own
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def pieces(batch: Any) -> Iterator[Any]:
@@ -65,12 +67,25 @@ def main() -> int:
     arrow.set_cpu_count(1)
     _limit_memory(int(sys.argv[1]))
     try:
-        # The default settings hold a whole row group in memory, which can be the whole file.
-        file = ParquetFile(os.fdopen(0, "rb"), buffer_size=1 << 20, pre_buffer=False)
-        num_rows = {NUM_ROWS: str(file.metadata.num_rows).encode()}
-        schema = file.schema_arrow.with_metadata((file.schema_arrow.metadata or {}) | num_rows)
+        source = os.fdopen(0, "rb")
+        source.seek(0)  # the parent has looked at the beginning
+        head = source.peek(6)[:6]
+        if head.startswith(PARQUET):
+            # The default settings hold a whole row group in memory, which can be the whole file.
+            file = ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+            schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            batches = file.iter_batches(_batch_rows(file.metadata), use_threads=False)
+        elif head == ARROW_FILE:
+            file = arrow.ipc.open_file(source)
+            schema, num_rows = file.schema, 0
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        else:
+            _check_end(source)
+            batches = arrow.ipc.open_stream(source)
+            schema, num_rows = batches.schema, 0
+        schema = schema.with_metadata((schema.metadata or {}) | {NUM_ROWS: str(num_rows).encode()})
         with os.fdopen(1, "wb") as out, arrow.ipc.new_stream(out, schema) as stream:
-            for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
+            for batch in batches:
                 for piece in pieces(batch):
                     stream.write_batch(piece)
     except BrokenPipeError:
@@ -80,6 +95,14 @@ def main() -> int:
         sys.stderr.write("" if memory else " ".join(str(error).split())[:500])
         return FAILED
     return 0
+
+
+def _check_end(source: BinaryIO) -> None:
+    """Raise ValueError for a stream that was not written to its end: the library would read what there is."""
+    source.seek(-min(len(END_OF_STREAM), os.fstat(source.fileno()).st_size), os.SEEK_END)
+    if source.read() != END_OF_STREAM:
+        raise ValueError("the stream has no end mark, so it is incomplete; write or copy it again")
+    source.seek(0)
 
 
 def _batch_rows(metadata: Any) -> int:

@@ -28,13 +28,14 @@ def read_jsonl(file: DataFile) -> Rows:
             yield BadRow(name, number, LINE_TOO_LONG)
         elif not line.isspace():
             try:
-                row = RawRow(name, number, _object(line))
+                row = RawRow(name, number, json_object(line))
             except RowError as reason:
                 row = BadRow(name, number, str(reason))
             yield row
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the object in a JSON text. Raises RowError for any other text, and for one that needs much memory."""
     try:
         text = line.decode().rstrip()
         if takes_too_much(text):

@@ -40,7 +40,7 @@ def kind_of(path: Path) -> str:
     """Return the suffix that selects the reader, without .gz; "" if it is unknown."""
     name = path.name.lower()
     kind = Path(name.removesuffix(".gz")).suffix
-    return kind if kind in READERS and not (kind == ".parquet" and name.endswith(".gz")) else ""
+    return kind if kind in READERS and not (kind in TABLES and name.endswith(".gz")) else ""
 
 
 def read_text(file: DataFile) -> Rows:
@@ -83,8 +83,10 @@ READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".csv": read_csv,
     ".tsv": read_tsv,
     ".parquet": read_parquet,
+    ".arrow": read_parquet,
     ".txt": read_text,
     ".text": read_text,
     ".md": read_text,
 }
-KINDS = f"{', '.join(READERS)}; all except .parquet also with .gz appended"
+TABLES = (".parquet", ".arrow")  # compressed inside, if at all
+KINDS = f"{', '.join(READERS)}; all except {' and '.join(TABLES)} also with .gz appended"

@@ -1,4 +1,4 @@
-"""Read Parquet rows in a separate process: see `arrow_pieces`."""
+"""Read rows of Parquet and Arrow files in a separate process: see `arrow_pieces`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ def read_parquet(file: DataFile) -> Rows:
     try:
         import pyarrow
     except ImportError as error:
-        raise EnvironmentFault(f"{file.path}: reading Parquet needs pyarrow. {INSTALL_DATASETS}") from error
+        raise EnvironmentFault(
+            f"{file.path}: reading Parquet and Arrow files needs pyarrow. {INSTALL_DATASETS}"
+        ) from error
     last = 0
     try:
         with _stream(file) as stream:
             schema = stream.schema
             check_names(f"{file.path}: the columns", schema.names)
-            num_rows = max(1, int(schema.metadata[arrow_pieces.NUM_ROWS]))
+            num_rows = int(schema.metadata[arrow_pieces.NUM_ROWS])
             for row in arrow_rows(file.name, stream):
                 last = row.line
-                file.done = last / num_rows
+                file.done = last / num_rows if num_rows else None
                 yield row
     except (cast(Any, pyarrow).ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file.path}: broken Parquet file, after row {last}: {error}") from error
+        kind = "Arrow" if file.path.suffix.lower() == ".arrow" else "Parquet"
+        raise DataError(f"{file.path}: broken {kind} file, after row {last}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -14,6 +15,8 @@ from typing import Any, Literal, Protocol, cast
 from dualtune.data.sources.data_file import Rows, open_regular, reading
 from dualtune.data.sources.hub import hub_has_role, is_hub_name, open_hub
 from dualtune.data.sources.kinds import KINDS, Tell, kind_of, read_file
+from dualtune.data.sources.rows import printable
+from dualtune.data.sources.saved import files_of, splits_of
 from dualtune.errors import DataError
 
 Role = Literal["train", "valid", "test"]
@@ -88,6 +91,8 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
         raise DataError(f"{location}: no such file or directory")
     if subset is not None:
         raise DataError(f"{location}: subset: got '{subset}', allowed only for a dataset of the hub")
+    if found == "directory" and (saved := splits_of(location)) is not None:
+        return FileSource(path, files_of(saved[_saved_split(location, saved, role, split)]))
     if found == "directory":
         return FileSource(path, _files_for(location, role if split is None else _role_named(location, split)))
     if split is not None:
@@ -106,6 +111,8 @@ def has_role(path: str, role: Role, subset: str | None = None) -> bool:
     location, found = _locate(path)
     if found == "nothing" and _may_be_in_the_hub(path):
         return hub_has_role(path, role, subset)
+    if found == "directory" and (saved := splits_of(location)) is not None:
+        return role == "train" if "" in saved else any(name in saved for name in ROLE_NAMES[role])
     return bool(_candidates(location, role)) if found == "directory" else found == "file" and role == "train"
 
 
@@ -123,6 +130,18 @@ def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
         return location, "file" if location.exists() else "nothing"
     except (OSError, ValueError, RuntimeError) as error:  # no permission, an invalid name, no home directory
         raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _saved_split(location: Path, saved: Mapping[str, Path], role: Role, split: str | None) -> str:
+    """Return the split to read of what save_to_disk wrote: the named one, or the one for the role."""
+    if "" in saved and split is None and role == "train":
+        return ""
+    wanted = ROLE_NAMES[role] if split is None else (split,)
+    name = next((name for name in wanted if name and name in saved), None)
+    if name is None:
+        names = "one Dataset without splits" if "" in saved else ", ".join(map(printable, saved))
+        raise DataError(f"{location}: has no split {' or '.join(wanted)}; it has: {names}. Name one with split")
+    return name
 
 
 def _role_named(location: Path, split: str) -> Role:

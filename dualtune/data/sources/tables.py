@@ -148,7 +148,8 @@ def _checked_header(file: DataFile, line: int, names: list[str], errors: list[st
             else f'Convert it: python3 -c "import csv, sys; {convert}" < FILE > new.csv'
         )
         raise DataError(f"{file.path}:{line}: cells are separated by {other!r}, in a .csv file ',' is needed. {advice}")
-    check_names(f"{file.path}:{line}: the header", names)
+    # pandas writes its row numbers as a first column without a name; the notice about them comes with the rows.
+    check_names(f"{file.path}:{line}: the header", names[1:] if names[:1] == [""] and len(names) > 1 else names)
     return names
 
 

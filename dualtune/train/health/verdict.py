@@ -62,6 +62,7 @@ class _Train:
         self.num_steps = len(everything)
         self.num_lost = int(np.count_nonzero(~np.isfinite(everything[-max(1, len(everything) // 5) :])))
         size = max(3, len(finite) // WINDOWS) if self.num_steps >= MIN_STEPS else max(1, len(finite) // 3)
+        self.size = size  # steps of a window
         parts = np.array_split(finite, max(1, len(finite) // size))
         self.windows = [float(np.median(part)) for part in parts if len(part)]
         self.noise = _noise(np.diff(finite)) / math.sqrt(2)  # of one step
@@ -200,6 +201,7 @@ def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:
 
 
 def _both(train: _Train, evals: _Evals) -> str:
-    """Return both curves in numbers."""
-    text = f"training loss {train.start:.4f} -> {train.end:.4f}"
+    """Return both curves in numbers. The training loss is not that of the last step, so it says what it is."""
+    what = f"medians of {train.size} steps" if train.size > 1 else "of the first and the last step"
+    text = f"training loss {train.start:.4f} -> {train.end:.4f} ({what})"
     return f"{text}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else text

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = frozenset(
         "run.sample_prompts", "run.track",
         # names of models and files, and how rows are read: the results were compared by fingerprint
         "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
-        "data.max_bad_rows", "data.dedup",
+        "data.max_bad_rows", "data.dedup", "data.roles", "data.consecutive", "data.system",
         # the present path of the run
         "run.dir",
     }
