@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -170,17 +171,18 @@ def stream_text(
         max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties
     )
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
-    before = model.tokenizer.decode(ids, shown)
+    decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
+    before = decode(ids)
     for token in model.engine.generate(prompt, choose=choose, cache=cache):
         interrupt.poll()
         ids.append(token)
         progress.num_tokens += 1
-        text = model.tokenizer.decode(ids, shown)
+        text = decode(ids)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
             text = before
         yield text[len(before) :]
         before = text
-    yield model.tokenizer.decode(ids, shown)[len(before) :]
+    yield decode(ids)[len(before) :]
 
 
 def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
