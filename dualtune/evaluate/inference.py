@@ -5,8 +5,10 @@ The next token is chosen here, in NumPy, so that both backends sample alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -126,6 +128,23 @@ class GenerationProgress:
     max_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """How much less likely a token is for each time it was chosen (frequency), and if it was at all (presence).
+
+    As in OpenAI's API: of the tokens of the answer, not those of the prompt.
+    """
+
+    frequency: float = 0.0
+    presence: float = 0.0
+
+    def applied(self, logits_V: np.ndarray, counts: Counter[int]) -> np.ndarray:
+        """Return a copy of the logits [V], less frequency · count + presence for each token with a count."""
+        logits_V = logits_V.copy()
+        logits_V[[*counts]] -= self.frequency * np.array([*counts.values()], logits_V.dtype) + self.presence
+        return logits_V
+
+
 def stream_text(
     model: LoadedModel,
     prompt: np.ndarray,
@@ -134,30 +153,36 @@ def stream_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    penalties: Penalties | None = None,
     cache: GenerationCache | None = None,
     progress: GenerationProgress | None = None,
+    shown: frozenset[int] = frozenset(),
 ) -> Generator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
 
-    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
-    of positions ends; ConfigError for a longer prompt, and for one without tokens.
+    `shown`: special tokens that are written, not left out. `cache`: of the text before this prompt, by the same model
+    and adapter; it is updated. Generation ends where a table of positions ends; ConfigError for a longer prompt, and
+    for one without tokens.
     """
     max_tokens = allowed_tokens(model, prompt, max_tokens)
     progress = progress or GenerationProgress()
     progress.max_tokens = max_tokens
-    choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
+    choose = chooser(
+        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties
+    )
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
-    shown = model.tokenizer.decode(ids)
+    decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
+    before = decode(ids)
     for token in model.engine.generate(prompt, choose=choose, cache=cache):
         interrupt.poll()
         ids.append(token)
         progress.num_tokens += 1
-        text = model.tokenizer.decode(ids)
+        text = decode(ids)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
-            text = shown
-        yield text[len(shown) :]
-        shown = text
-    yield model.tokenizer.decode(ids)[len(shown) :]
+            text = before
+        yield text[len(before) :]
+        before = text
+    yield decode(ids)[len(before) :]
 
 
 def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
@@ -175,7 +200,7 @@ def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> i
 
 def chooser(
     max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
-    row: int = 0,
+    row: int = 0, penalties: Penalties | None = None,
 ) -> Callable[[np.ndarray], int | None]:  # fmt: skip
     """Return a function from logits float32 [V] to the next token id, or None to stop.
 
@@ -184,6 +209,7 @@ def chooser(
     Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
     least `top_p`.
     """
+    counts: Counter[int] = Counter()  # how often a token was chosen
     rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
     produced = 0
 
@@ -192,7 +218,9 @@ def chooser(
         if produced == max_tokens:
             return None
         produced += 1
+        logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
         token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
+        counts[token] += 1
         return None if token in stop_ids else token
 
     return choose

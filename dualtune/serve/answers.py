@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dualtune.data.chat.call_text import CallNotation, WrittenCall
 from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.named import WITH_TOOLS
 from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, Preempted
 from dualtune.evaluate.adapter_set import AdapterSet
 from dualtune.evaluate.inference import GenerationProgress, stream_text
@@ -23,20 +26,25 @@ POLL_S = 0.2
 class Finish:
     """The end of an answer."""
 
-    reason: str  # "stop": the model or a stop text; "length": as many tokens as allowed, or as fit into the time
+    # "stop": the model or a stop text; "tool_calls": the same, with calls; "length": as many tokens as allowed, or as
+    # fit into the time
+    reason: str
     prompt_tokens: int
     completion_tokens: int
 
 
+Piece = str | list[WrittenCall] | Finish
+
+
 @dataclass(slots=True)
 class PendingAnswer:
-    """A request on its way. The thread of the connection reads `pieces`: texts, then a Finish or an error."""
+    """A request on its way. The thread of the connection reads `pieces`: texts, calls, then a Finish or an error."""
 
     request: CompletionRequest
-    pieces: queue.SimpleQueue[str | Finish | Exception] = field(default_factory=lambda: queue.SimpleQueue())
+    pieces: queue.SimpleQueue[Piece | Exception] = field(default_factory=lambda: queue.SimpleQueue())
     is_cancelled: bool = False  # the client is gone
 
-    def answer(self, client_is_gone: Callable[[], bool]) -> Iterator[str | Finish]:
+    def answer(self, client_is_gone: Callable[[], bool]) -> Iterator[Piece]:
         """Yield the pieces as they come, the last one a Finish. Raises the error that ended it.
 
         ConnectionAbortedError if the client goes, also while its request waits for others.
@@ -106,40 +114,112 @@ class Answers:
 
     def _answer(self, job: PendingAnswer) -> None:
         request, progress = job.request, GenerationProgress()
-        prompt, ends = self._encoded(request), time.monotonic() + self._time_limit_s
+        tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
+        text = AnswerText(request, _notation(request, tokenizer) if request.tools else None)
+        asked = _encoded(request, tokenizer, self._systems.get(request.model))
+        prompt = np.concatenate([asked, tokenizer.encode(text.begun, special=False)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
             self._adapters.models[request.model], prompt,
             max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens), temperature=request.temperature,
-            top_p=request.top_p, seed=request.seed, cache=self._adapters.use(request.model), progress=progress,
+            top_p=request.top_p, seed=request.seed, penalties=request.penalties, progress=progress,
+            cache=self._adapters.use(request.model), shown=tokenizer.call_marks if request.tools else frozenset(),
         )  # fmt: skip
         cut = StopTexts(request.stops)
         is_late = False
         for piece in pieces:
-            if text := cut.feed(piece):
-                job.pieces.put(text)
+            if ready := text.feed(cut.feed(piece)):
+                job.pieces.put(ready)
             is_late = time.monotonic() > ends
-            if cut.found or job.is_cancelled or is_late:
+            if cut.found or text.is_complete or job.is_cancelled or is_late:
                 pieces.close()
                 break
-        if rest := cut.rest():
+        rest, calls = text.end(cut.rest())
+        is_whole = cut.found or text.is_complete or not (is_late or progress.num_tokens >= progress.max_tokens)
+        if request.must_call and is_whole and not calls:
+            job.pieces.put(BadRequest(500, f"tool_choice: asks for a call, and the model wrote none: {rest[:200]}"))
+            return
+        if rest:
             job.pieces.put(rest)
-        is_whole = cut.found or not (is_late or progress.num_tokens >= progress.max_tokens)
-        job.pieces.put(Finish("stop" if is_whole else "length", len(prompt), progress.num_tokens))
+        if calls:
+            job.pieces.put(calls)
+        reason = ("tool_calls" if calls else "stop") if is_whole else "length"
+        job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))
 
-    def _encoded(self, request: CompletionRequest) -> np.ndarray:
-        tokenizer = self._adapters.models[request.model].tokenizer
-        if isinstance(request.prompt, str):
-            return tokenizer.encode_text(request.prompt)
-        if tokenizer.template is None:
-            raise ConfigError(
-                f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
-            )
-        system = self._systems.get(request.model)
-        if system is None or any(message.role == "system" for message in request.prompt):
-            return tokenizer.encode_chat(request.prompt)
-        return tokenizer.encode_chat((Message("system", system), *request.prompt))
+
+def _encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
+    if isinstance(request.prompt, str):
+        return tokenizer.encode_text(request.prompt)
+    if tokenizer.template is None:
+        raise ConfigError(
+            f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
+        )
+    messages = request.prompt
+    if system is not None and all(message.role != "system" for message in messages):
+        messages = (Message("system", system), *messages)
+    return tokenizer.encode_chat(messages, tools=request.tools)
+
+
+def _notation(request: CompletionRequest, tokenizer: Tokenizer) -> CallNotation:
+    """Return how the model of a request writes calls. ConfigError if that is not known."""
+    notation = tokenizer.call_notation
+    if notation is None:
+        raise ConfigError(
+            f"tools: the chat template of '{request.model}' writes no tools, or calls in a form that cannot be read "
+            f"back. Serve it with --template: {', '.join(WITH_TOOLS)}, or a Jinja file, if it was trained with that"
+        )
+    if request.must_call and notation.forced(request.function) is None:
+        raise ConfigError(f"tool_choice: an answer of '{request.model}' cannot be made to begin with a call")
+    return notation
+
+
+class AnswerText:
+    """The text of an answer: what of it is said, and the calls in it. What may become a call is held back."""
+
+    def __init__(self, request: CompletionRequest, notation: CallNotation | None) -> None:
+        self._notation, self._names = notation, request.names
+        self.begun = (notation.forced(request.function) or "") if notation and request.must_call else ""
+        self._takes_one = not request.is_parallel or request.must_call
+        begin = self.begun.find(notation.opening or "{") if notation and self.begun else 0  # behind an empty thought
+        self._text, self._num_passed = self.begun[begin:], 0
+        self.is_complete = False  # it has the only call that it may have
+
+    def feed(self, text: str) -> str:
+        """Return what can be passed on when this text is added."""
+        self._text += text
+        if self._notation is None:
+            return text
+        self.is_complete = self._takes_one and "}" in text and bool(self._read()[1])
+        begin, end = self._num_passed, self._num_safe(self._notation)
+        self._num_passed = max(begin, end)
+        return self._text[begin:end]
+
+    def end(self, text: str) -> tuple[str, list[WrittenCall]]:
+        """Add the end of the text. Return what is still to be passed on, and the calls."""
+        self._text += text
+        if self._notation is None:
+            return text, []
+        said, calls = self._read()
+        if not calls:
+            return self._text[self._num_passed :], []
+        passed = self._text[: self._num_passed].lstrip()
+        return (said[len(passed) :] if said.startswith(passed) else ""), calls
+
+    def _read(self) -> tuple[str, list[WrittenCall]]:
+        assert self._notation is not None
+        said, calls = self._notation.read(self._text, self._names)
+        return said, calls[:1] if self._takes_one else calls
+
+    def _num_safe(self, notation: CallNotation) -> int:
+        """Return how many characters cannot be a part of a call, nor the white space before one."""
+        marks = [mark for mark in (notation.opening, notation.preamble) if mark]
+        if self.begun or (not marks and notation.may_begin(self._text)):
+            return 0
+        end = min((at for mark in marks if (at := self._text.find(mark)) >= 0), default=len(self._text))
+        parts = (n for mark in marks for n in range(1, len(mark)) if self._text.endswith(mark[:n]))
+        end = min(end, len(self._text) - max(parts, default=0))
+        return len(self._text[:end].rstrip())
 
 
 class StopTexts:

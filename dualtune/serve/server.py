@@ -12,17 +12,19 @@ import select
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
-from dualtune.serve.answers import Answers, Finish, PendingAnswer
+from dualtune.data.chat.call_text import WrittenCall
+from dualtune.serve.answers import Answers, Finish, PendingAnswer, Piece
 from dualtune.serve.limited import REQUEST_S, LimitedServer
 from dualtune.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
+IGNORED = "X-Dualtune-Ignored"  # a header of answers: keys of the request without an effect
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 Told = Callable[[str], None]
 
@@ -143,14 +145,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _whole(self, job: PendingAnswer) -> Finish:
         text, finish = "", None
+        calls: list[WrittenCall] = []
         for piece in job.answer(self._client_is_gone):
             if isinstance(piece, Finish):
                 finish = piece
+            elif isinstance(piece, list):
+                calls = piece
             else:
                 text += piece
         assert finish is not None
-        head, choice = _head(job.request), _choice(job.request, text, finish.reason)
-        self._send(200, head | {"choices": [choice], "usage": _usage(finish)})
+        head, choice = _head(job.request), _choice(job.request, text, calls, finish.reason)
+        self._send(200, head | {"choices": [choice], "usage": _usage(finish)}, _told(job.request))
         return finish
 
     def _stream(self, job: PendingAnswer) -> Finish:
@@ -159,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         first = next(pieces)  # an error that comes before the first piece still has its own status
         self.send_response(200)
         for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store"),
-                            ("Transfer-Encoding", "chunked")):  # fmt: skip
+                            ("Transfer-Encoding", "chunked"), *_told(request)):  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
         self._has_begun = True
@@ -168,9 +173,12 @@ class Handler(BaseHTTPRequestHandler):
         for piece in _chained(first, pieces):
             if isinstance(piece, Finish):
                 finish = piece
-                self._event(head | {"choices": [_delta(request, None, piece.reason)]})
+                self._event(head | {"choices": [_delta(request, {}, piece.reason)]})
+            elif isinstance(piece, list):
+                for delta in _call_deltas(piece):
+                    self._event(head | {"choices": [_delta(request, delta, None)]})
             else:
-                self._event(head | {"choices": [_delta(request, piece, None)]})
+                self._event(head | {"choices": [_delta(request, {"role": "assistant", "content": piece}, None)]})
         assert finish is not None
         if request.include_usage:
             self._event(head | {"choices": [], "usage": _usage(finish)})
@@ -199,11 +207,13 @@ class Handler(BaseHTTPRequestHandler):
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
-    def _send(self, status: int, table: Mapping[str, Any]) -> None:
+    def _send(self, status: int, table: Mapping[str, Any], headers: Iterable[tuple[str, str]] = ()) -> None:
         data = json.dumps(table).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, value in headers:
+            self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
@@ -215,7 +225,12 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "dualtune"}
 
 
-def _chained(first: str | Finish, rest: Iterator[str | Finish]) -> Iterator[str | Finish]:
+def _told(request: CompletionRequest) -> list[tuple[str, str]]:
+    """Return the header that names keys without an effect, if the request has any."""
+    return [(IGNORED, ", ".join(request.ignored))] if request.ignored else []
+
+
+def _chained(first: Piece, rest: Iterator[Piece]) -> Iterator[Piece]:
     yield first
     if not isinstance(first, Finish):
         yield from rest
@@ -227,14 +242,31 @@ def _head(request: CompletionRequest) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _choice(request: CompletionRequest, text: str, reason: str) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": text}} if request.is_chat else {"text": text}
+def _choice(request: CompletionRequest, text: str, calls: Sequence[WrittenCall], reason: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
+    said = {"message": message} if request.is_chat else {"text": text}
     return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
 
 
-def _delta(request: CompletionRequest, text: str | None, reason: str | None) -> dict[str, Any]:
-    delta = {} if text is None else {"role": "assistant", "content": text}
-    said: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": text or ""}
+def _call(call: WrittenCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    id = call.id or f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _call_deltas(calls: Sequence[WrittenCall]) -> Iterator[dict[str, Any]]:
+    """Yield for each call its name, then its arguments, as clients expect to join them."""
+    for index, call in enumerate(map(_call, calls)):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        begin = call | {"index": index, "function": {"name": name, "arguments": ""}}
+        yield {"role": "assistant", "content": None, "tool_calls": [begin]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+
+
+def _delta(request: CompletionRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    said: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": delta.get("content", "")}
     return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dualtune.config.values import NEWEST_TEMPLATES
-from dualtune.data.chat.formats import Example, Message
-from dualtune.data.chat.named import NAMES, named_template
+from dualtune.data.chat.formats import Example, Message, to_examples
+from dualtune.data.chat.named import NAMES, WITH_TOOLS, named_template
 from dualtune.data.chat.template import ChatTemplate
-from dualtune.data.sources.rows import RowError
+from dualtune.data.sources.rows import RawRow, RowError
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
@@ -52,7 +52,50 @@ def test_the_text_is_that_of_the_original(recorder, name, prompt):
             assert found == expected, conversation
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_text_of_tools_is_that_of_the_original(recorder, name, prompt):
+    template, conversations = ChatTemplate(named_template(name), recorder["SPECIAL"]), recorder["TOOL_CONVERSATIONS"]
+    texts = RECORDED[name]["with_tools"]["texts"]
+    assert texts.keys() == conversations.keys() and sum(found["false"] is not None for found in texts.values()) > 9
+    for conversation, (messages, tools) in conversations.items():
+        expected = texts[conversation][str(prompt).lower()]
+        if expected is None:
+            with pytest.raises(RowError, match="refuses this conversation"):
+                template.render(messages, tools=tools, add_generation_prompt=prompt)
+        else:
+            found = template.render(messages, tools=tools, add_generation_prompt=prompt)
+            assert found == expected, conversation
+
+
+def test_a_schema_that_the_original_of_hermes_never_ends_with_is_written():
+    types = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": ["string", "null"]}}
+    tool = {"function": {"name": "f", "parameters": {"properties": types}}}
+    text = ChatTemplate(named_template("chatml"), {}).render([{"role": "user", "content": "?"}], tools=[tool])
+    assert '"description": "f(a: list[int], b: Union[str,None]) - ' in text
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_are_learned_in_rows_of_any_form(knowing_all_ends, name):
+    """Ids of another form, arguments as text, content null, a result that is an object."""
+    call = {"id": "call_1", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    turns = [
+        {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": {"sum": 4}, "tool_call_id": "call_1"}, {"role": "assistant", "content": "It is 4."},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    (example,) = to_examples([RawRow("f", 1, {"messages": turns, "tools": tools})], "auto", {})
+    tokenizer = Tokenizer(knowing_all_ends, name)
+    (row,) = tokenize_rows([example], tokenizer, "assistant", 5000)
+    ((tokens, mask),) = row.documents
+    runs = np.split(tokens, np.flatnonzero(np.diff(mask.astype(int))) + 1)[1::2]
+    first, last = (tokenizer.decode_all(run.tolist()) for run in runs)
+    assert '{"a": 2}' in first and "add" in first and first.endswith(ENDS[name])
+    assert last.endswith(f"It is 4.{ENDS[name]}") and '{"sum": 4}' not in first + last
+    assert row.notices <= {"uneven_start"}
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*WITH_TOOLS}))
 def test_tools_are_refused_and_not_hidden(name):
     template = ChatTemplate(named_template(name), {"bos_token": "<s>", "eos_token": "</s>"})
     asks, call = {"role": "user", "content": "?"}, {"function": {"name": "f", "arguments": {}}}
@@ -61,7 +104,7 @@ def test_tools_are_refused_and_not_hidden(name):
         ([asks, {"role": "assistant", "content": "!"}, {"role": "tool", "content": "3"}], ()),
         ([asks], [call]),
     ):
-        with pytest.raises(RowError, match="a template by name writes no tools"):
+        with pytest.raises(RowError, match=r"writes no tools, as its original\. Set data\.template to one that does"):
             template.render(messages, tools=tools)
 
 

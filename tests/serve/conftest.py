@@ -47,8 +47,8 @@ def serve(open_backend, tiny_softmax):
     """Start a server of a model; the default computes almost nothing."""
     with contextlib.ExitStack() as stack:
 
-        def start(backend="numpy", model=tiny_softmax, adapters=None, key=None, **limits):
-            found = load_adapter_set(open_backend(backend), str(model), adapters or {})
+        def start(backend="numpy", model=tiny_softmax, adapters=None, key=None, template="auto", **limits):
+            found = load_adapter_set(open_backend(backend), str(model), adapters or {}, template=template)
             usual = {"max_tokens": 16, "max_prompt": 1000, "max_waiting": 64, "time_limit_s": 60}
             answers, told = Answers(found, **usual | limits), []
             served = Served(CompletionServer("127.0.0.1", 0, answers, key=key, tell=told.append), told)

@@ -32,13 +32,14 @@ def send(served, asked):
         (NO_NUMBER, 400, "temperature: "), ({"messages": None}, 400, "messages: "), ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
-        ({"n": 2}, 400, "n: "), ({"tools": []}, 400, "tools: is not supported"), ({"max_tokens": "5"}, 400, "max_"),
+        ({"n": 2}, 400, "n: "), ({"functions": []}, 400, "functions: is not supported"),
+        ({"max_tokens": "5"}, 400, "max_"),
         ({"temperature": -1}, 400, "temperature: "),
         ({"temperature": True}, 400, "temperature: "), ({"temperature": "0.5"}, 400, "temperature: "),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name: is not supported"),
         ({"top_p": 0}, 400, "top_p: "), ({"logprobs": True}, 400, "log"),
         ({"stop": ["x"] * 9}, 400, "stop: got 9"), ({"stop": ""}, 400, "stop"), ({"seed": -1}, 400, "seed: "),
-        ({"model": "x" * 300}, 404, "model: got 'xxx"), ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
+        ({"model": "x" * 300}, 404, "model: got 'xxx"), ({"frequency_penalty": 2.5}, 400, "frequency_penalty: "),
     ],
 )  # fmt: skip
 def test_a_request_that_is_wrong_names_the_key(serve, hello, change, status, message):

@@ -189,7 +189,7 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
 
     An answer at the end of a conversation is not part of what is asked.
     """
-    from dualtune.data.chat.conversations import Message, read_messages, read_tools
+    from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
     from dualtune.data.sources.rows import RowError
     from dualtune.errors import ConfigError, DataError
 
@@ -197,8 +197,9 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
         what = "'messages' need" if "messages" in row else "--system needs"
         raise ConfigError(f"{where}: {what} a chat template. Give --template FILE, or a prompt alone")
     try:
+        tools = read_tools(row.get("tools") or [])
         if "messages" in row:
-            messages = read_messages(row["messages"], "messages")
+            messages = asked_nulls(read_messages(row["messages"], "messages"), tools, RowReading())
             messages = messages[:-1] if messages[-1].role == "assistant" else messages
         elif system is None:
             return model.tokenizer.encode_prompt(row["prompt"])
@@ -206,7 +207,7 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
             messages = (Message("user", row["prompt"]),)
         if system is not None and (not messages or messages[0].role != "system"):
             messages = (Message("system", system), *messages)
-        return model.tokenizer.encode_chat(messages, tools=read_tools(row.get("tools") or []))
+        return model.tokenizer.encode_chat(messages, tools=tools)
     except (RowError, DataError) as error:
         advice = "" if system is None else ". The system message may be the reason: --no-system leaves it out"
         raise DataError(f"{where}: {error}{advice}") from error

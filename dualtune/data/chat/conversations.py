@@ -4,7 +4,8 @@ A message is {role, content} or ShareGPT's {from, value}, with the role names of
 case, and those of `data.roles`. Content is a string or a list of text parts, which are joined; a number or a boolean is
 its JSON text. `train: true|false` on an assistant message decides whether its tokens are targets, and `weight` is their
 loss weight: 0 excludes them, 1 is the default, which other messages may have too. Tool calls become
-{"type": "function", "id"?, "function": {"name", "arguments"}} with an object as arguments, as chat templates expect.
+{"type": "function", "id"?, "function": {"name", "arguments"}} with an object as arguments, which remembers the row's
+text: the chat template decides in which form it is given both (`call_form.py`). The result of a tool may be any JSON.
 All other keys of a message are passed to the template unchanged. Turns of one role in a row are joined, if they can be
 (`data.consecutive`). User, system and tool messages may be blank; an
 assistant message may be blank only if it is not trained on.
@@ -13,9 +14,8 @@ assistant message may be blank only if it is not trained on.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -23,14 +23,26 @@ from typing import Any, cast
 import numpy as np
 
 from dualtune.config.data_section import Consecutive
-from dualtune.data.chat.notices import JOINED, KEPT, SCALAR
-from dualtune.data.sources.rows import RowError
+from dualtune.data.chat.notices import JOINED, KEPT, NULLS, SCALAR
+from dualtune.data.chat.row_values import (
+    as_list,
+    as_object,
+    check_texts,
+    from_json,
+    is_scalar,
+    listed,
+    needed,
+    present,
+    shown,
+    text,
+)
+from dualtune.data.chat.tool_values import CallArguments, calls_without_nulls, without_nulls
+from dualtune.data.sources.rows import RowError, TableObject
 
 MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor is a mistake
-SHOWN_CHARACTERS = 60
-SHOWN_KEYS = 10
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
-CALL_AS_TEXT = "<tool_call>"  # marks a call inside the content, as in Hermes' data and many later sets
+# What content has that holds a call, whatever its notation: <tool_call>{…}, [add(a=2)], [TOOL_CALLS], Action: add, …
+CALL_AS_TEXT = re.compile(r"[<\[({`]|\bAction\b")
 # Names are in lower case, with _ between words; a file may have them in any case and with other marks between words.
 NAMES_OF_ROLES = {
     "system": "system developer sys",
@@ -106,12 +118,26 @@ def _as_turns(value: Any, key: str) -> list[Any]:
     return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
 
 
-def read_tools(value: Any, key: str = "tools") -> tuple[Mapping[str, Any], ...]:
-    """Read the JSON schemas of the functions, unchanged."""
+def read_tools(value: Any, key: str = "tools", reading: RowReading | None = None) -> tuple[Mapping[str, Any], ...]:
+    """Read the JSON schemas of the functions, without nulls; any part may be JSON in a string."""
     name = key.removesuffix("s")
-    tools = tuple(as_object(tool, f"{name} {number}") for number, tool in enumerate(as_list(value, key), start=1))
-    _check_texts(tools, key)
-    return tools
+    given = [as_object(tool, f"{name} {number}") for number, tool in enumerate(as_list(value, key), start=1)]
+    bare, has_dropped = without_nulls(given)
+    tools, drops_more = without_nulls([_parsed(tool, f"{name} {number}") for number, tool in enumerate(bare, start=1)])
+    if reading and (has_dropped or drops_more):
+        reading.notices.add(NULLS)
+    check_texts(tools, key)
+    return tuple(tools)
+
+
+def _parsed(tool: dict[str, Any], at: str) -> dict[str, Any]:
+    """Return a tool with its function and the parameters of that as objects; a file may have JSON in a string."""
+    for key in ("function", "parameters"):
+        if isinstance(tool.get(key), str):
+            tool = {**tool, key: as_object(tool[key], f"{at}: {key}")}
+    if isinstance(tool.get("function"), dict):
+        tool = {**tool, "function": _parsed(tool["function"], at)}
+    return tool
 
 
 def arranged(
@@ -149,7 +175,7 @@ def _check_order(messages: Sequence[Message], reading: RowReading, name: str, fi
         if message.role == "tool":
             _check_answer(message, calls, at)
         else:
-            as_text = message.role == "assistant" and CALL_AS_TEXT in message.content
+            as_text = message.role == "assistant" and CALL_AS_TEXT.search(message.content)
             calls = message.extra.get("tool_calls", [{}] if as_text else [])
         if message.role == "assistant" and message.train and not (message.content.strip() or calls):
             raise RowError(f"{at}: the assistant's answer is blank; fill it in, or set train: false")
@@ -175,6 +201,20 @@ def _joined(message: Message, following: Message) -> Message:
     return replace(message, content="\n\n".join(contents), extra={**message.extra, **following.extra})
 
 
+def asked_nulls(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], reading: RowReading
+) -> tuple[Message, ...]:
+    """Return the messages; in the arguments of calls, only the nulls that the tools ask for are left."""
+    turns: list[Message] = []
+    for message in messages:
+        if calls := message.extra.get("tool_calls"):
+            calls, has_dropped = calls_without_nulls(calls, tools)
+            reading.notices.update({NULLS} if has_dropped else ())
+            message = replace(message, extra={**message.extra, "tool_calls": calls})
+        turns.append(message)
+    return tuple(turns)
+
+
 def fold_system(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the conversation with each system message put before the user message that follows it.
 
@@ -195,7 +235,10 @@ def fold_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:
     if not calls:
-        raise RowError(f"{at}: a tool message must follow an assistant message with tool_calls or another tool message")
+        raise RowError(
+            f"{at}: a tool message must follow an assistant message with tool_calls or another tool message, or one "
+            "with a call in its content"
+        )
     ids = [call["id"] for call in calls if "id" in call]
     if ids and "tool_call_id" in message.extra and message.extra["tool_call_id"] not in ids:
         got = shown(message.extra["tool_call_id"])
@@ -210,7 +253,7 @@ def _message(value: Any, at: str, reading: RowReading) -> Message:
     train = weight != 0
     extra = {key: item for key, item in fields.items() if key not in MESSAGE_KEYS}
     for key, item in extra.items():
-        _check_texts([key, item], f"{at}: {shown(key)}")
+        check_texts([key, item], f"{at}: {shown(key)}")
     if name in CALL_ROLES and role == "assistant":
         calls, content = from_json(needed(fields, text_key, at), f"{at}: {text_key}"), ""
         calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
@@ -218,8 +261,9 @@ def _message(value: Any, at: str, reading: RowReading) -> Message:
         calls = as_list(fields.get("tool_calls") or [], f"{at}: tool_calls")
         if "function_call" in fields:  # OpenAI's name for it before there were several
             calls = [*calls, fields["function_call"]]
-        content = needed(fields, text_key, at) if train and not calls else fields.get(text_key, "")
-        content = _content(content, f"{at}: {text_key}", reading)
+        is_needed = train and not calls and role != "tool"
+        content = needed(fields, text_key, at) if is_needed else fields.get(text_key, "")
+        content = (_result if role == "tool" else _content)(content, f"{at}: {text_key}", reading)
     if calls:
         if role != "assistant":
             raise RowError(f"{at}: tool_calls: allowed only in an assistant message, this is a {role} message")
@@ -256,6 +300,18 @@ def _content(value: Any, at: str, reading: RowReading) -> str:
     return "".join(texts)
 
 
+def _result(value: Any, at: str, reading: RowReading) -> str:
+    """Return the result of a tool as text: JSON of an object, or of a list unless it is one of text parts."""
+    items = cast(list[Any], value) if isinstance(value, list) else []
+    objects = [cast(dict[str, Any], item) for item in items if isinstance(item, dict)]
+    is_parts = items and len(items) == len([item for item in objects if item.get("type") == "text"])
+    if isinstance(value, dict | list) and not is_parts:
+        plain, has_dropped = without_nulls(value)
+        reading.notices.update({NULLS} if has_dropped else ())
+        return text(json.dumps(plain, ensure_ascii=False), at)
+    return _content(value, at, reading)
+
+
 def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
     """Return the loss weight of the turn; 1 for other roles, which are never trained on."""
     train, weight = fields.get("train"), fields.get("weight")
@@ -283,25 +339,14 @@ def _tool_call(value: Any, at: str) -> dict[str, Any]:
     function = call if call.get("function") is None else as_object(call["function"], f"{at}: function")
     name = text(needed(function, "name", at), f"{at}: name")
     # No arguments: Parquet files have null, some servers write "".
-    arguments: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
+    given: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
+    values = as_object(given, f"{at}: arguments")
+    values = values.full if isinstance(values, TableObject) else values
+    arguments = CallArguments(values, given if isinstance(given, str) else None)
     result: dict[str, Any] = {"type": "function"} | ({} if call.get("id") is None else {"id": call["id"]})
-    result["function"] = {"name": name, "arguments": as_object(arguments, f"{at}: arguments")}
-    _check_texts(result, at)
+    result["function"] = {"name": name, "arguments": arguments}
+    check_texts(result, at)
     return result
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
-def text(value: Any, at: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{at}: got {type(value).__name__}, a string is needed")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # valid in JSON, but no tokenizer accepts it
-        half = value[error.start].encode("unicode-escape").decode()
-        raise RowError(f"{at}: contains an unpaired surrogate ({half}), which is not valid text") from error
-    return value
 
 
 def text_of(value: Any, at: str, reading: RowReading) -> str:
@@ -310,70 +355,3 @@ def text_of(value: Any, at: str, reading: RowReading) -> str:
         return text(value, at)
     reading.notices.add(SCALAR)
     return json.dumps(value)
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a number or a boolean that JSON has."""
-    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def from_json(value: Any, at: str) -> Any:
-    """Parse a string as JSON and return any other value unchanged. CSV and Parquet hold lists and objects as JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise RowError(f"{at}: got a string that is not JSON: {error.msg} at character {error.pos + 1}") from error
-    except ValueError as error:  # a number with thousands of digits
-        raise RowError(f"{at}: got a string that is not usable JSON: {error}") from error
-
-
-def as_list(value: Any, at: str) -> list[Any]:
-    value = from_json(value, at)
-    if not isinstance(value, list):
-        raise RowError(f"{at}: got {type(value).__name__}, a list is needed")
-    return cast(list[Any], value)
-
-
-def as_object(value: Any, at: str) -> dict[str, Any]:
-    value = from_json(value, at)
-    if not isinstance(value, dict):
-        raise RowError(f"{at}: got {type(value).__name__}, an object is needed")
-    return cast(dict[str, Any], value)
-
-
-def present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys with null: tables have a value for every column."""
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def needed(fields: Mapping[str, Any], key: str, at: str) -> Any:
-    if fields.get(key) is None:
-        raise RowError(f"{at}: has no '{key}'; its keys are: {listed(fields)}")
-    return fields[key]
-
-
-def shown(value: Any) -> str:
-    """Format a value for an error message: short, on one line, printable."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
-
-
-def listed(names: Iterable[Any]) -> str:
-    """Format the first names for an error message."""
-    printable = [repr(str(name))[1:-1] for name in names]
-    more = ["…"] if len(printable) > SHOWN_KEYS else []
-    return ", ".join(printable[:SHOWN_KEYS] + more) or "(none)"
-
-
-def _check_texts(value: Any, at: str) -> None:
-    """Raise RowError for a lone surrogate in any string of a JSON value."""
-    if isinstance(value, str):
-        text(value, at)
-    elif isinstance(value, Mapping):
-        for item in cast(Mapping[Any, Any], value).items():
-            _check_texts(item, at)
-    elif isinstance(value, list | tuple):
-        for item in cast(Sequence[Any], value):
-            _check_texts(item, at)

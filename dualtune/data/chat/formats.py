@@ -34,14 +34,14 @@ from dualtune.data.chat.conversations import (
     Message,
     RowReading,
     arranged,
-    is_scalar,
-    listed,
+    asked_nulls,
     read_history,
     read_messages,
     read_tools,
     text_of,
 )
 from dualtune.data.chat.notices import unread
+from dualtune.data.chat.row_values import is_scalar, listed
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
@@ -244,7 +244,9 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
     key, prompt = _prompt_messages(fields, reading)
     if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in (chosen[-1], rejected[-1]):
         raise RowError("messages: ends with an answer that is neither that of 'chosen' nor of 'rejected'; remove one")
-    return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
+    tools = _tools(fields, reading)
+    chosen, rejected = (asked_nulls(messages, tools, reading) for messages in (chosen, rejected))
+    return Example(row.path, row.line, chosen, tools, rejected=rejected[-1:])
 
 
 def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Message, ...]:
@@ -303,7 +305,8 @@ def _chat(
     row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading, name: str = "message"
 ) -> Example:
     messages = arranged(_with_system(fields, messages, reading), reading, name, _first(fields))
-    return Example(row.path, row.line, messages, _tools(fields))
+    tools = _tools(fields, reading)
+    return Example(row.path, row.line, asked_nulls(messages, tools, reading), tools)
 
 
 def _pair(
@@ -319,7 +322,7 @@ def _pair(
         return _chat(row, fields, _history(fields, reading) + turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
-    return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
+    return Example(row.path, row.line, messages, _tools(fields, reading), prompt, answer)
 
 
 def _history(fields: Mapping[str, Any], reading: RowReading) -> tuple[Message, ...]:
@@ -339,12 +342,12 @@ def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
     return answer
 
 
-def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str, Any], ...]:
     """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
     if "tools" not in fields and "functions" not in fields:
         return ()
-    tools = read_tools(fields.get("tools", []))
-    functions = read_tools(fields.get("functions", []), "functions")
+    tools = read_tools(fields.get("tools", []), "tools", reading)
+    functions = read_tools(fields.get("functions", []), "functions", reading)
     if tools and functions:
         raise RowError("functions: the row has tools already; keep one of them")
     return tools or tuple(each if "function" in each else {"type": "function", "function": each} for each in functions)

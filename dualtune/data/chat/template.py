@@ -10,12 +10,14 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, cast
 
 from jinja2 import meta
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from dualtune.adapter.formats.chat_template import hash_of
+from dualtune.data.chat.call_form import CallForm, call_form
 from dualtune.data.chat.template_meter import TemplateLimit
 from dualtune.data.chat.template_sandbox import Sandbox
 from dualtune.data.sources.rows import RowError
@@ -57,6 +59,11 @@ class ChatTemplate:
         """Return the names that the template reads and does not set before."""
         known = {*cast(dict[str, Any], self._sandbox.globals), "raise_exception"}
         return meta.find_undeclared_variables(self._sandbox.parse(self.source)) - known
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """In which form the template takes tool calls; the caller gives them so, by `call_form.applied`."""
+        return call_form(lambda messages, tools: self.render(messages, tools=tools))
 
     def render(self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False) -> str:
         """Render the conversation. Raises RowError if the template rejects it, TemplateLimit if it exceeds a limit."""
@@ -146,8 +153,12 @@ def _strftime_now(format: str) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a message as transformers does: without nulls, and with the reasoning under every key in use."""
-    fields = {key: _plain(value) for key, value in message.items() if value is not None}
+    """Convert a message as transformers does, with the reasoning under every key in use.
+
+    Nulls are left out, but not as content beside calls: some templates ask for that.
+    """
+    may_be_null = {"content"} if message.get("tool_calls") else ()
+    fields = {key: _plain(value) for key, value in message.items() if value is not None or key in may_be_null}
     for name in REASONING:
         if name in fields:
             return {"thinking": fields[name]} | fields | {"reasoning_content": fields[name]}

@@ -36,5 +36,13 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+class TableObject(dict[str, Any]):
+    """An object of a table without its nulls. `full` has them: a table has one for each key of other rows' objects."""
+
+    def __init__(self, full: dict[str, Any]) -> None:
+        super().__init__({key: item for key, item in full.items() if item is not None})
+        self.full = full
+
+
 class RowError(Exception):
     """The reason why a row cannot be used; becomes a BadRow."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from dualtune.data.sources.data_file import HOLDS_NUL, LINE_TOO_LONG, MAX_LINE, DataFile, Rows
-from dualtune.data.sources.rows import BadRow, RawRow, printable
+from dualtune.data.sources.rows import BadRow, RawRow, TableObject, printable
 from dualtune.errors import DataError
 
 MAX_COLUMNS = 10_000
@@ -58,7 +58,7 @@ def arrow_rows(name: str, batches: Iterable[Any]) -> Rows:
     A batch without rows replaces a row that is too large to read (`arrow_pieces`).
 
     A column of objects has one set of fields for all rows. A null usually means that the object never had the field,
-    and a chat template cannot distinguish it from an intended null.
+    and a chat template cannot distinguish it from an intended null. `TableObject.full` has them for those who can.
     """
     number = 0
     for batch in batches:
@@ -87,10 +87,14 @@ def _converter(arrow_type: Any) -> Callable[[Any], Any] | None:
         return json.loads
     if types.is_struct(arrow_type):
         inner = {field.name: _converter(field.type) or _as_it_is for field in arrow_type}
-        return lambda value: {name: inner[name](item) for name, item in value.items() if item is not None}
+        return lambda value: _without_nulls({k: None if v is None else inner[k](v) for k, v in value.items()})
     is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
     convert = _converter(arrow_type.value_type) if is_list else None
     return convert and (lambda value: [None if item is None else convert(item) for item in value])
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return TableObject(fields) if None in fields.values() else fields
 
 
 def _as_it_is(value: Any) -> Any:

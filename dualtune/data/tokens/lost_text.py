@@ -60,7 +60,7 @@ def lost_in(message: Message, turn: str, *, is_earlier: bool) -> set[str]:
 def is_missing_call(message: Message, turn: str) -> bool:
     """Return whether a name or an argument of the message's tool calls is not in its turn."""
     calls: Any = message.extra.get("tool_calls") or ()
-    return any(not _is_written(leaf, turn) for call in calls for leaf in _leaves(call.get("function", call)))
+    return any(not is_written(leaf, turn) for call in calls for leaf in _leaves(call.get("function", call)))
 
 
 def is_uneven(turns: Sequence[tuple[Message, str]]) -> bool:
@@ -120,7 +120,7 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _is_written(leaf: Any, turn: str) -> bool:
+def is_written(leaf: Any, turn: str) -> bool:
     """Return whether a text, number or boolean is in a turn: as it is, or as JSON, Python or HTML writes it."""
     if not isinstance(leaf, str):
         return any(form in turn for form in (json.dumps(leaf), str(leaf)))

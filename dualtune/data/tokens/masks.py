@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
+from dualtune.data.chat.named import TEMPLATES_WITH_TOOLS
 from dualtune.data.chat.notices import FOLDED
 from dualtune.data.chat.template import REASONING
 from dualtune.data.sources.rows import RowError
@@ -87,6 +88,7 @@ class _Chat:
         self.messages, self.text, marked = tokenizer.render_folded(example.messages, tools=example.tools)
         self._is_folded = self.messages is not example.messages
         _check_names(_tool_names(example.tools), self.text, "tools")
+        self._check_results()
         self._turns = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         self._marked: dict[int, Range] | None = None
         self._found: dict[int, Range] = {}  # turns that were located
@@ -97,6 +99,14 @@ class _Chat:
                     f"{len(self._turns)} assistant messages. Use another data.template"
                 )
             self._marked = dict(zip(self._turns, marked, strict=True))
+
+    def _check_results(self) -> None:
+        """Raise RowError if the result of a tool is not in the text: the answer would be learned without it."""
+        for number, message in enumerate(self.messages, start=1):
+            if message.role == "tool" and not lost_text.is_written(message.content, self.text):
+                raise RowError(
+                    f"message {number}: the chat template does not write the result of a tool. {TEMPLATES_WITH_TOOLS}"
+                )
 
     def targets(self, loss_on: str) -> tuple[list[Range], list[float]]:
         """Return the target ranges and their loss weights."""
@@ -267,7 +277,7 @@ def _check_names(names: Sequence[str], text: str, what: str) -> None:
     """Raise RowError if a name is missing in the text: a template without tool support silently drops tools."""
     for name in names:
         if name not in text:
-            raise RowError(f"the chat template does not write the {what} ('{name}' is missing). Use another template")
+            raise RowError(f"the chat template does not write the {what} ('{name}' is missing). {TEMPLATES_WITH_TOOLS}")
 
 
 def _end(text: str, content: str) -> int:

@@ -23,15 +23,16 @@ import numpy as np
 from dualtune.base_model import vocabulary_size
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
+from dualtune.data.chat.call_text import CallNotation, call_notation
 from dualtune.data.chat.conversations import Message, fold_system
-from dualtune.data.chat.conversations import text as valid_text
-from dualtune.data.chat.named import is_name, named_template, unknown
+from dualtune.data.chat.named import chosen_template
+from dualtune.data.chat.row_values import text as valid_text
 from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
-from dualtune.data.tokens.tokenizer_files import MAX_TEMPLATE_BYTES, Loaded, load
+from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
-from dualtune.io.untrusted import open_file, read_json, sha256_of
+from dualtune.io.untrusted import read_json, sha256_of
 
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
@@ -130,8 +131,23 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool) -> np.ndarray:
         return self.encode_batch([text], special=special)[0][0]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._loaded.decode(ids)
+    def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
+        """Decode ids to text without special tokens, but with those in `shown`."""
+        if not shown.intersection(ids):
+            return self._loaded.decode(ids)
+        runs = [(is_shown, [*run]) for is_shown, run in itertools.groupby(ids, key=shown.__contains__)]
+        return "".join(self.decode_all(run) if is_shown else self._loaded.decode(run) for is_shown, run in runs)
+
+    @cached_property
+    def call_notation(self) -> CallNotation | None:
+        """How answers with tool calls are written; None if that does not show in what the template writes."""
+        return call_notation(self.template.render, self.template.call_form) if self.template else None
+
+    @cached_property
+    def call_marks(self) -> frozenset[int]:
+        """The special tokens that are a part of a written call."""
+        written = self.call_notation.written if self.call_notation else ""
+        return frozenset(self._specials_in(written)) - self.stop_ids
 
     def stop_texts(self) -> list[str]:
         """Return the texts of the tokens that end an answer."""
@@ -160,8 +176,14 @@ class Tokenizer:
     ) -> tuple[str, Ranges]:
         """Return the chat as text and the character ranges of the template's generation blocks."""
         assert self.template is not None
-        turns = [message.as_dict() for message in messages]
+        turns = self._turns(messages)
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _turns(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+        """Return the messages in the form that the template takes."""
+        turns = [message.as_dict() for message in messages]
+        has_calls = any("tool_calls" in turn or turn["role"] == "tool" for turn in turns)
+        return self.template.call_form.applied(turns) if has_calls and self.template else [*turns]
 
     def render_folded(
         self,
@@ -229,7 +251,7 @@ class Tokenizer:
                 content["messages"], tools=content["tools"], add_generation_prompt=add_generation_prompt
             )
 
-        turns = [message.as_dict() for message in messages]
+        turns = self._turns(messages)
         return self.control_tokens.masked({"messages": turns, "tools": tools}, text, render)
 
     def masked_text(self, text: str) -> tuple[str | None, str | None]:
@@ -340,7 +362,7 @@ def _hashes(model_dir: Path) -> dict[str, str]:
 
 
 def _template(loaded: Loaded, choice: str, variables: Mapping[str, Any]) -> ChatTemplate | None:
-    source = _source(loaded, choice)
+    source = chosen_template(loaded.templates, choice)
     if not variables:
         return None if source is None else ChatTemplate(source, loaded.named)
     names = ", ".join(variables)
@@ -353,33 +375,3 @@ def _template(loaded: Loaded, choice: str, variables: Mapping[str, Any]) -> Chat
             f"allowed: {allowed}"
         )
     return ChatTemplate(with_variables(source, variables), loaded.named)
-
-
-def _source(loaded: Loaded, choice: str) -> str | None:
-    """Return the source of the chosen template, or None if there is none."""
-    if choice == "none":
-        return None
-    if choice == "auto":
-        if not loaded.templates:
-            return None
-        named = loaded.templates
-        if not isinstance(named, str) and "default" not in named:
-            raise ConfigError(
-                f"data.template: the model has several chat templates ({', '.join(named)}) and none is its default. "
-                "Save the right one to a file and name that file"
-            )
-        source = named if isinstance(named, str) else named["default"]
-    elif is_name(choice):
-        source = named_template(choice)
-    else:
-        path = Path(choice).expanduser()
-        if not path.is_file():
-            raise ConfigError(unknown(choice))
-        try:
-            with open_file(path, max_bytes=MAX_TEMPLATE_BYTES) as file:
-                source = file.read(MAX_TEMPLATE_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
-        except FormatError as error:
-            raise ConfigError(f"data.template: {error}") from error
-    return source
