@@ -10,6 +10,8 @@ speed     rows per second of processor time of the command's work (reading, comp
           distinct by a number, at 10 % of exact and 10 % of near duplicates; memory per row, between a quarter of the
           rows and all (Linux).
 template  the worst case: rows of which half is the same text, so that nearly all are candidates of all.
+alike     rows of one template of 80 words, 8 of which differ in each: all share about 80 % of their words. One in a
+          hundred has a copy with one word changed. At 1,000 to 20,000 rows.
 
 All times are processor time, because other programs may run here.
 """
@@ -38,7 +40,7 @@ from dualtune.data.similarity.shingles import NEAR, jaccard, shingles, text_of
 
 GSM8K = "data/gsm8k/train.jsonl"
 PEER = Path(__file__).with_name("clean_peer.py")
-FOUND_ROWS, TEMPLATE_ROWS = 4000, 5000
+FOUND_ROWS, TEMPLATE_ROWS, ALIKE_ROWS = 4000, 5000, (1000, 4000, 20_000)
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--peer-python")
     parser.add_argument("--rows", type=int, default=60_000)
-    parser.add_argument("--parts", default="found,speed,template")
+    parser.add_argument("--parts", default="found,speed,template,alike")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -57,6 +59,7 @@ def main() -> None:
         "found": lambda: found(rows[:FOUND_ROWS], args.peer_python),
         "speed": lambda: speed(rows, args.rows, args.shared),
         "template": lambda: template(rows[:TEMPLATE_ROWS]),
+        "alike": lambda: [alike(number) for number in ALIKE_ROWS],
     }
     figures = {part: makers[part]() for part in args.parts.split(",")}
     print(record.write("clean", figures))
@@ -151,6 +154,27 @@ def template(rows: list[dict[str, str]]) -> dict[str, Any]:
         left_out = len(repeats.find())
     return {"rows": len(rows), "left_out": left_out, "cpu_seconds_to_read": added,
             "cpu_seconds_to_compare": time.process_time() - began - added}  # fmt: skip
+
+
+def alike(number: int) -> dict[str, Any]:
+    """How long rows of one template take, and how many of the copies planted among them are left out."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(3000)]
+    template = rng.choices(words, k=80)
+    texts: list[list[str]] = []
+    for _ in range(number):
+        own = list(template)
+        for at in rng.sample(range(len(own)), 8):
+            own[at] = rng.choice(words)
+        texts.append(own)
+    texts += [["planted", *own[1:]] for own in texts[: number // 100]]
+    began = time.process_time()
+    with Repeats(NEAR) as repeats:
+        for i, own in enumerate(texts):
+            repeats.add(Example("f", i, completion=" ".join(own), is_text=True))
+        left_out = repeats.find()
+    return {"rows": len(texts), "cpu_seconds": time.process_time() - began, "left_out": len(left_out),
+            "planted": number // 100, "planted_left_out": sum(row >= number for row in left_out)}  # fmt: skip
 
 
 if __name__ == "__main__":

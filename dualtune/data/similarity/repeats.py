@@ -35,8 +35,8 @@ Keep = Literal["first", "longest"]
 LOWEST = 0.7  # the least similarity that is found reliably
 # How much lower than the threshold the estimate of a sketch may be: at least four standard deviations.
 SLACK = 0.25
-FINE_SLACK = 0.1  # the same for the larger sketch
-MOST_FINE, MOST_EXACT = 2048, 16  # how many candidates of a row are compared by the larger sketch, and exactly
+FINE_SLACK = 0.08  # the same for the larger sketch
+MOST_FINE, MOST_EXACT = 1024, 8  # how many candidates of a row are compared by the larger sketch, and exactly
 CROWDED = 512  # rows in the buckets of one: from there on, all kept rows are asked
 _MIX = np.random.default_rng(1).integers(0, 1 << 63, HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
 
@@ -112,7 +112,7 @@ class Repeats:
         found: dict[int, Repeat] = {}
         for row in rows:
             interrupt.poll()
-            repeat = self._nearest(row, index.candidates(row)) if row >= protected else None
+            repeat = self._nearest(row, *index.candidates(row)) if row >= protected else None
             if repeat is None:
                 index.keep(row)
             else:
@@ -120,13 +120,12 @@ class Repeats:
         return found
 
     def _most_alike(self, row: int, others: np.ndarray) -> np.ndarray:
-        """Return the rows that the larger sketch puts nearest, at most MOST_EXACT of the first MOST_FINE, in order.
+        """Return the rows that the larger sketch puts nearest, at most MOST_EXACT, in order.
 
         So the time for a row has a bound. A near duplicate is missed if that many rows seem to be nearer to it, which
         takes thousands of rows of one template, and a duplicate that is hardly more similar than they are.
         """
         assert self._near is not None
-        others = others[:MOST_FINE]
         fine_KH = self._fine_sketches(others)
         bits = np.packbits(fine_KH == self._fine_sketches(np.array([row])), axis=1).view(np.uint64)
         estimates = np.bitwise_count(bits).sum(axis=1) / FINE_HASHES
@@ -142,15 +141,23 @@ class Repeats:
             self._fine += fine_sketch(self._shingles(row)).tobytes()
         return np.frombuffer(self._fine, np.uint8).reshape(-1, FINE_HASHES)[self._fine_places[rows]]
 
-    def _nearest(self, row: int, ids: np.ndarray) -> Repeat | None:
-        """Return the first of these rows that is near, in the order of what the sketches say."""
+    def _nearest(self, row: int, ids: np.ndarray, estimates: np.ndarray | None) -> Repeat | None:
+        """Return the first of these rows that is near, in the order of what the sketches say.
+
+        `estimates` of their similarity, float [ids], or None: by the sketches.
+        """
         if not len(ids):
             return None
         assert self._near is not None
         sizes = np.frombuffer(self._num_shingles, np.int32)
         smaller, larger = np.minimum(sizes[ids], sizes[row]), np.maximum(sizes[ids], sizes[row])
-        ids = ids[smaller >= self._near * larger]  # two sets cannot be more similar than their sizes
-        estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
+        may_be = smaller >= self._near * larger  # two sets cannot be more similar than their sizes
+        ids, estimates = ids[may_be], None if estimates is None else estimates[may_be]
+        if estimates is None:
+            estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
+        if len(ids) > MOST_FINE:
+            most = np.sort(np.argpartition(-estimates, MOST_FINE)[:MOST_FINE])
+            ids, estimates = ids[most], estimates[most]
         order = np.argsort(-estimates, kind="stable")
         likely = ids[order][estimates[order] >= self._near - SLACK]
         if len(likely) > MOST_EXACT:
@@ -226,16 +233,20 @@ class _Kept:
         self._low_HK[:, self._num_kept], self._ids_K[self._num_kept] = self._low_NH[row], row
         self._num_kept += 1
 
-    def candidates(self, row: int) -> np.ndarray:
-        """Return int64 [K]: the kept rows that share a bucket with this one, in their order."""
+    def candidates(self, row: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return int64 [K]: the kept rows that share a bucket with this one, in their order; of crowded ones also how
+        similar they are by the low bytes of their sketches, float32 [K]."""
         mine = self._buckets_NB[row]
         if self._sizes[mine[mine >= 0]].sum() > CROWDED:
             is_equal_HK = self._low_HK[:, : self._num_kept] == self._low_NH[row][:, None]
-            return np.sort(self._ids_K[: self._num_kept][is_equal_HK.sum(axis=0, dtype=np.uint8) >= self._least_equal])
+            num_equal_K = is_equal_HK.sum(axis=0, dtype=np.uint8)
+            likely = np.flatnonzero(num_equal_K >= self._least_equal)
+            order = likely[np.argsort(self._ids_K[likely], kind="stable")]
+            return self._ids_K[order], num_equal_K[order] / np.float32(HASHES)
         found: set[int] = set()
         for band, bucket in enumerate(self._buckets_NB[row].tolist()):
             other = int(self._newest[bucket]) if bucket >= 0 else -1
             while other >= 0:
                 found.add(other)
                 other = int(self._before_NB[other, band])
-        return np.array(sorted(found), np.int64)
+        return np.array(sorted(found), np.int64), None
