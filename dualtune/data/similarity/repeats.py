@@ -141,10 +141,10 @@ class Repeats:
             self._fine += fine_sketch(self._shingles(row)).tobytes()
         return np.frombuffer(self._fine, np.uint8).reshape(-1, FINE_HASHES)[self._fine_places[rows]]
 
-    def _nearest(self, row: int, ids: np.ndarray, estimates: np.ndarray | None) -> Repeat | None:
+    def _nearest(self, row: int, ids: np.ndarray, given: np.ndarray | None) -> Repeat | None:
         """Return the first of these rows that is near, in the order of what the sketches say.
 
-        `estimates` of their similarity, float [ids], or None: by the sketches.
+        `given`: estimates of their similarity, float [ids]; None: those of the sketches.
         """
         if not len(ids):
             return None
@@ -152,9 +152,11 @@ class Repeats:
         sizes = np.frombuffer(self._num_shingles, np.int32)
         smaller, larger = np.minimum(sizes[ids], sizes[row]), np.maximum(sizes[ids], sizes[row])
         may_be = smaller >= self._near * larger  # two sets cannot be more similar than their sizes
-        ids, estimates = ids[may_be], None if estimates is None else estimates[may_be]
-        if estimates is None:
+        ids = ids[may_be]
+        if given is None:
             estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
+        else:
+            estimates = given[may_be]
         if len(ids) > MOST_FINE:
             most = np.sort(np.argpartition(-estimates, MOST_FINE)[:MOST_FINE])
             ids, estimates = ids[most], estimates[most]
