@@ -73,7 +73,7 @@ def test_train_says_what_it_does(dualtune_main, config_file, tmp_path):
     # "tokenized" comes where the cache does not have these rows from another test.
     lines = [STAMP.sub("", line) for line in result.stdout.splitlines()]
     heads = [line.split()[0] for line in lines if not line.startswith("tokenized")]
-    assert heads == ["platform", "imported", "model", "adapter", "train", "eval", "steps", "memory", "loaded", "engine",
+    assert heads == ["platform", "model", "adapter", "train", "eval", "steps", "memory", "imported", "loaded", "engine",
                      "checkpoints", "eval", "step", "step", "eval", "verdict", "saved",
                      "report", "adapter"]  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
