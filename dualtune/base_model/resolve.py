@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, read_config
+from dualtune.base_model.counts import check_counts
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import DualtuneError, EnvironmentFault
 from dualtune.io.hub import guard_hub, why_download_failed
@@ -57,6 +58,7 @@ def find_weights(path: Path) -> BaseWeights:
     """Return the weights of a model directory, checked by config.json and the headers of the files."""
     config, weights = read_config(path), weights_in(path)
     check_storage(config, weights)
+    check_counts(config, weights)
     return weights
 
 

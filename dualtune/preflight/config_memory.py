@@ -15,7 +15,7 @@ from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.choose import PlatformChoice
 from dualtune.platform.machine import Machine
-from dualtune.preflight.config_model import find_model, shape_of
+from dualtune.preflight.config_model import decoder_to_plan
 from dualtune.text.show import in_bytes
 from dualtune.train.prepare import with_adapter_of
 
@@ -51,9 +51,7 @@ def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> Mem
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
         raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
-    decoder, reason = shape_of(find_model(config)[0], config.model.name)
-    if decoder is None:
-        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    decoder = decoder_to_plan(config)
     if config.memory.sharding == "full":
         raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)

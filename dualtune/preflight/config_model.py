@@ -39,6 +39,7 @@ class BaseModel:
 
     directory: Path | None  # where its files are; None: not on this machine
     config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded
+    fault: DualtuneError | None = None  # why its files cannot be used
 
 
 def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
@@ -68,7 +69,7 @@ def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[C
         resolve_model(str(directory), weights=weights and (named or not missing))
         described = read_config(directory)
     except DualtuneError as error:
-        return BaseModel(directory, None), [failure("model", error)]
+        return BaseModel(directory, None, error), [failure("model", error)]
     row = Check("model", "ok", f"{name}, on this machine")
     if missing:
         lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
@@ -96,6 +97,17 @@ def shape_of(model: BaseModel, name: str) -> tuple[Decoder | None, str]:
         return decoder_of(model.config), ""
     except UnknownShape as error:
         return None, f"there is no formula for this model: {error}"
+
+
+def decoder_to_plan(config: Config) -> Decoder:
+    """Return the shape of the model of a config. EnvironmentFault if it is not known; FormatError for damaged files."""
+    model, _ = find_model(config)
+    if model.fault is not None:
+        raise model.fault
+    decoder, reason = shape_of(model, config.model.name)
+    if decoder is None:
+        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    return decoder
 
 
 def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
