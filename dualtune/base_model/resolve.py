@@ -9,6 +9,7 @@ from dualtune.base_model.config_file import check_storage, read_config
 from dualtune.base_model.counts import check_counts
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import DualtuneError, EnvironmentFault
+from dualtune.io.disk import expanded
 from dualtune.io.hub import guard_hub, why_download_failed
 
 # No `*.py` and no pickle: a base model is data, never code.
@@ -27,7 +28,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     searched, if the model is not found or has no safetensors weights; FormatError for a broken or unsafe config, for
     damaged weights, and for links that leave the directory.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_dir():
         path = _download(name, weights)
     if not (path / "config.json").is_file():
@@ -44,12 +45,12 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 def is_elsewhere(name: str) -> bool:
     """Return whether a name is a path, of this machine or another, at which there is no directory."""
     looks_local = _LOCAL.match(name) or name.count("/") > 1 or "\\" in name or "…" in name
-    return bool(looks_local) and not Path(name).expanduser().is_dir()
+    return bool(looks_local) and not expanded(name).is_dir()
 
 
 def plain_name(name: str) -> str:
     """Return a name without the ending of a copy in few bits, as `unsloth/llama-3-8b-bnb-4bit` has one."""
-    if Path(name).expanduser().is_dir():
+    if expanded(name).is_dir():
         return name
     return _FEW_BITS.sub("", name)
 
@@ -64,7 +65,7 @@ def find_weights(path: Path) -> BaseWeights:
 
 def _download(name: str, weights: bool) -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
-        raise EnvironmentFault(f"model.name: there is no model directory {Path(name).expanduser()}")
+        raise EnvironmentFault(f"model.name: there is no model directory {expanded(name)}")
     from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     guard_hub()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.card import card_of
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.io.disk import expanded
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.platform.budget import Budget, budget, within
@@ -46,7 +46,7 @@ def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> Mem
     ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
     """
     if config.adapter.init_from is not None:
-        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+        config = with_adapter_of(config, read_adapter(expanded(config.adapter.init_from)))
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:

@@ -36,6 +36,7 @@ from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.evaluate.samples import check_samples
+from dualtune.io.disk import expanded
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
@@ -200,7 +201,7 @@ def _prepare(
 ) -> Prepared:
     check_capabilities(backend, config)
     _check_sharding(config, team)
-    start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
+    start = read_adapter(expanded(config.adapter.init_from)) if config.adapter.init_from else None
     config = with_adapter_of(config, start)
     changes: list[Change] = []
     if saved is not None:
@@ -210,7 +211,7 @@ def _prepare(
     sources = Data(config)
     is_pretrained = config.model.init == "pretrained"
     # Download weights only after the data are checked.
-    is_here = Path(config.model.name).expanduser().is_dir()
+    is_here = expanded(config.model.name).is_dir()
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     _check_activation_cache(config, start, model_dir)
@@ -299,7 +300,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
 def template_of(config: Config, saved: Checkpoint | None) -> str:
     """Return data.template; if it names a missing file, the copy stored with the checkpoint."""
     choice = config.data.template
-    if saved is None or choice in ("auto", "none", *NAMES) or Path(choice).expanduser().is_file():
+    if saved is None or choice in ("auto", "none", *NAMES) or expanded(choice).is_file():
         return choice
     copy = saved.path.parent.parent / TEMPLATE_FILE
     return str(copy) if copy.is_file() else choice

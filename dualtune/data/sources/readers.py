@@ -18,6 +18,7 @@ from dualtune.data.sources.kinds import KINDS, Tell, kind_of, read_file
 from dualtune.data.sources.rows import printable
 from dualtune.data.sources.saved import files_of, splits_of
 from dualtune.errors import DataError
+from dualtune.io.disk import expanded
 
 Role = Literal["train", "valid", "test"]
 ROLE_NAMES: dict[Role, tuple[str, ...]] = {
@@ -122,7 +123,7 @@ def _may_be_in_the_hub(path: str) -> bool:
 
 def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
     try:
-        location = Path(path).expanduser()
+        location = expanded(path)
         if location.is_dir():
             return location, "directory"
         if location.exists() and not location.is_file():

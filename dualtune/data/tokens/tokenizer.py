@@ -31,6 +31,7 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import MAX_TEMPLATE_BYTES, Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
+from dualtune.io.disk import expanded
 from dualtune.io.untrusted import open_file, read_json, sha256_of
 
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
@@ -372,7 +373,7 @@ def _source(loaded: Loaded, choice: str) -> str | None:
     elif is_name(choice):
         source = named_template(choice)
     else:
-        path = Path(choice).expanduser()
+        path = expanded(choice)
         if not path.is_file():
             raise ConfigError(unknown(choice))
         try:
