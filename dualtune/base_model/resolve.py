@@ -9,6 +9,7 @@ from dualtune.base_model.config_file import check_storage, read_config
 from dualtune.base_model.counts import check_counts
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import DualtuneError, EnvironmentFault
+from dualtune.io.announced import Tell, check_announced
 from dualtune.io.disk import expanded
 from dualtune.io.hub import guard_hub, why_download_failed
 
@@ -21,12 +22,13 @@ _FEW_BITS = re.compile(r"(?:-unsloth)?-bnb-4bit(?:-\w+)?$|-[2-8]-?bit$|-(?:AWQ|G
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
+def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share: None) -> Path:
     """Return the directory of a model, given as a directory or a Hugging Face hub id; download it if needed.
 
     `weights=False` needs only config and tokenizer (`model.init: random`). EnvironmentFault, with every place that was
     searched, if the model is not found or has no safetensors weights; FormatError for a broken or unsafe config, for
-    damaged weights, and for links that leave the directory.
+    damaged weights, for links that leave the directory, and for a download that is not what the hub announced. `tell`
+    gets the share of a download that is compared with that, where it is used for the first time.
     """
     path = expanded(name)
     if not path.is_dir():
@@ -35,6 +37,8 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         raise EnvironmentFault(
             f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
         )
+    if path.parent.name == "snapshots":  # of the hub's cache
+        check_announced((file for file in path.rglob("*") if weights or file.suffix != ".safetensors"), tell)
     if weights:
         find_weights(path)
     else:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +59,8 @@ from dualtune.train.state.resume import (
     with_tokens,
 )
 
-FINGERPRINT = "the fingerprint of the base model"  # as `show` names it
+DOWNLOAD = "the download of the base model"  # as `show` names it
+FINGERPRINT = "the fingerprint of the base model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def prepare(
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
-    and when FINGERPRINT begins and ends. With
+    and when FINGERPRINT begins and ends, and DOWNLOAD where a download is used for the first time. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
     `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
@@ -232,7 +234,7 @@ def _prepare(
             f"train.average_over: got {config.train.average_over} steps, but the run has {order.num_steps}"
         )
     data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
-    model_dir = resolve_model(config.model.name, weights=is_pretrained)
+    model_dir = resolve_model(config.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
     weights = find_weights(model_dir) if is_pretrained else None
     show(FINGERPRINT, 0.0)
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
