@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.base_model.counts import EMBEDDING, check_limits, decoder_table, tables_of
+from dualtune.base_model.counts import EMBEDDING, TABLES_OF_POSITIONS, check_limits, decoder_table, tables_of
 from dualtune.base_model.weights import BaseWeights, has_weights, weights_in
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io import fields
@@ -21,7 +21,6 @@ REFUSED = {
     "model_file": "names Python code, which mlx-lm would run",
     "transformers_weights": "names another weight file",
 }
-TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key for the number of positions
 # The implementation of attention. transformers takes any other name as a hub repository and loads a kernel from it.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}

@@ -22,16 +22,18 @@ SHAPE = re.compile(
     r"|(hidden|intermediate|vocab)_size|d_(model|inner)|ffn_dim"
 )
 NUMBERED = re.compile(r"(.*?\.)??\d+\.")  # the name of a tensor up to its first number
+TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key than n_positions for the number of positions
 POSITIONS = re.compile(r"(.+\.)?(wpe|embed_positions)\.weight")
 EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|embeddings?|(word|tok)_embeddings)\.weight")
 _PACKED = 16  # numbers of 2 bits, the smallest that MLX packs, in one of 32
 # (keys, the largest value they may have). The largest of any published model are a quarter of these, or less.
+MAX_LAYERS, MAX_COUNT = 1_000, 1 << 17
 LIMITS = (
-    (LAYERS, 1_000),
-    (re.compile(r"(num|n)_\w+"), 1 << 17),
+    (LAYERS, MAX_LAYERS),
+    (re.compile(r"(num|n)_\w+"), MAX_COUNT),
     (re.compile(r"\w+_(size|dim|rank|layers|heads|experts|groups|blocks|channels|embeddings)|d_\w+"), 1 << 26),
 )
-MAX_LAYER_LIST, MAX_LIST = 1_000, 1 << 17
+MAX_LIST = 1 << 17
 
 
 def tables_of(value: object) -> Iterator[dict[str, Any]]:
@@ -73,7 +75,7 @@ def _is_shape(value: object) -> bool:
 
 def _check_limit(key: str, value: object, file: Path) -> None:
     if isinstance(value, list):
-        size, most = len(cast("list[Any]", value)), MAX_LAYER_LIST if "layer" in key else MAX_LIST
+        size, most = len(cast("list[Any]", value)), MAX_LAYERS if "layer" in key else MAX_LIST
         if size > most:
             raise wrong(file, key, f"a list of {size:,}", f"a list of at most {most:,}")
     limit = next((most for keys, most in LIMITS if keys.fullmatch(key)), None)
@@ -93,15 +95,16 @@ def check_counts(config: Mapping[str, Any], weights: BaseWeights) -> None:
     packing = _PACKED if any(tensor.dtype == "U32" for tensor in tensors.values()) else 1
     widest = packing * max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     positions = [tensor.shape[0] for name, tensor in tensors.items() if POSITIONS.fullmatch(name) and tensor.shape]
+    of_positions = "max_position_embeddings" if table.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
+    is_recurrent = any(key.endswith("_cycles") for key in table)  # counts a layer each time that it is used
     for key, value in table.items():
         if LAYERS.fullmatch(key):
-            _check_at_most(file, key, value, layers or len(tensors), "layers")
+            _check_at_most(file, key, value, MAX_LAYERS if is_recurrent else layers or len(tensors), "layers")
         elif EXPERTS.fullmatch(key):
             _check_at_most(file, key, value, max(widest, len(tensors)), "experts, or rows of them")
-        elif key in ("n_positions", "max_position_embeddings"):
-            if positions:
-                _check_at_most(file, key, value, max(positions), "positions")
-        elif SHAPE.fullmatch(key):
+        elif key == of_positions:
+            _check_at_most(file, key, value, max(positions, default=MAX_COUNT), "positions")
+        elif SHAPE.fullmatch(key) and key != "n_positions":
             _check_at_most(file, key, value, widest, "numbers in the longest row or column of any tensor")
     _check_embedding(file, table, weights)
 

@@ -6,6 +6,7 @@ Each row keeps its file and line, so that later error messages can name them.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from dualtune.data.sources.kinds import KINDS, Tell, kind_of, read_file
 from dualtune.data.sources.rows import printable
 from dualtune.data.sources.saved import files_of, splits_of
 from dualtune.errors import DataError
-from dualtune.io.disk import expanded
 
 Role = Literal["train", "valid", "test"]
 ROLE_NAMES: dict[Role, tuple[str, ...]] = {
@@ -123,7 +123,7 @@ def _may_be_in_the_hub(path: str) -> bool:
 
 def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
     try:
-        location = expanded(path)
+        location = Path(os.path.expanduser(path))  # noqa: PTH111  unlike Path's, no error for ~name of no user
         if location.is_dir():
             return location, "directory"
         if location.exists() and not location.is_file():
