@@ -12,6 +12,7 @@ import mlx.core as mx
 import psutil
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
+from dualtune.backend.checks import loading
 from dualtune.errors import ConfigError
 from dualtune.world import World
 from dualtune_mlx.card import CARD
@@ -88,7 +89,8 @@ class MlxBackend:
 
         limit_memory(request.memory_limit_bytes, request.reused_bytes, on_metal=chip() is not None)
         refuse_beyond_window(request)
-        model, description = request.shared(lambda: load_base(request))
+        with loading(self, request.model_dir, "mlx-lm"):
+            model, description = request.shared(lambda: load_base(request))
         if request.shared_base is not None:
             model = with_own_modules(model)
         if request.deterministic:

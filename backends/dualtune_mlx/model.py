@@ -18,7 +18,7 @@ from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.base_model.int8 import is_quantized
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.errors import ConfigError, FormatError
 from dualtune_mlx import gpt2, int8
 from dualtune_mlx.card.chips import emulates_bfloat16
 from dualtune_mlx.int8 import Int8Linear
@@ -38,16 +38,14 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """Load the frozen base model, and describe how."""
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
-    check_streamable(request, quantization, is_stored="quantization" in config)
+    check_streamable(request, quantization, is_stored=config.get("quantization") is not None)
     weights = request.base_weights()
     dtype, why = choose_dtype(request.dtype, chip())
     with staged(request.model_dir, weights) as place:
-        try:
-            model, config = _load(request, place, weights, config)
-        except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError) as error:
-            reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
-            raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
-        if quantization in BITS and ("quantization" not in config or weights is None):
+        model, config = _load(request, place, weights, config)
+        if "rope_theta" in config and getattr(getattr(model, "args", None), "rope_theta", 0) is None:
+            raise FormatError(f"{request.model_dir / 'config.json'}: rope_theta: got null, must be a number on MLX")
+        if quantization in BITS and (config.get("quantization") is None or weights is None):
             # Quantize from the stored precision, as mlx_lm.convert does, and on the CPU, because torch can compute the
             # same bytes: Metal's kernel rounds halves in another direction. Its messages go to standard error, because
             # standard output may carry a model's answer.
@@ -205,7 +203,7 @@ def choose_dtype(name: str, gpu: str | None) -> tuple[mx.Dtype, str]:
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
     """Return the quantization of the loaded base: "none", "int8" or one of BITS. Refuses other stored formats."""
     stored = config.get("quantization")
-    if stored is None and "quantization_config" in config:
+    if stored is None and config.get("quantization_config") is not None:
         raise ConfigError(
             f"model.name: {request.model_dir} is stored quantized for another framework "
             f"({config['quantization_config'].get('quant_method', 'unknown')}). Use the plain model with "

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
+from dualtune.backend.checks import loading
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.world import World
 from dualtune_torch.card import CARD
@@ -94,7 +95,8 @@ class TorchBackend:
         settings = [numerics.exact, *([numerics.deterministic] if request.deterministic else [])]
         together = numerics.together(*settings, *([shards.together] if shards else []))
         with together():
-            model, description = request.shared(lambda: load_base(request, self.device))
+            with loading(self, request.model_dir, "torch"):
+                model, description = request.shared(lambda: load_base(request, self.device))
             if request.shared_base is not None:
                 model = with_own_modules(model)
             if request.deterministic and self.device.type == "cuda":

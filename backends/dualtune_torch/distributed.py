@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualtune.errors import EnvironmentFault, PeerLost
-from dualtune.world import Alone, World, wait_limit_s
+from dualtune.world import MAX_PORT, Alone, World, launched_number, wait_limit_s
 from dualtune_torch.kernels.allocator import is_out_of_memory
 
 # Long, because one process may wait while another reads data. The watchdog ends hung processes
@@ -26,12 +26,12 @@ TIMEOUT = datetime.timedelta(days=1)
 
 def launched() -> bool:
     """Whether torchrun has started this process together with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    return launched_number("WORLD_SIZE", 1) > 1 and "RANK" in os.environ
 
 
 def local_rank() -> int:
     """The number of this process on its machine, and so of the GPU that it uses."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return launched_number("LOCAL_RANK", 0)
 
 
 @cache
@@ -39,7 +39,8 @@ def world(device_type: str) -> World:
     """Join the other processes. Raises EnvironmentFault if they cannot be reached."""
     if not launched():
         return Alone()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = launched_number("WORLD_SIZE", 1)
+    rank = launched_number("RANK", None, below=size)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     who = f"process {rank} of {size} (RANK and WORLD_SIZE are set) waits for the others at {address}"
     advice = "To train in one process: unset RANK WORLD_SIZE"
@@ -64,7 +65,7 @@ def _store(rank: int, size: int) -> dist.TCPStore:
     By default its server listens on every address of the machine, even if all processes run on this one, and it waits
     for the other processes as long as for a collective.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], launched_number("MASTER_PORT", None, below=MAX_PORT)
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = listen(host, port).detach() if is_server and is_local(host) else None
     patience = datetime.timedelta(seconds=wait_limit_s())

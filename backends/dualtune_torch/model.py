@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.errors import ConfigError
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
@@ -56,17 +55,13 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     loaded_as = torch.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
-        try:
-            is_stored = quantization == "nf4" and config.get("quantization_config") is not None
-            if quantization == "none" and weights is None:
-                model = _random(request, place, loaded_as, place_on)
-            elif weights is not None and (quantization == "none" or is_stored):
-                model = _pretrained(place, weights, loaded_as, place_on)
-            else:
-                model = _module_by_module(request, place, weights, dtype, device, quantization)
-        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-            reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
-            raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
+        is_stored = quantization == "nf4" and config.get("quantization_config") is not None
+        if quantization == "none" and weights is None:
+            model = _random(request, place, loaded_as, place_on)
+        elif weights is not None and (quantization == "none" or is_stored):
+            model = _pretrained(place, weights, loaded_as, place_on)
+        else:
+            model = _module_by_module(request, place, weights, dtype, device, quantization)
     if sharding == "full" or request.resident_layers is not None:
         allocator.return_memory()  # whole layers are allocated and freed in every step, or memory is what is short
     model.requires_grad_(False)

@@ -1,10 +1,16 @@
-"""Checks that all engines share: tensors that fit, the slots of the optimizer, a base that can be merged."""
+"""Checks that all engines share: a base that loads and can be merged, tensors that fit, the slots of the optimizer."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import EngineDescription, OptimizerState
-from dualtune.errors import ConfigError
+from dualtune.backend import Backend, EngineDescription, OptimizerState
+from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.io.fields import shown
 from dualtune.optimizer import OptimizerSpec
 
 
@@ -34,3 +40,23 @@ def check_mergeable(description: EngineDescription) -> None:
             f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
             "adapter. Load the plain base with model.quantization: none"
         )
+
+
+@contextmanager
+def loading(backend: Backend, model_dir: Path, library: str) -> Generator[None]:
+    """Raise EnvironmentFault in place of what a library raises on a model: of any class, for what it does not check.
+
+    A shortage of memory and a fault of the device are not the model's, and stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DualtuneError) or backend.is_out_of_memory(error) or backend.is_device_fault(error):
+            raise
+        text = " ".join(str(error).split())
+        reason = shown(re.sub(r"[^\s'\"]*/dualtune-model-\w+", str(model_dir), text), 300)  # of `staged`
+        kind = "" if isinstance(error, (OSError, ValueError)) and reason else f"{type(error).__name__}: "
+        raise EnvironmentFault(
+            f"{model_dir}: {library} cannot load this model: {kind}{reason}. If its config.json was changed, take the "
+            "publisher's; the other backend may know more models"
+        ) from error

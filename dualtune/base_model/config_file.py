@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.base_model.counts import EMBEDDING, TABLES_OF_POSITIONS, check_limits, decoder_table, tables_of
 from dualtune.base_model.weights import BaseWeights, has_weights, weights_in
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io import fields
@@ -21,11 +21,17 @@ REFUSED = {
     "model_file": "names Python code, which mlx-lm would run",
     "transformers_weights": "names another weight file",
 }
-TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key for the number of positions
 # The implementation of attention. transformers takes any other name as a hub repository and loads a kernel from it.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
-_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|embeddings?|(word|tok)_embeddings)\.weight")
+
+# What some keys hold, at any depth of a config; null counts as absent. The libraries take any kind, and fail later.
+_OBJECTS = {"quantization", "quantization_config", "rope_parameters", "rope_scaling", "text_config"}
+_FLAGS = {"attention_bias", "mlp_bias", "rope_traditional", "tie_word_embeddings", "use_sliding_window"}
+LARGEST = 1e15
+_NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "partial_rotary_factor",
+            "sliding_window"}  # fmt: skip
+_TEXTS = {"dtype", "hidden_act", "activation_function", "torch_dtype"}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -33,7 +39,11 @@ def read_config(path: Path) -> dict[str, Any]:
     file = file_in(path, "config.json")
     config = read_json(file, max_bytes=MAX_CONFIG_BYTES, strict=False)
     fields.name(config, "model_type", file)  # used as a key of tables
-    for table in _tables(config):
+    fields.texts(config, "architectures", file)
+    for table in tables_of(config):
+        _check_kinds(table, file)
+    check_limits(config, file)
+    for table in tables_of(config):
         for key in REFUSED.keys() & {name for name, value in table.items() if value}:
             raise FormatError(
                 f"{file}: the key '{key}' {REFUSED[key]} ({shown(str(table[key]))}). dualtune runs no code of a model. "
@@ -50,6 +60,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _check_kinds(table: Mapping[str, Any], file: Path) -> None:
+    """Raise FormatError, with the key, for a value of a kind that no library can use."""
+    for key in table.keys() & _OBJECTS:
+        fields.subtable(table, key, file)
+    for key in table.keys() & _TEXTS:
+        fields.name(table, key, file)
+    for key in table.keys() & (_FLAGS | _NUMBERS):
+        value = table[key]
+        if key in _FLAGS and (value is not None or key == "rope_traditional") and not isinstance(value, bool):
+            raise fields.wrong(file, key, value, "true, false or null")
+        if key in _NUMBERS and value is not None and not 0 <= (fields.number(value) or -1.0) < LARGEST:
+            raise fields.wrong(file, key, value, f"a number from 0 to {LARGEST:g}, or null")
+
+
 def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of the position table, as in GPT-2; None if positions are computed and therefore unlimited."""
     key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
@@ -59,22 +83,9 @@ def position_table_size(config: Mapping[str, Any]) -> int | None:
 
 def longest_text(config: Mapping[str, Any]) -> int | None:
     """Return the tokens of the longest text that the model was trained on; None if its config does not state it."""
-    inner: Any = config.get("text_config", config)
-    text = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+    text = decoder_table(config)
     found = text.get("max_position_embeddings")
     return position_table_size(text) or (found if type(found) is int and found > 1 else None)
-
-
-def _tables(value: object) -> Iterator[dict[str, Any]]:
-    """Yield the object and every object nested in it."""
-    if isinstance(value, dict):
-        table = cast("dict[str, Any]", value)
-        yield table
-        for inner in table.values():
-            yield from _tables(inner)
-    elif isinstance(value, list):
-        for inner in cast("list[object]", value):
-            yield from _tables(inner)
 
 
 def _names(value: object) -> list[object]:
@@ -91,7 +102,7 @@ def config_for_loaders(path: Path) -> dict[str, Any]:
     package flash-attn, transformers downloads an equivalent kernel.
     """
     config = read_config(path)
-    for table in _tables(config):
+    for table in tables_of(config):
         for key in (*REFUSED, *ATTENTION_KEYS):
             table.pop(key, None)
     return config
@@ -115,13 +126,12 @@ def vocabulary_size(directory: Path) -> int | None:
     if not (directory / "config.json").is_file():
         return None
     config = read_config(directory)
-    text = config.get("text_config")
-    found = cast("dict[str, Any]", text if isinstance(text, dict) else config).get("vocab_size")
+    found = decoder_table(config).get("vocab_size")
     if type(found) is int:
         return found
     if not has_weights(directory):
         return None
-    rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if _EMBEDDING.fullmatch(name)]
+    rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if EMBEDDING.fullmatch(name)]
     return rows[0] if len(rows) == 1 else None  # several: an encoder-decoder or image model
 
 

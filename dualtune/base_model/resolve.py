@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, read_config
+from dualtune.base_model.counts import check_counts
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import DualtuneError, EnvironmentFault
+from dualtune.io.announced import Tell, check_announced
+from dualtune.io.disk import expanded
 from dualtune.io.hub import guard_hub, why_download_failed
 
 # No `*.py` and no pickle: a base model is data, never code.
@@ -19,20 +22,23 @@ _FEW_BITS = re.compile(r"(?:-unsloth)?-bnb-4bit(?:-\w+)?$|-[2-8]-?bit$|-(?:AWQ|G
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
+def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share: None) -> Path:
     """Return the directory of a model, given as a directory or a Hugging Face hub id; download it if needed.
 
     `weights=False` needs only config and tokenizer (`model.init: random`). EnvironmentFault, with every place that was
     searched, if the model is not found or has no safetensors weights; FormatError for a broken or unsafe config, for
-    damaged weights, and for links that leave the directory.
+    damaged weights, for links that leave the directory, and for a download that is not what the hub announced. `tell`
+    gets the share of a download that is compared with that, where it is used for the first time.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_dir():
         path = _download(name, weights)
     if not (path / "config.json").is_file():
         raise EnvironmentFault(
             f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
         )
+    if path.parent.name == "snapshots":  # of the hub's cache
+        check_announced((file for file in path.rglob("*") if weights or file.suffix != ".safetensors"), tell)
     if weights:
         find_weights(path)
     else:
@@ -43,12 +49,12 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 def is_elsewhere(name: str) -> bool:
     """Return whether a name is a path, of this machine or another, at which there is no directory."""
     looks_local = _LOCAL.match(name) or name.count("/") > 1 or "\\" in name or "…" in name
-    return bool(looks_local) and not Path(name).expanduser().is_dir()
+    return bool(looks_local) and not expanded(name).is_dir()
 
 
 def plain_name(name: str) -> str:
     """Return a name without the ending of a copy in few bits, as `unsloth/llama-3-8b-bnb-4bit` has one."""
-    if Path(name).expanduser().is_dir():
+    if expanded(name).is_dir():
         return name
     return _FEW_BITS.sub("", name)
 
@@ -57,12 +63,13 @@ def find_weights(path: Path) -> BaseWeights:
     """Return the weights of a model directory, checked by config.json and the headers of the files."""
     config, weights = read_config(path), weights_in(path)
     check_storage(config, weights)
+    check_counts(config, weights)
     return weights
 
 
 def _download(name: str, weights: bool) -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
-        raise EnvironmentFault(f"model.name: there is no model directory {Path(name).expanduser()}")
+        raise EnvironmentFault(f"model.name: there is no model directory {expanded(name)}")
     from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     guard_hub()

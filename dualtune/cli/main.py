@@ -13,7 +13,7 @@ import click
 
 from dualtune.cli.output.terminal import help_width, prepare_streams, say
 from dualtune.cli.suggest import SuggestingGroup
-from dualtune.errors import DiskError, DualtuneError, Preempted
+from dualtune.errors import DiskError, DualtuneError, FormatError, Preempted
 from dualtune.text.redaction import redact
 from dualtune.versions import VERSION
 
@@ -114,6 +114,11 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         say("Interrupted.", err=True)
         sys.exit(130)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3, which Exception does not include
+            raise
+        say(redact(f"Error: a library in Rust failed on a file that it was given: {error}"), err=True)
+        sys.exit(FormatError.exit_code)
 
 
 def _show_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

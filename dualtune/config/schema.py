@@ -21,6 +21,7 @@ from dualtune.config.problem import dotted
 from dualtune.config.values import (
     RULES,
     Count,
+    Factor,
     Fraction,
     Location,
     MethodName,
@@ -62,7 +63,7 @@ class AdapterConfig(Section):
     trains all parameters of the model, without an adapter."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
-    alpha: Positive = 32.0
+    alpha: Factor = 32.0
     """The adapter's output is multiplied by alpha / rank; `scaling` can change that."""
     scaling: Literal["standard", "rank_stabilized"] = "standard"
     """standard multiplies by alpha / rank, rank_stabilized by alpha / √rank (rsLoRA), for high ranks."""

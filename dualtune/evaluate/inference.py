@@ -27,6 +27,7 @@ from dualtune.data.chat.named import is_name
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
+from dualtune.io.disk import expanded
 from dualtune.optimizer import OptimizerSpec
 
 LIKELY = 1e-4  # times the largest probability: tokens above it are looked at first
@@ -115,7 +116,7 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
 def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
     """Return the template for the tokenizer; if a file is missing, the adapter's own template."""
     if adapter.template is not None:
-        is_here = choice == NONE or is_name(choice) or Path(choice).expanduser().is_file()
+        is_here = choice == NONE or is_name(choice) or expanded(choice).is_file()
         return choice if is_here else str(directory / TEMPLATE_FILE)
     return NONE if choice == "auto" and adapter.template_hash == NONE else choice
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.export import gguf_file
+from dualtune.io.disk import expanded
 from dualtune.text.escape import one_line
 
 VARIABLE = "DUALTUNE_LLAMA_CPP"
@@ -155,7 +156,7 @@ def find_llama_cpp(given: Path | None, kind: str = "bf16") -> LlamaCpp:
     EnvironmentFault, which names all that is missing, if something is.
     """
     named = given or os.environ.get(VARIABLE)
-    place = Path(named).expanduser() if named else None
+    place = expanded(named) if named else None
     if place is not None and not (place / CONVERTER).is_file():
         return LlamaCpp(place)
     converter = place / CONVERTER if place else _program(CONVERTER, None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dualtune import faults
-from dualtune.errors import DiskError
+from dualtune.errors import ConfigError, DiskError
 
 Pieces = Sequence[bytes | memoryview]
 Content = bytes | Pieces  # of a file
@@ -211,12 +211,23 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home directory in place of `~` or `~name`. ConfigError for a user who does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path}: there is no user of that name with a home directory. Write the path without the ~, or begin with "
+            f"./ if a directory is called {Path(path).parts[0]}"
+        ) from None
+
+
 def cache_dir() -> Path:
     """Return the user's cache directory: $DUALTUNE_CACHE, $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune."""
     given, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if given:
-        return Path(given).expanduser()
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "dualtune"
+        return expanded(given)
+    return (Path(xdg) if xdg else expanded("~") / ".cache") / "dualtune"
 
 
 def existing(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """What huggingface_hub takes from a server and uses as the name of a file: checked before it does.
 
-And why a download failed, in one line: the library's errors are of twenty kinds, some of them none of its own.
+Its requests have a time limit: those for lists of files would wait for ever. And why a download failed, in one line:
+the library's errors are of twenty kinds, some of them none of its own.
 
 The names of files in its cache are the ETag and the commit that the server sends, as they are. A hostile mirror, or
 whoever answers in its place, would have it write outside of the cache.
@@ -20,7 +21,10 @@ _guarded = False
 
 
 def guard_hub() -> None:
-    """Check the answers that huggingface_hub gets in this process, from now on. FormatError for a name with a path."""
+    """Check the answers that huggingface_hub gets in this process, from now on, and wait for them a limited time.
+
+    FormatError for a name with a path.
+    """
     global _guarded
     if _guarded:
         return
@@ -32,11 +36,24 @@ def guard_hub() -> None:
     def factory() -> Any:
         client: Any = make()
         hooks: dict[str, list[Any]] = client.event_hooks
-        client.event_hooks = hooks | {"response": [*hooks.get("response", []), _check]}
+        client.event_hooks = hooks | {
+            "request": [*hooks.get("request", []), _limit],
+            "response": [*hooks.get("response", []), _check],
+        }
         return client
 
     set_client_factory(factory)
     _guarded = True
+
+
+def _limit(request: Any) -> None:
+    """Give a request for data the time limit of downloads (HF_HUB_DOWNLOAD_TIMEOUT) where it has none."""
+    from huggingface_hub import constants
+
+    if request.method in ("GET", "HEAD"):
+        limits: dict[str, float | None] = request.extensions.get("timeout") or {}
+        default = dict.fromkeys(("connect", "read", "write", "pool"), constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        request.extensions["timeout"] = default | {name: s for name, s in limits.items() if s is not None}
 
 
 def _check(response: Any) -> None:
@@ -72,7 +89,7 @@ def why_download_failed(error: BaseException) -> str:
     if kinds & {"JSONDecodeError", "DecodingError", "KeyError", "TypeError"}:
         return f"the answer is not that of a hub ({last}): is there a login page of the network, or a proxy?"
     if kinds & {"TransportError", "TimeoutError", "ConnectionError", "XetDownloadError"}:
-        return f"the connection broke ({last}): the same command continues the download"
+        return f"the connection broke ({last}): the same command goes on; the files that have arrived are kept"
     return last
 
 

@@ -24,6 +24,7 @@ from dualtune import interrupt
 from dualtune.errors import ConfigError, DeviceFault
 from dualtune.launch.worker import Work, verdict
 from dualtune.train.state.restart import RestartNote, read_restart, write_restart
+from dualtune.world import launched_number
 
 # How a process ends that lacks memory: an allocation that failed unnoticed, a mapped page that could not be read, an
 # uncaught error of a library, and the killers of Linux and macOS.
@@ -117,7 +118,7 @@ class _Child:
 
 def _check_alone(max_restarts: int) -> None:
     """Raise ConfigError in a process that torchrun, mlx.launch or another launcher has started with others."""
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 or os.environ.get("MLX_HOSTFILE"):
+    if launched_number("WORLD_SIZE", 1) > 1 or os.environ.get("MLX_HOSTFILE"):
         raise ConfigError(
             f"--max-restarts: got {max_restarts} in one of several processes, which would wait for it in vain. "
             "Restart all of them: dualtune launch --max-restarts N, or torchrun --max-restarts N"

@@ -156,6 +156,8 @@ def any_decoder(config: Mapping[str, Any]) -> Decoder:
     """Return the shape of any family, as far as config.json describes it; unknown features are ignored."""
     if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
         raise UnknownShape("it is a mixture of experts: a token uses only a few of them")
+    for names in (INNER, ("num_key_value_heads",), ("head_dim",)):
+        _number(config, *names, default=1)
     layers, heads, hidden, vocab = (_number(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
     return Decoder(
         hidden=hidden,
@@ -169,11 +171,11 @@ def any_decoder(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    """Return the value of the first of these keys in config.json. UnknownShape if it has none."""
-    found = next((config[name] for name in names if config.get(name)), None)
+def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the value of the first of these keys in config.json. UnknownShape if it is no number."""
+    found = next((config[name] for name in names if config.get(name)), default)
     if not isinstance(found, int):
-        raise UnknownShape(f"its config.json has no {names[0]}")
+        raise UnknownShape(f"its config.json has no {names[0]}, or one for each layer")
     return found
 
 

@@ -15,7 +15,7 @@ from dualtune.checks import Check
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
-from dualtune.io.disk import existing
+from dualtune.io.disk import existing, expanded
 from dualtune.memory.ask import num_trained
 from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import Decoder
@@ -116,7 +116,7 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
     if config.adapter.init_from is None:
         return config, []
     try:
-        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+        config = with_adapter_of(config, read_adapter(expanded(config.adapter.init_from)))
     except DualtuneError as error:
         return config, [failure("start", error)]
     found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"

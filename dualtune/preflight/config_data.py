@@ -28,6 +28,7 @@ from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError, DualtuneError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.io.disk import expanded
 from dualtune.performance.documents import StepDocuments
 from dualtune.preflight.config_model import failure, find_model, load_tokenizer
 from dualtune.train.memory import largest_micro_batch, with_real_lengths
@@ -74,7 +75,7 @@ def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Che
 
 def is_of_hub(source: SourceConfig) -> bool:
     """Return whether the source names a dataset of the hub, by the rule of `open_source`."""
-    return is_hub_name(source.path) and not kind_of(Path(source.path)) and not Path(source.path).expanduser().exists()
+    return is_hub_name(source.path) and not kind_of(Path(source.path)) and not expanded(source.path).exists()
 
 
 def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer | None) -> tuple[Check, Seen]:

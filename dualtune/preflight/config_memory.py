@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.card import card_of
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.io.disk import expanded
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.choose import PlatformChoice
 from dualtune.platform.machine import Machine
-from dualtune.preflight.config_model import find_model, shape_of
+from dualtune.preflight.config_model import decoder_to_plan
 from dualtune.text.show import in_bytes
 from dualtune.train.prepare import with_adapter_of
 
@@ -48,15 +48,13 @@ def plan_config(
     ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
     """
     if config.adapter.init_from is not None:
-        start = read_adapter(Path(config.adapter.init_from).expanduser())
+        start = read_adapter(expanded(config.adapter.init_from))
         config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
         raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
-    decoder, reason = shape_of(find_model(config)[0], config.model.name)
-    if decoder is None:
-        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    decoder = decoder_to_plan(config)
     if config.memory.sharding == "full":
         raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)

@@ -24,6 +24,7 @@ from dualtune.data.sources.hub import is_hub_name
 from dualtune.data.tokens.stop_tokens import turn_end
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.io.disk import expanded
 from dualtune.io.fields import shown
 from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of, published
 from dualtune.preflight.storage import local_model, missing_files
@@ -39,16 +40,17 @@ class BaseModel:
 
     directory: Path | None  # where its files are; None: not on this machine
     config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded
+    fault: DualtuneError | None = None  # why its files cannot be used
 
 
 def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded."""
     name = config.model.name
     directory = local_model(name)
-    if directory is not None and (Path(name).expanduser().is_dir() or (directory / "config.json").is_file()):
+    if directory is not None and (expanded(name).is_dir() or (directory / "config.json").is_file()):
         return _on_this_machine(config, directory)
     if not is_hub_name(name) or Path(name).exists():
-        found = f"there is no model directory {Path(name).expanduser()}"
+        found = f"there is no model directory {expanded(name)}"
         return BaseModel(None, None), [_fails("model", found, "Set model.name to a directory or a hub id")]
     if (known := published(name)) is not None:
         found = f"{name}: not downloaded yet; its shape is known"
@@ -62,13 +64,13 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
 def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
     """Check the files of a local model. Missing ones fail, except in the hub cache, which a run completes."""
     name, weights = config.model.name, config.model.init == "pretrained"
-    named = Path(name).expanduser().is_dir()
+    named = expanded(name).is_dir()
     try:
         missing = missing_files(directory, weights=weights)
         resolve_model(str(directory), weights=weights and (named or not missing))
         described = read_config(directory)
     except DualtuneError as error:
-        return BaseModel(directory, None), [failure("model", error)]
+        return BaseModel(directory, None, error), [failure("model", error)]
     row = Check("model", "ok", f"{name}, on this machine")
     if missing:
         lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
@@ -98,10 +100,21 @@ def shape_of(model: BaseModel, name: str) -> tuple[Decoder | None, str]:
         return None, f"there is no formula for this model: {error}"
 
 
+def decoder_to_plan(config: Config) -> Decoder:
+    """Return the shape of the model of a config. EnvironmentFault if it is not known; FormatError for damaged files."""
+    model, _ = find_model(config)
+    if model.fault is not None:
+        raise model.fault
+    decoder, reason = shape_of(model, config.model.name)
+    if decoder is None:
+        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    return decoder
+
+
 def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
     """Load the tokenizer and the chat template, if the model is here."""
     if model.directory is None or not list(model.directory.glob("tokenizer*")):
-        if model.directory is None or not Path(config.model.name).expanduser().is_dir():
+        if model.directory is None or not expanded(config.model.name).is_dir():
             return None, Check("tokenizer", "skipped", "not downloaded yet")
         found = f"{model.directory} has no tokenizer.json"
         return None, _fails("tokenizer", found, "Copy the whole model directory")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dualtune.card import Card, backend_names, card_of, driver_of
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
 from dualtune.errors import ConfigError
+from dualtune.io.disk import expanded
 from dualtune.platform.machine import GB, GIB, Gpu, Machine
 from dualtune.preflight.problems import problems, row_or_problem
 from dualtune.preflight.requirements import least_python, package_checks, requirements
@@ -144,7 +144,7 @@ def _memory(name: str, found: float, unit: str, target: TargetMachine) -> Check:
 
 def place_checks(target: TargetMachine, config: Config | None) -> list[Check]:
     """Check disk, directories, data, model and the hub token."""
-    run_dir = Path((config.run if config else RunConfig()).dir).expanduser()
+    run_dir = expanded((config.run if config else RunConfig()).dir)
     download = config is None or local_model(config.model.name) is None
     rows = [*disk_checks(run_dir, target.download_gb if download else 0), *directory_checks(run_dir)]
     if config is None:

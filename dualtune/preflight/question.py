@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualtune.card import driver_of
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.errors import ConfigError
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import Smaller, plan_of
 from dualtune.memory.shapes import Decoder, decoder_of, published
@@ -83,9 +83,6 @@ def _decoder(config: Config) -> Decoder:
     """Return the shape of a published model, or of one on this machine."""
     if (known := published(config.model.name)) is not None:
         return decoder_of(known)
-    from dualtune.preflight.config_model import find_model, shape_of  # late: it imports NumPy and tokenizers
+    from dualtune.preflight.config_model import decoder_to_plan  # late: it imports NumPy and tokenizers
 
-    decoder, reason = shape_of(find_model(config)[0], config.model.name)
-    if decoder is None:
-        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
-    return decoder
+    return decoder_to_plan(config)

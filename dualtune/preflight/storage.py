@@ -12,7 +12,7 @@ from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
 from dualtune.data.sources.kinds import kind_of
-from dualtune.io.disk import cache_dir, existing
+from dualtune.io.disk import cache_dir, existing, expanded
 from dualtune.platform.machine import GB
 
 RUN_GB = 5  # for several checkpoints, each with an adapter and its two moments in float32
@@ -76,7 +76,7 @@ def data_checks(config: Config) -> list[Check]:
 
 
 def _data_check(name: str) -> Check:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
         return Check("data", "ok", f"{path}; its rows: dualtune check-data {name}")
     if is_hub_name(name) and not kind_of(path):
@@ -108,7 +108,7 @@ def model_checks(config: Config) -> list[Check]:
 
 def local_model(name: str) -> Path | None:
     """Return the directory of a model on this machine, complete or not, without access to the hub."""
-    if (path := Path(name).expanduser()).is_dir():
+    if (path := expanded(name)).is_dir():
         return path
     if not is_hub_name(name):
         return None
@@ -140,9 +140,7 @@ def _absent(name: str) -> Check:
     from huggingface_hub import constants
 
     if not is_hub_name(name):
-        return Check(
-            "model", "fail", f"there is no model directory {Path(name).expanduser().absolute()}", "Set model.name"
-        )
+        return Check("model", "fail", f"there is no model directory {expanded(name).absolute()}", "Set model.name")
     where = f"{name} is neither a directory nor in the hub cache {hub_cache()}"
     if constants.HF_HUB_OFFLINE:
         return Check("model", "fail", f"{where}, and HF_HUB_OFFLINE is set", f"HF_HUB_OFFLINE=0 {_download(name)}")

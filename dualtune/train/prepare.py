@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.evaluate.samples import check_samples
+from dualtune.io.disk import expanded
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
@@ -57,7 +59,8 @@ from dualtune.train.state.resume import (
     with_tokens,
 )
 
-FINGERPRINT = "the fingerprint of the base model"  # as `show` names it
+DOWNLOAD = "the download of the base model"  # as `show` names it
+FINGERPRINT = "the fingerprint of the base model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ def prepare(
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
-    and when FINGERPRINT begins and ends. With
+    and when FINGERPRINT begins and ends, and DOWNLOAD where a download is used for the first time. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
     `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
@@ -200,7 +203,7 @@ def _prepare(
 ) -> Prepared:
     check_capabilities(backend, config)
     _check_sharding(config, team)
-    start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
+    start = read_adapter(expanded(config.adapter.init_from)) if config.adapter.init_from else None
     config = with_adapter_of(config, start)
     changes: list[Change] = []
     if saved is not None:
@@ -210,7 +213,7 @@ def _prepare(
     sources = Data(config)
     is_pretrained = config.model.init == "pretrained"
     # Download weights only after the data are checked.
-    is_here = Path(config.model.name).expanduser().is_dir()
+    is_here = expanded(config.model.name).is_dir()
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     _check_activation_cache(config, start, model_dir)
@@ -231,7 +234,7 @@ def _prepare(
             f"train.average_over: got {config.train.average_over} steps, but the run has {order.num_steps}"
         )
     data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
-    model_dir = resolve_model(config.model.name, weights=is_pretrained)
+    model_dir = resolve_model(config.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
     weights = find_weights(model_dir) if is_pretrained else None
     show(FINGERPRINT, 0.0)
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
@@ -299,7 +302,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
 def template_of(config: Config, saved: Checkpoint | None) -> str:
     """Return data.template; if it names a missing file, the copy stored with the checkpoint."""
     choice = config.data.template
-    if saved is None or choice in ("auto", "none", *NAMES) or Path(choice).expanduser().is_file():
+    if saved is None or choice in ("auto", "none", *NAMES) or expanded(choice).is_file():
         return choice
     copy = saved.path.parent.parent / TEMPLATE_FILE
     return str(copy) if copy.is_file() else choice

@@ -17,7 +17,7 @@ from dualtune.adapter.formats.directory import CONFIG_FILE
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, read_manifest
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.io import fields
-from dualtune.io.disk import fsync
+from dualtune.io.disk import expanded, fsync
 from dualtune.io.folder import umask
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_runs
@@ -141,7 +141,7 @@ def pull(
     remote = _parse(text)
     wanted = replace(wanted, found_as=remote.name)
     dest = dest or Path(f"{remote.name}.tar" if keep_packed else remote.name)
-    dest = Path(os.path.abspath(dest.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
+    dest = Path(os.path.abspath(expanded(dest)))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
         kind = "" if keep_packed else " and is not an empty directory"
         raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")

@@ -206,3 +206,31 @@ def test_named_templates_are_found_and_anything_else_is_a_sentence(model, by_tra
         path.write_text(json.dumps(config | {"chat_template": wrong}), encoding="utf-8")
         with pytest.raises((FormatError, EnvironmentFault), match=r"chat_template|cannot be loaded"):
             load(model)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "none", "type_id": 0}}],
+                            "pair": [], "special_tokens": {}}},
+    ],
+    ids=["fixed-length", "template"],
+)  # fmt: skip
+def test_a_panic_is_one_line_and_its_backtrace_stays_away_from_the_terminal(tiny_llama, tmp_path, capfd, part):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(FormatError) as refusal:
+        load(model)
+    assert "\n" not in str(refusal.value) and str(model) in str(refusal.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_settings_of_a_training_are_no_fault(tiny_llama, tmp_path):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    file = model / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}  # panics where it is used
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut}))
+    ids = load(model).encode_batch(["abcdef"], special=False)[0].ids
+    assert ids == load(tiny_llama).encode_batch(["abcdef"], special=False)[0].ids and len(ids) == 6

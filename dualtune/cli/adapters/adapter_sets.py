@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.cli.output.terminal import say
+from dualtune.io.disk import expanded
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
@@ -20,7 +21,7 @@ def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for given in adapters:
         name, equals, directory = given.rpartition("=")
-        path = Path(directory if equals else given).expanduser()
+        path = expanded(directory if equals else given)
         name = name or (path.parent.name if path.name in ("adapter", "") else path.name)
         if name in found or name == "base":
             raise click.UsageError(f"--adapter {given}: the name '{name}' is taken. Give another one: NAME={path}")
@@ -34,7 +35,7 @@ def model_or_adapter(model: str | None, adapters: Sequence[str]) -> tuple[str | 
 
     if model is None:
         return None, tuple(adapters)
-    directory = adapter_directory(Path(model).expanduser())
+    directory = adapter_directory(expanded(model))
     if not (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
         return model, tuple(adapters)
     return None, (model, *adapters)

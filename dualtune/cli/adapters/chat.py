@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import click
@@ -31,6 +30,7 @@ from dualtune.cli.options import (
     top_p_option,
 )
 from dualtune.cli.output.terminal import pass_on, say
+from dualtune.io.disk import expanded
 
 if TYPE_CHECKING:
     from dualtune.evaluate.chat import Chat
@@ -150,7 +150,7 @@ class Conversation:
         if not all(any(each.role == "assistant" for each in chat.messages) for chat in self._chats):
             return say("/save: there is no answer yet, so nothing that could be trained on", err=True)
         try:
-            with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            with expanded(name).open("a", encoding="utf-8") as file:
                 for chat in self._chats:
                     messages = [{"role": each.role, "content": each.content} for each in chat.messages]
                     row = {"messages": messages} | ({"adapter": chat.name} if len(self._chats) > 1 else {})

@@ -12,6 +12,7 @@ import click
 from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
 from dualtune.cli.output.terminal import say
+from dualtune.io.disk import expanded
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -165,13 +166,13 @@ def _adapter_of(settings: Config, options: EvalOptions) -> Path | None:
     if settings.adapter.trains_model:
         if options.adapter is not None:
             raise ConfigError("--adapter: a config with adapter.method: full has none. Leave it out, or give --base")
-        trained = Path(settings.run.dir).expanduser() / "model"
+        trained = expanded(settings.run.dir) / "model"
         if not options.base and not trained.is_dir():
             raise ConfigError(f"there is no model directory {trained}. Train first, or give --base")
         return None
     if options.base:
         return None
-    chosen = options.adapter or Path(settings.run.dir).expanduser() / "adapter"
+    chosen = options.adapter or expanded(settings.run.dir) / "adapter"
     if not chosen.is_dir():
         raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
     return adapter_directory(chosen)

@@ -33,6 +33,7 @@ from dualtune.evaluate.scoring.leaks import find_leaks
 from dualtune.evaluate.scoring.metrics import LENIENT, RIGHT, Metric, Score, is_right
 from dualtune.evaluate.scoring.predictions import PredictedRow, mean_loss, write_predictions
 from dualtune.evaluate.shortage import explanation
+from dualtune.io.disk import expanded
 from dualtune.text.show import in_columns
 from dualtune.train.state.run_dir import PREDICTIONS
 
@@ -104,7 +105,7 @@ class EvalRun:
 
     @property
     def _trained_model(self) -> Path:
-        return Path(self._settings.run.dir).expanduser() / "model"
+        return expanded(self._settings.run.dir) / "model"
 
     def _load(self, *, trained: bool) -> LoadedModel:
         """Load the model with the adapter, or the one that was trained whole; or else the base."""
@@ -249,7 +250,7 @@ class EvalRun:
         options = self._options
         if options.predictions or not options.generates or options.base or options.adapter or options.data:
             return options.predictions
-        return Path(self._settings.run.dir).expanduser() / PREDICTIONS
+        return expanded(self._settings.run.dir) / PREDICTIONS
 
     def _predictions(
         self, model: LoadedModel, examples: Sequence[Example], sides: Mapping[str, Side]

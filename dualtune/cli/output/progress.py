@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
     """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
-    from dualtune.train.prepare import FINGERPRINT
+    from dualtune.train.prepare import DOWNLOAD, FINGERPRINT
 
     with phases() as shown:
         shown.begin("checking", "model and data")
-        tokenizing: str | None = None
+        reading: str | None = None
 
         def show(what: str, share: float) -> None:
-            nonlocal tokenizing
+            nonlocal reading
             if what == FINGERPRINT:
                 return shown.begin(*(("checking", "model and data") if share else ("computing", what)))
-            if what != tokenizing:
-                shown.begin("tokenizing", what)
-                tokenizing = what
+            if what != reading:
+                shown.begin("checking" if what == DOWNLOAD else "tokenizing", what)
+                reading = what
             shown.update(share, 1)
             if share == 1.0:
-                shown.finish("tokenized")
+                shown.finish("checked" if what == DOWNLOAD else "tokenized")
                 shown.begin("checking", "model and data")
-                tokenizing = None  # a directory may be read twice, for training and for evaluation
+                reading = None  # a directory may be read twice, for training and for evaluation
             return None
 
         yield show

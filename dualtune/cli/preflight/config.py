@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dualtune.cli.output.terminal import pass_on, say
+from dualtune.io.disk import expanded
 
 
 class _Names(click.Group):
@@ -94,7 +95,7 @@ def _count_layers(model: str) -> int | None:
     from dualtune.base_model.config_file import read_config
     from dualtune.errors import DualtuneError
 
-    directory = Path(model).expanduser()
+    directory = expanded(model)
     try:
         config = read_config(directory if directory.is_dir() else _in_hub_cache(model))
     except DualtuneError:

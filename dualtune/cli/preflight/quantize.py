@@ -10,6 +10,7 @@ import click
 from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
 from dualtune.cli.output.terminal import say
+from dualtune.io.disk import expanded
 
 if TYPE_CHECKING:
     from dualtune.evaluate.base_formats import FormatComparison
@@ -57,7 +58,7 @@ def command(
             check_value(backend, "model.quantization", name)
         with explained(backend, settings, "while a format of the base was measured"):
             found = compare_formats(settings, backend, rows, wanted, lambda name: shown.begin("measuring", name))
-    kept = _keep(Path(settings.run.dir).expanduser(), found)
+    kept = _keep(expanded(settings.run.dir), found)
     if as_json:
         return say(to_json(found.as_json()))
     return say(_as_text(found) + (f"\n\nkept in {kept}" if kept else ""))

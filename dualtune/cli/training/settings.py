@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.io.disk import expanded
+
 if TYPE_CHECKING:
     from dualtune.config import Config
 
@@ -88,7 +90,7 @@ def _keys(overrides: Sequence[str]) -> dict[str, None]:
 
 def _place(name: str) -> Path:
     """Return a path whose last part is a name, also for `.` and `..`; links keep theirs."""
-    return Path(os.path.abspath(Path(name).expanduser()))  # noqa: PTH100
+    return Path(os.path.abspath(expanded(name)))  # noqa: PTH100
 
 
 def described(config: Config, overrides: Sequence[str]) -> str:

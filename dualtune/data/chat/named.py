@@ -13,6 +13,7 @@ from dualtune.adapter.formats.chat_template import MAX_TEMPLATE_BYTES
 from dualtune.config.advice import unknown_value
 from dualtune.config.values import NEWEST_TEMPLATES, TemplateName
 from dualtune.errors import ConfigError, FormatError
+from dualtune.io.disk import expanded
 from dualtune.io.untrusted import open_file
 
 NAMES: tuple[str, ...] = get_args(TemplateName)
@@ -61,7 +62,7 @@ def chosen_template(own: str | Mapping[str, str] | None, choice: str) -> str | N
     elif is_name(choice):
         source = named_template(choice)
     else:
-        path = Path(choice).expanduser()
+        path = expanded(choice)
         if not path.is_file():
             raise ConfigError(unknown(choice))
         try:

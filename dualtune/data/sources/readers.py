@@ -6,6 +6,7 @@ Each row keeps its file and line, so that later error messages can name them.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def _may_be_in_the_hub(path: str) -> bool:
 
 def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
     try:
-        location = Path(path).expanduser()
+        location = Path(os.path.expanduser(path))  # noqa: PTH111  unlike Path's, no error for ~name of no user
         if location.is_dir():
             return location, "directory"
         if location.exists() and not location.is_file():

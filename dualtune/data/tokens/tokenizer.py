@@ -31,6 +31,7 @@ from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
+from dualtune.data.tokens.tokenizer_vetting import rust_errors
 from dualtune.errors import ConfigError, DataError, FormatError
 from dualtune.io.untrusted import read_json, sha256_of
 
@@ -67,9 +68,6 @@ class Tokenizer:
         self._folds_system = system == "fold"
         self._loaded = load(model_dir)
         self._rust = self._loaded.rust
-        # Some tokenizer.json files contain the truncation and padding settings of a training.
-        self._rust.no_truncation()
-        self._rust.no_padding()
         self._rust.encode_special_tokens = False
         self._files = _hashes(model_dir)
         self._model_dir = model_dir
@@ -155,7 +153,8 @@ class Tokenizer:
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens."""
-        return self._rust.decode(list(ids), skip_special_tokens=False)
+        with rust_errors(self._model_dir):
+            return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def render(
         self,

@@ -92,10 +92,24 @@ def load(model_dir: Path) -> Loaded:
     data = (model_dir / TOKENIZER).read_bytes()
     vet(data, model_dir / TOKENIZER)
     try:
-        with rust_errors(model_dir):
-            return _load(model_dir, data)
+        with rust_errors(model_dir), _mute():
+            return _rehearsed(_load(model_dir, data))
     except Unknown:
         return _by_transformers(model_dir)
+
+
+def _rehearsed(loaded: Loaded) -> Loaded:
+    """Return the tokenizer after its first use: some faults in the files show only then, as panics.
+
+    That it has no token for a character is an ordinary error, and only matters where the data have it.
+    """
+    # Some tokenizer.json files contain the truncation and padding settings of a training.
+    loaded.rust.no_truncation()
+    loaded.rust.no_padding()
+    for text in ("", "a", "Aé 1\n"):
+        with contextlib.suppress(Exception):
+            loaded.rust.decode(loaded.rust.encode(text).ids)
+    return loaded
 
 
 def _load(model_dir: Path, data: bytes) -> Loaded:
@@ -270,16 +284,19 @@ def _read(path: Path) -> Table:
 
 @contextlib.contextmanager
 def _mute() -> Generator[None]:
-    """Silence standard output, because the Rust library prints untrusted keys of the files there."""
+    """Silence both streams: the Rust library prints untrusted keys of the files there, and backtraces of its panics."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    sys.stderr.flush()
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
     with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+        for stream in kept:
+            os.dup2(nowhere.fileno(), stream)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)
 
 
 def _by_transformers(model_dir: Path) -> Loaded:
@@ -302,4 +319,7 @@ def _by_transformers(model_dir: Path) -> Loaded:
     if not found.is_fast:
         raise EnvironmentFault(f"{model_dir}: a tokenizer.json is needed (a fast tokenizer, with character offsets)")
     config = {key: getattr(found, key) for key in ("chat_template", "clean_up_tokenization_spaces")}
-    return _loaded(model_dir, found.backend_tokenizer, found.special_tokens_map, found.extra_special_tokens, config)
+    with rust_errors(model_dir), _mute():
+        return _rehearsed(
+            _loaded(model_dir, found.backend_tokenizer, found.special_tokens_map, found.extra_special_tokens, config)
+        )

@@ -27,7 +27,7 @@ from pathlib import Path
 from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
-from dualtune.io.disk import remove_leftovers
+from dualtune.io.disk import expanded, remove_leftovers
 from dualtune.io.folder import check_own
 from dualtune.io.replaced import OpenDirectory
 from dualtune.text.redaction import redact
@@ -133,7 +133,7 @@ def _leave(lock: Lock, run_dir: RunDir, created: list[Path], state: str, reason:
 
 
 def path_of(config: Config) -> Path:
-    return Path(config.run.dir).expanduser()
+    return expanded(config.run.dir)
 
 
 def is_run_dir(path: Path) -> bool:
@@ -176,7 +176,7 @@ def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
         return None, []
     if resume == "auto":
         return _newest(path / CHECKPOINTS)
-    given = Path(resume).expanduser()
+    given = expanded(resume)
     if (given / checkpoint.MANIFEST).is_file():
         return checkpoint.read(given), []
     if (given / CHECKPOINTS).is_dir():

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.io import fields
-from dualtune.io.disk import existing, fsync, new_directory
+from dualtune.io.disk import existing, expanded, fsync, new_directory
 from dualtune.io.folder import NotRegular, open_regular
 from dualtune.io.untrusted import parse_object
 from dualtune.text.show import in_bytes, in_columns
@@ -82,7 +82,7 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Require
 
     FormatError if the bundle cannot be trusted, ConfigError if the directory is in use, DiskError if writing fails.
     """
-    target = Path(os.path.abspath(target.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
+    target = Path(os.path.abspath(expanded(target)))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it")
     with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):

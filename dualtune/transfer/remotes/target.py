@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dualtune.errors import ConfigError
+from dualtune.io.disk import expanded
 from dualtune.transfer.bundles.names import IN_DIRECTORY
 from dualtune.transfer.remotes import remote_files, store
 from dualtune.transfer.remotes.directory import DirectoryStore
@@ -66,7 +67,7 @@ def parse(text: str) -> RemoteTarget:
     if scheme is None:
         if match := _SCP.fullmatch(text):
             return _target(SshStore(match[1].replace("[", "").replace("]", "")), _ssh_path(match[2]))
-        return _target(DirectoryStore(), str(Path(text).expanduser()))
+        return _target(DirectoryStore(), str(expanded(text)))
     kind = scheme[0].removesuffix("://").lower()
     if kind == "file":
         return _target(DirectoryStore(), unquote(urlsplit(text).path))
