@@ -29,7 +29,6 @@ HARMLESS = {
 CONVERSATIONS = {
     "an empty answer": ([CHAT[0], {"role": "assistant", "content": " "}], "message 2: the assistant's answer is blank"),
     "an unknown role": ([{"role": "narrator", "content": "Once"}, CHAT[1]], "message 1: role: got 'narrator', allowed"),
-    "two users in a row": ([CHAT[0], *CHAT], "message 2: the second user message in a row"),
     "no answer": ([CHAT[0]], "has no assistant message"),
     "a tool nobody called": ([*CHAT, {"role": "tool", "content": "4"}], "message 3: a tool message must follow"),
 }
@@ -91,7 +90,7 @@ def test_bad_rows_are_left_out_up_to_the_limit(box):
 @pytest.mark.fault(
     row=27,
     fault="conversations that cannot be",
-    injection="empty answer, unknown role, two users in a row, no answer, a tool that nobody called",
+    injection="empty answer, unknown role, no answer, a tool that nobody called",
     expected="`file:line: message n: reason`, exit 3",
 )
 @pytest.mark.parametrize("what", CONVERSATIONS)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.journey
 WIKISQL = Path(__file__).parents[3] / "shared" / "data" / "wikisql"
 STEPS, ANSWERED, TOKENS = 6, 4, 12
 CONFIG = f"""
-model: {{name: MODEL, dtype: float32}}
+model: {{name: smollm2, dtype: float32}}
 adapter: {{rank: 8, alpha: 16}}
 data: {{train: train.jsonl, eval: valid.jsonl}}
 train: {{steps: {STEPS}, documents_per_step: 4, learning_rate: 1.0e-3, warmup: 0}}

@@ -81,7 +81,7 @@ def _named_base(directory: Path, option: str, plain: bool) -> str:
     if plain and (better := plain_name(name)) != name:
         raise ConfigError(
             f"{directory}: the adapter names the base {shown(name)}, a copy in few bits, which nothing can be merged "
-            f"into. Give the plain model that it was made of, by its name {shown(better)}: {option}"
+            f"into. Give the plain model that it was made of: {option}, by its name --base {shown(better)}"
         )
     return name
 
