@@ -41,7 +41,7 @@ from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
-from dualtune_torch.kernels import allocator, cross_entropy
+from dualtune_torch.kernels import allocator, compiled, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
@@ -254,12 +254,7 @@ class TorchEngine:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
     def decoding(self) -> TorchDecoding:
-        @contextmanager
-        def computing() -> Iterator[None]:
-            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-                yield
-
-        return TorchDecoding(self.model, computing)
+        return TorchDecoding(self.model, self._generating)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -289,9 +284,16 @@ class TorchEngine:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
-        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
+        with self._generating(len(tokens)):
             logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True, **self._last_only).logits[0, -1]
         return _numpy(logits_V.float()), held
+
+    @contextmanager
+    def _generating(self, num_tokens: int) -> Iterator[None]:
+        """The context of a forward pass over so many new tokens of each text."""
+        pieces = compiled.plain() if num_tokens == 1 else nullcontext()
+        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), pieces:
+            yield
 
     @cached_property
     def _last_only(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -148,7 +149,8 @@ def stream_text(
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     shown = model.tokenizer.decode(ids)
-    for token in model.engine.generate(prompt, choose=choose, cache=cache):
+    # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
+    for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
         interrupt.poll()
         ids.append(token)
         progress.num_tokens += 1

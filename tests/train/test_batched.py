@@ -116,7 +116,7 @@ class Short:
 
     def enter(self, texts):
         self._rows += len(texts)
-        self._inner.enter(texts)
+        return self._inner.enter(texts)
 
     def advance(self, tokens_B):
         if self._rows > self._most:
