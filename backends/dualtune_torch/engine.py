@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import TorchDecoding, crop_on_device
+from dualtune_torch.host.generation import TorchDecoding, crop_on_device, logits_after
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -285,7 +284,7 @@ class TorchEngine:
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
         with self._generating(len(tokens)):
-            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True, **self._last_only).logits[0, -1]
+            (logits_V,) = logits_after(self.model, tokens_1T, held)
         return _numpy(logits_V.float()), held
 
     @contextmanager
@@ -294,12 +293,6 @@ class TorchEngine:
         pieces = compiled.plain() if num_tokens == 1 else nullcontext()
         with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), pieces:
             yield
-
-    @cached_property
-    def _last_only(self) -> dict[str, int]:
-        """The option by which the output head computes the last token alone; most models have it."""
-        name = "logits_to_keep"
-        return {name: 1} if name in inspect.signature(self.model.forward).parameters else {}
 
     def _trial_run(self) -> None:
         with self._together():

@@ -29,6 +29,16 @@ def crop_on_device(held: DynamicCache, excess: int) -> bool:
     return True
 
 
+def logits_after(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, **options: Any) -> Tensor:
+    """Return the logits [B, V] after the last of these tokens, which are added to the cache."""
+    T = tokens_BT.shape[1]
+    if T > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:  # most models have it
+        # An index, not a number: that gives a slice, and a slice of many rows times frozen weights is a batched
+        # product in torch, several times slower on a CPU.
+        options["logits_to_keep"] = torch.tensor([T - 1], device=tokens_BT.device)
+    return model(tokens_BT, past_key_values=cache, use_cache=True, **options).logits[:, -1]
+
+
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, [B, G, T, d]: views of tensors with room for more tokens."""
 
@@ -79,7 +89,7 @@ class TorchDecoding:
         """`computing`: the context of a forward pass over so many tokens of each row."""
         _check_batchable(model)
         self._model, self._computing = model, computing
-        self._known = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cache: Cache | None = None  # None: there is no row
         self._width = 0  # of the cache
         self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
@@ -109,13 +119,11 @@ class TorchDecoding:
         T, padding_B = tokens_BT.shape[1], width - lengths_B
         positions_BT = np.maximum(np.arange(width - T, width) - padding_B[:, None], 0)
         tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
-        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in self._known}
+        options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         if padding_B.any():
             options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
         with self._computing(T):
-            logits_BTV = self._model(tokens, past_key_values=cache, use_cache=True, **options).logits
-        return TorchNextLogits(logits_BTV[:, -1])
+            return TorchNextLogits(logits_after(self._model, tokens, cache, **options))
 
     def _join(self, entered: Cache, width: int) -> None:
         """Put the rows that are there before those that have entered, in their cache of this width."""

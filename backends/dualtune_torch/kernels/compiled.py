@@ -28,7 +28,7 @@ torch.fx.experimental._config.use_duck_shape = False
 
 RECOMPILE_LIMIT = 64  # of one function
 Function = TypeVar("Function", bound=Callable[..., Any])
-_is_plain = ContextVar("is_plain", default=False)
+_plain = ContextVar("plain", default=False)
 
 
 @cache
@@ -39,7 +39,7 @@ def compile_function(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        if _is_plain.get():
+        if is_plain():
             return function(*args)
         tensors = [each for each in args if isinstance(each, Tensor) and each.dim()]
         if not any(map(_is_on_gpu, tensors)):
@@ -51,6 +51,10 @@ def compile_function(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
+def is_plain() -> bool:
+    return _plain.get()
+
+
 @contextmanager
 def plain() -> Iterator[None]:
     """Inside the block, compiled functions run as they are written.
@@ -58,11 +62,11 @@ def plain() -> Iterator[None]:
     For one token of each row: torch takes longer to call a compiled function than such a function takes, and compiles
     once more for a single row.
     """
-    before = _is_plain.set(True)
+    before = _plain.set(True)
     try:
         yield
     finally:
-        _is_plain.reset(before)
+        _plain.reset(before)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
