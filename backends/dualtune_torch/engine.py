@@ -283,15 +283,13 @@ class TorchEngine:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
-        with self._generating(len(tokens)):
+        with self._generating():
             (logits_V,) = logits_after(self.model, tokens_1T, held)
         return _numpy(logits_V.float()), held
 
     @contextmanager
-    def _generating(self, num_tokens: int) -> Iterator[None]:
-        """The context of a forward pass over so many new tokens of each text."""
-        pieces = compiled.plain() if num_tokens == 1 else nullcontext()
-        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), pieces:
+    def _generating(self) -> Iterator[None]:
+        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), compiled.plain():
             yield
 
     def _trial_run(self) -> None:

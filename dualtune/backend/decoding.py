@@ -19,10 +19,10 @@ class CannotBatch(Exception):
 class NextLogits(Protocol):
     """The logits of the next token of each row, still on the device: only what is read is transferred."""
 
-    def most_probable(self) -> np.ndarray:
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         """Return the most probable token of each row, the first of equals, int32 [B].
 
-        An engine may compute the step after these tokens meanwhile: most likely they are those of the next `advance`.
+        Unless they are the last ones, an engine may compute the step after them ahead, in case `advance` gets them.
         """
         ...
 

@@ -125,13 +125,14 @@ def _ended(
     """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
     yield from (row for row in rows if row.has_ended)
     rows = [row for row in rows if not row.has_ended]
+    if not rows:
+        return
     try:
-        if len(rows) > 1 and bounds.rows > 1:
-            check_decoding(engine, [row.prompt for row in rows[:2]])
+        check_decoding(engine, [row.prompt for row in rows[:2]])
     except CannotBatch as reason:
-        tell(f"answers one by one: {reason}")
-        bounds = replace(bounds, rows=1)
-    if len(rows) > 1 and bounds.rows > 1:
+        if len(rows) > 1:
+            tell(f"answers one by one: {reason}")
+    else:
         yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
         return
     for row in rows:
@@ -189,17 +190,19 @@ def _step(
         logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
     if stop_ids is None:
         return [row.choose(logits_V) for row, logits_V in zip(entering or active, logits.rows(), strict=True)]
-    return [None if token in stop_ids else token for token in logits.most_probable().tolist()]
+    is_last = all(len(row.tokens) + 1 == row.limit for row in active)
+    tokens_B = logits.most_probable(is_last=is_last)
+    return [None if token in stop_ids else token for token in tokens_B.tolist()]
 
 
 def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
-    """Raise CannotBatch unless the engine computes the beginnings of two prompts in a batch as it does alone.
+    """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
     Not every model family keeps the rows of a batch apart, and none says so. An engine that passed is not asked again.
     """
     if engine in _checked:
         return
-    texts = [prompt[:length] for prompt, length in zip(prompts, TRIAL_TOKENS, strict=True)]
+    texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     decoding = engine.decoding()
     try:
         entered_BV = decoding.enter(texts).rows()

@@ -296,7 +296,7 @@ class NumpyNextLogits:
     def __init__(self, logits_BV: np.ndarray) -> None:
         self._logits_BV = logits_BV
 
-    def most_probable(self) -> np.ndarray:
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).astype(np.int32)
 
     def rows(self) -> np.ndarray:

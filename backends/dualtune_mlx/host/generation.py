@@ -30,7 +30,7 @@ class MlxDecoding:
             raise CannotBatch(f"its layers keep a state or forget ({', '.join(others)})")
         self._model = model
         self._cache: list[Any] = []  # empty: there is no row
-        self._ahead: mx.array | None = None  # logits [B, V] of the next step, which the cache then holds already…
+        self._ahead: MlxNextLogits | None = None  # of the next step, which the cache then holds already…
         self._expected_B = np.zeros(0, np.int32)  # …if the rows go on with these tokens
 
     def enter(self, texts: Sequence[np.ndarray]) -> MlxNextLogits:
@@ -45,20 +45,21 @@ class MlxDecoding:
             self._model(mx.array(tokens_BT), cache=entered)
             for layer in entered:
                 layer.finalize()
-        logits_BV = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered)
+        logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered)
         if not self._cache:
             self._cache = entered
-            return MlxNextLogits(logits_BV, self)
+            return logits
         for held, layer in zip(self._cache, entered, strict=True):
             held.extend(layer)
-        return MlxNextLogits(logits_BV)
+        return MlxNextLogits(logits.logits_BV)
 
     def advance(self, tokens_B: np.ndarray) -> MlxNextLogits:
-        if self._ahead is None or not np.array_equal(tokens_B, self._expected_B):
+        logits = self._ahead
+        if logits is None or not np.array_equal(tokens_B, self._expected_B):
             self._forget_ahead()
-            return MlxNextLogits(self._next_logits(mx.array(tokens_B), self._cache), self)
-        logits_BV, self._ahead = self._ahead, None
-        return MlxNextLogits(logits_BV, self)
+            return self._next_logits(mx.array(tokens_B), self._cache)
+        self._ahead = None
+        return logits
 
     def leave(self, staying: Sequence[int]) -> None:
         if not staying:
@@ -68,17 +69,19 @@ class MlxDecoding:
         for layer in self._cache:
             layer.filter(index)
         if self._ahead is not None:
-            self._ahead, self._expected_B = self._ahead[index], self._expected_B[list(staying)]
+            self._ahead = MlxNextLogits(self._ahead.logits_BV[index], self)
+            self._expected_B = self._expected_B[list(staying)]
 
     def compute_ahead(self, tokens_B: mx.array) -> np.ndarray:
         """Start the step after these tokens, and return them: they are transferred while the device goes on."""
+        mx.async_eval(tokens_B)  # by itself: arrays that are started together are waited for together
         self._ahead = self._next_logits(tokens_B, self._cache)
-        mx.async_eval(tokens_B, self._ahead)
+        mx.async_eval(self._ahead.tokens_B)
         self._expected_B = np.array(tokens_B)
         return self._expected_B
 
-    def _next_logits(self, tokens_B: mx.array, cache: list[Any]) -> mx.array:
-        return self._model(tokens_B[:, None], cache=cache)[:, -1]
+    def _next_logits(self, tokens_B: mx.array, cache: list[Any]) -> MlxNextLogits:
+        return MlxNextLogits(self._model(tokens_B[:, None], cache=cache)[:, -1], self)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
@@ -91,11 +94,13 @@ class MlxNextLogits:
     """See `dualtune.backend.decoding.NextLogits`. `decoding` computes the next step ahead, if all its rows are here."""
 
     def __init__(self, logits_BV: mx.array, decoding: MlxDecoding | None = None) -> None:
-        self._logits_BV, self._decoding = logits_BV, decoding
+        self.logits_BV, self._decoding = logits_BV, decoding
+        self.tokens_B = mx.argmax(logits_BV, axis=-1).astype(mx.int32)  # computed where it is asked for: MLX is lazy
 
-    def most_probable(self) -> np.ndarray:
-        tokens_B = mx.argmax(self._logits_BV, axis=-1).astype(mx.int32)
-        return np.array(tokens_B) if self._decoding is None else self._decoding.compute_ahead(tokens_B)
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
+        if is_last or self._decoding is None:
+            return np.array(self.tokens_B)
+        return self._decoding.compute_ahead(self.tokens_B)
 
     def rows(self) -> np.ndarray:
-        return np.array(self._logits_BV.astype(mx.float32))
+        return np.array(self.logits_BV.astype(mx.float32))

@@ -85,8 +85,8 @@ class TorchDecoding:
     In the cache each row ends at the last column, and what is before its first token is masked.
     """
 
-    def __init__(self, model: PreTrainedModel, computing: Callable[[int], AbstractContextManager[None]]) -> None:
-        """`computing`: the context of a forward pass over so many tokens of each row."""
+    def __init__(self, model: PreTrainedModel, computing: Callable[[], AbstractContextManager[None]]) -> None:
+        """`computing`: the context of all forward passes."""
         _check_batchable(model)
         self._model, self._computing = model, computing
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -122,7 +122,7 @@ class TorchDecoding:
         options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         if padding_B.any():
             options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
-        with self._computing(T):
+        with self._computing():
             return TorchNextLogits(logits_after(self._model, tokens, cache, **options))
 
     def _join(self, entered: Cache, width: int) -> None:
@@ -166,7 +166,7 @@ class TorchNextLogits:
     def __init__(self, logits_BV: Tensor) -> None:
         self._logits_BV = logits_BV
 
-    def most_probable(self) -> np.ndarray:
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).int().cpu().numpy()
 
     def rows(self) -> np.ndarray:

@@ -59,8 +59,8 @@ def is_plain() -> bool:
 def plain() -> Iterator[None]:
     """Inside the block, compiled functions run as they are written.
 
-    For one token of each row: torch takes longer to call a compiled function than such a function takes, and compiles
-    once more for a single row.
+    For generation: with one token of each row, torch takes longer to call a compiled function than the function takes,
+    and for a single row it would compile once more.
     """
     before = _plain.set(True)
     try:
