@@ -1,21 +1,26 @@
 """Generation in batches beside transformers' `generate` on torch and mlx-lm's `batch_generate` on MLX.
 
-    python benchmarks/generation.py [--model DIR] [--parts torch,mlx] [--rounds 3] [--tokens 32]
+    python benchmarks/generation.py [--model DIR] [--parts torch,mlx] [--rounds 3] [--tokens 32] [--answers DIR]
 
 torch     the model in DIR, or by default four layers of SmolLM2-135M's shape with random weights, on the CPU in float32
           with one thread; transformers continues one static batch, padded on the left.
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
+answers   with --answers, a real model with a chat template: 20 questions, answers of up to 32 tokens, with their end,
+          on torch as above, once: ours, transformers in one batch, and transformers one by one.
+
 1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
-static batch wastes nothing. The sides take turns in each round, after one round that does not count. `ratio` is the
-median over the rounds of our seconds (of the clock) divided by theirs in the same round. `equal_rows`: rows with the
-same tokens on both sides; others differ after a tie of rounding.
+static batch wastes nothing. The sides take turns in each round, after one round that does not count, and begin in
+turn. A ratio is the median over the rounds of our seconds divided by theirs in the same round: `ratio` by the clock,
+`cpu_ratio` by the processor time of the process, which a busy machine disturbs less. `equal_rows`: rows with the same
+tokens on both sides; others differ after a tie of rounding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,13 +29,15 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of MLX on a CPU
+
 import numpy as np
 import record
 
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.evaluate.batched import continue_all
 from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.inference import BASE_ONLY, LoadedModel
+from dualtune.evaluate.inference import BASE_ONLY, LoadedModel, load_model
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import write_tiny_llama
 
@@ -49,6 +56,7 @@ def main() -> None:
     parser.add_argument("--parts", default="torch,mlx")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--answers", type=Path)
     args = parser.parse_args()
     written = Path(tempfile.mkdtemp())
     model = args.model or write_tiny_llama(written / "smollm2", **SMOLLM2)
@@ -63,6 +71,9 @@ def main() -> None:
         ours, theirs, vocab = makers[part]()
         figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in NUM_PROMPTS}
         print(part, json.dumps(figures[part], indent=2), flush=True)
+    if args.answers:
+        figures["answers"] = {"model": args.answers.name, **answers(args.answers)}
+        print("answers", json.dumps(figures["answers"], indent=2), flush=True)
     print(record.write("generation", figures))
 
 
@@ -72,18 +83,75 @@ def compare(ours: Side, theirs: Side, num_prompts: int, vocab: int, args: argpar
     prompts = [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
     rows = [side(prompts, args.tokens) for side in (ours, theirs)]  # the round that does not count
     assert all(len(row) == args.tokens for side in rows for row in side)
-    seconds: list[list[float]] = [[], []]
-    for _ in range(args.rounds):
-        for side, took in zip((ours, theirs), seconds, strict=True):
-            began = time.perf_counter()
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    cpu_seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for i in range(args.rounds):
+        for name, side in [("ours", ours), ("theirs", theirs)][:: -1 if i % 2 else 1]:
+            began, cpu_began = time.perf_counter(), time.process_time()
             side(prompts, args.tokens)
-            took.append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - began)
+            cpu_seconds[name].append(time.process_time() - cpu_began)
     return {
-        "seconds": dict(zip(("ours", "theirs"), seconds, strict=True)),
-        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in seconds],
-        "ratio": median(a / b for a, b in zip(*seconds, strict=True)),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in seconds.values()],
+        "ratio": ratio(seconds),
+        "cpu_ratio": ratio(cpu_seconds),
         "equal_rows": sum(a == b for a, b in zip(*rows, strict=True)),
     }
+
+
+def answers(path: Path, num_questions: int = 20, tokens: int = 32) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    loaded = load_model(get_backend("torch", "cpu"), str(path), dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = [
+        loaded.tokenizer.encode_prompt(f"What is {i} plus {2 * i}?" + " Explain it to a child." * (i % 2))
+        for i in range(num_questions)
+    ]
+
+    def ours(prompts: Prompts) -> list[str]:
+        ends = continue_all(loaded, prompts, Sampling(max_tokens=tokens), tell=print)
+        return [each.text for each in sorted(ends, key=lambda each: each.number)]
+
+    def in_a_batch(prompts: Prompts) -> list[str]:
+        rows = static_batch(theirs, prompts, tokens, pad_token_id=0, eos_token_id=[*loaded.tokenizer.stop_ids])
+        ends = [next((i for i, token in enumerate(row) if token in loaded.tokenizer.stop_ids), None) for row in rows]
+        return [loaded.tokenizer.decode(row[:end]) for row, end in zip(rows, ends, strict=True)]
+
+    sides = {
+        "ours": ours,
+        "theirs": in_a_batch,
+        "theirs_one_by_one": lambda prompts: [text for prompt in prompts for text in in_a_batch([prompt])],
+    }
+    seconds, cpu_seconds, texts = dict[str, float](), dict[str, float](), dict[str, list[str]]()
+    for name, side in sides.items():
+        side(prompts[:2])  # what comes once
+        began, cpu_began = time.perf_counter(), time.process_time()
+        texts[name] = side(prompts)
+        seconds[name], cpu_seconds[name] = time.perf_counter() - began, time.process_time() - cpu_began
+    equal = {
+        name: sum(a.strip() == b.strip() for a, b in zip(texts["ours"], texts[name], strict=True)) for name in sides
+    }
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "equal_to_ours": equal}
+
+
+def static_batch(model: Any, prompts: Prompts, tokens: int, **options: Any) -> list[list[int]]:
+    """Continue prompts by transformers' `generate`, padded on the left."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, **options)
+    return out[:, width:].tolist()
+
+
+def ratio(seconds: dict[str, list[float]]) -> float:
+    return median(a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True))
 
 
 def our_side(backend: str, device: str, model: Path) -> Side:
@@ -109,11 +177,7 @@ def torch_sides(model: Path) -> tuple[Side, Side, int]:
     theirs.generation_config.eos_token_id = None
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        out = theirs.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, pad_token_id=0)
-        return out[:, width:].tolist()
+        return static_batch(theirs, prompts, tokens, pad_token_id=0)
 
     return our_side("torch", "cpu", model), side, theirs.config.vocab_size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,13 +34,13 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import TorchDecoding, crop_on_device
+from dualtune_torch.host.generation import TorchDecoding, crop_on_device, logits_after
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
-from dualtune_torch.kernels import allocator, cross_entropy
+from dualtune_torch.kernels import allocator, compiled, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
@@ -254,12 +253,7 @@ class TorchEngine:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
     def decoding(self) -> TorchDecoding:
-        @contextmanager
-        def computing() -> Iterator[None]:
-            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-                yield
-
-        return TorchDecoding(self.model, computing)
+        return TorchDecoding(self.model, self._generating)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -289,15 +283,14 @@ class TorchEngine:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
-        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True, **self._last_only).logits[0, -1]
+        with self._generating():
+            (logits_V,) = logits_after(self.model, tokens_1T, held)
         return _numpy(logits_V.float()), held
 
-    @cached_property
-    def _last_only(self) -> dict[str, int]:
-        """The option by which the output head computes the last token alone; most models have it."""
-        name = "logits_to_keep"
-        return {name: 1} if name in inspect.signature(self.model.forward).parameters else {}
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), compiled.plain():
+            yield
 
     def _trial_run(self) -> None:
         with self._together():

@@ -19,8 +19,11 @@ class CannotBatch(Exception):
 class NextLogits(Protocol):
     """The logits of the next token of each row, still on the device: only what is read is transferred."""
 
-    def most_probable(self) -> np.ndarray:
-        """Return the most probable token of each row, the first of equals, int32 [B]."""
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
+        """Return the most probable token of each row, the first of equals, int32 [B].
+
+        Unless they are the last ones, an engine may compute the step after them ahead, in case `advance` gets them.
+        """
         ...
 
     def rows(self) -> np.ndarray:
@@ -35,8 +38,8 @@ class Decoding(Protocol):
     After an error of any method the rows are lost, and another Decoding begins with the same texts.
     """
 
-    def enter(self, texts: Sequence[np.ndarray]) -> None:
-        """Add rows after those that are there, and compute the keys and values of their texts (int32 [T], T >= 0)."""
+    def enter(self, texts: Sequence[np.ndarray]) -> NextLogits:
+        """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1)."""
         ...
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:

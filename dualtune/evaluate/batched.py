@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from weakref import WeakSet
 
 import numpy as np
@@ -124,17 +125,18 @@ def _ended(
     """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
     yield from (row for row in rows if row.has_ended)
     rows = [row for row in rows if not row.has_ended]
+    if not rows:
+        return
     try:
-        if len(rows) > 1 and bounds.rows > 1:
-            check_decoding(engine, [row.prompt for row in rows[:2]])
+        check_decoding(engine, [row.prompt for row in rows[:2]])
     except CannotBatch as reason:
-        tell(f"answers one by one: {reason}")
-        bounds = replace(bounds, rows=1)
-    if len(rows) > 1 and bounds.rows > 1:
+        if len(rows) > 1:
+            tell(f"answers one by one: {reason}")
+    else:
         yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
         return
     for row in rows:
-        for token in engine.generate(row.prompt, choose=row.choose):
+        for token in islice(engine.generate(row.prompt, choose=row.choose), row.limit):
             interrupt.poll()
             row.tokens.append(token)
         yield row
@@ -146,7 +148,7 @@ def _together(
 ) -> Iterator[PromptedRow]:  # fmt: skip
     """Yield the rows that have ended, after each token.
 
-    The cache holds all tokens of a row but its last one, so a row can enter at any time, also again.
+    Rows that enter get their first token while the others wait. A row can enter again, with the tokens that it has.
     """
     decoding, waiting = engine.decoding(), deque(rows)
     active: list[PromptedRow] = []
@@ -169,7 +171,7 @@ def _together(
             engine.discard()
             decoding = engine.decoding()
             continue
-        for row, token in zip(active, chosen, strict=True):
+        for row, token in zip(entering or active, chosen, strict=True):
             row.append(token)
         staying = [i for i, row in enumerate(active) if not row.has_ended]
         if len(staying) < len(active):
@@ -181,35 +183,40 @@ def _together(
 def _step(
     decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow], stop_ids: frozenset[int] | None
 ) -> list[int | None]:
-    """Return the next token of each row, or None where it ends."""
+    """Return the next token of each row that enters, or of each active one if none does; None where the row ends."""
     if entering:
-        decoding.enter([np.array([*row.prompt, *row.tokens][:-1], np.int32) for row in entering])
-    logits = decoding.advance(np.array([(row.tokens or row.prompt)[-1] for row in active], np.int32))
+        logits = decoding.enter([np.array([*row.prompt, *row.tokens], np.int32) for row in entering])
+    else:
+        logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
     if stop_ids is None:
-        return [row.choose(logits_V) for row, logits_V in zip(active, logits.rows(), strict=True)]
-    return [None if token in stop_ids else token for token in logits.most_probable().tolist()]
+        return [row.choose(logits_V) for row, logits_V in zip(entering or active, logits.rows(), strict=True)]
+    is_last = all(len(row.tokens) + 1 == row.limit for row in active)
+    tokens_B = logits.most_probable(is_last=is_last)
+    return [None if token in stop_ids else token for token in tokens_B.tolist()]
 
 
 def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
-    """Raise CannotBatch unless the engine computes the beginnings of two prompts in a batch as it does alone.
+    """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
     Not every model family keeps the rows of a batch apart, and none says so. An engine that passed is not asked again.
     """
     if engine in _checked:
         return
-    texts = [prompt[:length] for prompt, length in zip(prompts, TRIAL_TOKENS, strict=True)]
+    texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     decoding = engine.decoding()
     try:
-        decoding.enter([text[:-1] for text in texts])
-        together_BV = decoding.advance(np.array([text[-1] for text in texts], np.int32)).rows().astype(np.float64)
+        entered_BV = decoding.enter(texts).rows()
+        advanced_BV = decoding.advance(np.array([text[-1] for text in texts], np.int32)).rows()
     except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError, AssertionError) as error:
         raise CannotBatch(f"{type(error).__name__}: {error}") from error
-    for text, logits_V in zip(texts, together_BV, strict=True):
-        alone_V = engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
+    pairs = [*zip(texts, entered_BV, strict=True)]
+    pairs += [(np.append(text, text[-1]), logits_V) for text, logits_V in zip(texts, advanced_BV, strict=True)]
+    for text, single_V in pairs:
+        logits_V, alone_V = single_V.astype(np.float64), engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
         top = np.argsort(-alone_V)[:TOP_K]
         shifted_V = logits_V - logits_V.max()
         found = shifted_V[top] - np.log(np.exp(shifted_V).sum())
         gap = float(np.abs(found - alone_V[top]).mean())
-        if gap > 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):
+        if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
             raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
     _checked.add(engine)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -174,7 +175,8 @@ def stream_text(
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
     before = decode(ids)
-    for token in model.engine.generate(prompt, choose=choose, cache=cache):
+    # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
+    for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
         interrupt.poll()
         ids.append(token)
         progress.num_tokens += 1

@@ -276,23 +276,27 @@ class NumpyDecoding:
         self._logprobs = logprobs
         self._num_rows = 0
 
-    def enter(self, texts: Sequence[np.ndarray]) -> None:
+    def enter(self, texts: Sequence[np.ndarray]) -> NumpyNextLogits:
         self._num_rows += len(texts)
+        return self._after([text[-1] for text in texts])
 
     def advance(self, tokens_B: np.ndarray) -> NumpyNextLogits:
         if len(tokens_B) != self._num_rows:
             raise ValueError(f"got {len(tokens_B)} tokens for {self._num_rows} rows")
-        return NumpyNextLogits(self._logprobs(tokens_B).astype(np.float32))
+        return self._after(tokens_B)
 
     def leave(self, staying: Sequence[int]) -> None:
         self._num_rows = len(staying)
+
+    def _after(self, tokens: Sequence[int] | np.ndarray) -> NumpyNextLogits:
+        return NumpyNextLogits(self._logprobs(np.asarray(tokens)).astype(np.float32))
 
 
 class NumpyNextLogits:
     def __init__(self, logits_BV: np.ndarray) -> None:
         self._logits_BV = logits_BV
 
-    def most_probable(self) -> np.ndarray:
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).astype(np.int32)
 
     def rows(self) -> np.ndarray:

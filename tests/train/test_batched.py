@@ -9,9 +9,9 @@ import pytest
 from dualtune import interrupt
 from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import ConfigError, Preempted
-from dualtune.evaluate.batched import Bounds, check_decoding, continue_all
+from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all
 from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model
+from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model, stream_text
 from dualtune.evaluate.kept_answers import KeptAnswers
 from dualtune.testing.conformance import random_adapter
 
@@ -105,6 +105,62 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
     assert (stopped[0].text, stopped[0].num_tokens, stopped[0].is_whole) == ("", 0, True)
 
 
+class Counted:
+    """A decoding that counts the forward passes that its model does."""
+
+    def __init__(self, inner, passes):
+        self._inner, self._passes = inner, passes
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def enter(self, texts):
+        self._passes.append(len(texts))
+        return self._inner.enter(texts)
+
+    def advance(self, tokens_B):
+        self._passes.append(len(tokens_B))
+        return self._inner.advance(tokens_B)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_batch_takes_a_forward_pass_per_token(model, sampling):
+    """The texts themselves give the first tokens, and nothing is computed after the last ones."""
+    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    check_decoding(model.engine, prompts_of(model)[:2])
+    passes = []
+    counted = Wrapped(model.engine, lambda: Counted(model.engine.decoding(), passes))
+    _checked.add(counted)
+    for count in (1, len(TEXTS)):
+        passes.clear()
+        few = replace(model, engine=counted, tokenizer=endless)
+        assert len([*continue_all(few, prompts_of(model)[:count], sampling)]) == count
+        assert passes == [count] * sampling.max_tokens
+
+
+@pytest.mark.parametrize(("model", "starts"), [("torch", 1), ("mlx", 2)], indirect=["model"])
+def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch):
+    """Neither in a batch, where MLX starts the next step ahead, nor in a single text.
+
+    On MLX a prompt takes two calls: its last token follows by itself.
+    """
+    calls, prompt = [], prompts_of(model)[1]
+    kind = type(model.engine.model)
+    called = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda *args, **options: calls.append(1) or called(*args, **options))
+    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    endless = replace(model, tokenizer=endless)
+    check_decoding(model.engine, [prompt, prompt])
+    for answers in (
+        lambda: continue_all(endless, [prompt], GREEDY),
+        lambda: continue_all(endless, [prompt, prompt], GREEDY),
+        lambda: stream_text(endless, prompt, max_tokens=GREEDY.max_tokens),
+    ):
+        calls.clear()
+        assert len([*answers()])
+        assert len(calls) == starts + GREEDY.max_tokens - 1
+
+
 # --- shortages, and models that cannot -------------------------------------------------------------------------------
 
 
@@ -116,7 +172,7 @@ class Short:
 
     def enter(self, texts):
         self._rows += len(texts)
-        self._inner.enter(texts)
+        return self._inner.enter(texts)
 
     def advance(self, tokens_B):
         if self._rows > self._most:

@@ -30,47 +30,77 @@ class MlxDecoding:
             raise CannotBatch(f"its layers keep a state or forget ({', '.join(others)})")
         self._model = model
         self._cache: list[Any] = []  # empty: there is no row
+        self._ahead: MlxNextLogits | None = None  # of the next step, which the cache then holds already…
+        self._expected_B = np.zeros(0, np.int32)  # …if the rows go on with these tokens
 
-    def enter(self, texts: Sequence[np.ndarray]) -> None:
-        lengths = [len(text) for text in texts]
-        width = max(1, *lengths)  # one column of padding, if there is nothing to compute
-        tokens_BT = np.zeros((len(texts), width), np.int32)
-        for b, text in enumerate(texts):
-            tokens_BT[b, : len(text)] = text
-        padding = [width - length for length in lengths]
+    def enter(self, texts: Sequence[np.ndarray]) -> MlxNextLogits:
+        self._forget_ahead()
+        padding = [max(map(len, texts)) - len(text) for text in texts]
         entered = [BatchKVCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
-        for layer in entered:
-            layer.prepare(right_padding=padding)
-        self._model(mx.array(tokens_BT), cache=entered)
-        for layer in entered:
-            layer.finalize()
-        if self._cache:
-            for held, layer in zip(self._cache, entered, strict=True):
-                held.extend(layer)
-        else:
+        # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
+        tokens_BT = np.array([[*text[:-1], *[0] * spare] for text, spare in zip(texts, padding, strict=True)], np.int32)
+        if tokens_BT.size:
+            for layer in entered:
+                layer.prepare(right_padding=padding)
+            self._model(mx.array(tokens_BT), cache=entered)
+            for layer in entered:
+                layer.finalize()
+        logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered)
+        if not self._cache:
             self._cache = entered
-        mx.eval([layer.state[:4] for layer in self._cache])
+            return logits
+        for held, layer in zip(self._cache, entered, strict=True):
+            held.extend(layer)
+        return MlxNextLogits(logits.logits_BV)
 
     def advance(self, tokens_B: np.ndarray) -> MlxNextLogits:
-        return MlxNextLogits(self._model(mx.array(tokens_B[:, None]), cache=self._cache)[:, -1])
+        logits = self._ahead
+        if logits is None or not np.array_equal(tokens_B, self._expected_B):
+            self._forget_ahead()
+            return self._next_logits(mx.array(tokens_B), self._cache)
+        self._ahead = None
+        return logits
 
     def leave(self, staying: Sequence[int]) -> None:
         if not staying:
-            self._cache = []
+            self._cache, self._ahead = [], None
             return
         index = mx.array(list(staying))
         for layer in self._cache:
             layer.filter(index)
+        if self._ahead is not None:
+            self._ahead = MlxNextLogits(self._ahead.logits_BV[index], self)
+            self._expected_B = self._expected_B[list(staying)]
+
+    def compute_ahead(self, tokens_B: mx.array) -> np.ndarray:
+        """Start the step after these tokens, and return them: they are transferred while the device goes on."""
+        mx.async_eval(tokens_B)  # by itself: arrays that are started together are waited for together
+        self._ahead = self._next_logits(tokens_B, self._cache)
+        mx.async_eval(self._ahead.tokens_B)
+        self._expected_B = np.array(tokens_B)
+        return self._expected_B
+
+    def _next_logits(self, tokens_B: mx.array, cache: list[Any]) -> MlxNextLogits:
+        return MlxNextLogits(self._model(tokens_B[:, None], cache=cache)[:, -1], self)
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead = None
+            for layer in self._cache:
+                layer.trim(1)
 
 
 class MlxNextLogits:
-    """See `dualtune.backend.decoding.NextLogits`."""
+    """See `dualtune.backend.decoding.NextLogits`. `decoding` computes the next step ahead, if all its rows are here."""
 
-    def __init__(self, logits_BV: mx.array) -> None:
-        self._logits_BV = logits_BV
+    def __init__(self, logits_BV: mx.array, decoding: MlxDecoding | None = None) -> None:
+        self.logits_BV, self._decoding = logits_BV, decoding
+        self.tokens_B = mx.argmax(logits_BV, axis=-1).astype(mx.int32)  # computed where it is asked for: MLX is lazy
 
-    def most_probable(self) -> np.ndarray:
-        return np.array(mx.argmax(self._logits_BV, axis=-1).astype(mx.int32))
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
+        if is_last or self._decoding is None:
+            return np.array(self.tokens_B)
+        return self._decoding.compute_ahead(self.tokens_B)
 
     def rows(self) -> np.ndarray:
-        return np.array(self._logits_BV.astype(mx.float32))
+        return np.array(self.logits_BV.astype(mx.float32))

@@ -29,6 +29,16 @@ def crop_on_device(held: DynamicCache, excess: int) -> bool:
     return True
 
 
+def logits_after(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, **options: Any) -> Tensor:
+    """Return the logits [B, V] after the last of these tokens, which are added to the cache."""
+    T = tokens_BT.shape[1]
+    if T > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:  # most models have it
+        # An index, not a number: that gives a slice, and a slice of many rows times frozen weights is a batched
+        # product in torch, several times slower on a CPU.
+        options["logits_to_keep"] = torch.tensor([T - 1], device=tokens_BT.device)
+    return model(tokens_BT, past_key_values=cache, use_cache=True, **options).logits[:, -1]
+
+
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, [B, G, T, d]: views of tensors with room for more tokens."""
 
@@ -72,8 +82,7 @@ def _layers(cache: Cache) -> list[GrowingLayer]:
 class TorchDecoding:
     """See `dualtune.backend.decoding.Decoding`.
 
-    In the cache each row ends at the last column, and what is before its first token is masked. New rows are computed
-    padded on the right, where a causal model needs no mask, and are then moved to the last column.
+    In the cache each row ends at the last column, and what is before its first token is masked.
     """
 
     def __init__(self, model: PreTrainedModel, computing: Callable[[], AbstractContextManager[None]]) -> None:
@@ -85,39 +94,43 @@ class TorchDecoding:
         self._width = 0  # of the cache
         self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
 
-    def enter(self, texts: Sequence[np.ndarray]) -> None:
+    def enter(self, texts: Sequence[np.ndarray]) -> TorchNextLogits:
         lengths_B = np.array([len(text) for text in texts], np.int64)
-        width = max(1, int(lengths_B.max()))  # one column of padding, if there is nothing to compute
+        width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
-        for b, text in enumerate(texts):
-            tokens_BT[b, : len(text)] = text
+        for row, text in zip(tokens_BT, texts, strict=True):
+            row[width - len(text) :] = text
         entered = Cache(layer_class_to_replicate=GrowingLayer)
-        (tokens,) = to_device([tokens_BT], self._model.device)
-        with self._computing():
-            self._model.base_model(tokens, past_key_values=entered, use_cache=True)
-        joint = max(width, self._width)
-        held = iter([] if self._cache is None else _layers(self._cache))
-        for layer in _layers(entered):
-            new = [_moved_right(tensor, lengths_B, joint) for tensor in layer.tensors]
-            if self._cache is not None:
-                before = (F.pad(tensor, (0, 0, joint - self._width, 0)) for tensor in next(held).tensors)
-                new = [torch.cat(pair) for pair in zip(before, new, strict=True)]
-            layer.replace(*new)
-        self._cache, self._width = entered, joint
+        logits = self._next_logits(tokens_BT, lengths_B, width, entered)
+        if self._cache is not None:
+            self._join(entered, width)
+        self._cache, self._width = entered, max(width, self._width)
         self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
+        return logits
 
     def advance(self, tokens_B: np.ndarray) -> TorchNextLogits:
-        sent = [tokens_B[:, None].astype(np.int64), self._lengths_B[:, None]]
-        tokens, lengths = to_device(sent, self._model.device)
-        is_padded = int(self._lengths_B.min()) < self._width
         self._lengths_B, self._width = self._lengths_B + 1, self._width + 1
-        options: dict[str, Any] = {"position_ids": lengths} if self._takes_positions else {}
-        if is_padded:
-            columns = torch.arange(self._width, device=tokens.device)
-            options["attention_mask"] = (columns >= self._width - 1 - lengths).long()
+        return self._next_logits(tokens_B[:, None].astype(np.int64), self._lengths_B, self._width, self._cache)
+
+    def _next_logits(
+        self, tokens_BT: np.ndarray, lengths_B: np.ndarray, width: int, cache: Cache | None
+    ) -> TorchNextLogits:
+        """Compute new tokens, with which the rows in a cache of this width have these lengths."""
+        T, padding_B = tokens_BT.shape[1], width - lengths_B
+        positions_BT = np.maximum(np.arange(width - T, width) - padding_B[:, None], 0)
+        tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
+        options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+        if padding_B.any():
+            options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
         with self._computing():
-            logits_B1V = self._model(tokens, past_key_values=self._cache, use_cache=True, **options).logits
-        return TorchNextLogits(logits_B1V[:, -1])
+            return TorchNextLogits(logits_after(self._model, tokens, cache, **options))
+
+    def _join(self, entered: Cache, width: int) -> None:
+        """Put the rows that are there before those that have entered, in their cache of this width."""
+        joint = max(width, self._width)
+        for held, layer in zip(_layers(cast(Cache, self._cache)), _layers(entered), strict=True):
+            pairs = zip(held.tensors, layer.tensors, strict=True)
+            layer.replace(*(torch.cat([_padded(old, joint), _padded(new, joint)]) for old, new in pairs))
 
     def leave(self, staying: Sequence[int]) -> None:
         self._lengths_B = self._lengths_B[list(staying)]
@@ -132,11 +145,9 @@ class TorchDecoding:
         self._width = width
 
 
-def _moved_right(tensor: Tensor, lengths_B: np.ndarray, width: int) -> Tensor:
-    """Return the first tokens of each row, so many as its length, at the end of rows of this width."""
-    offsets_BT = np.arange(width)[None] - (width - lengths_B[:, None])
-    (index_BT,) = to_device([np.clip(offsets_BT, 0, tensor.shape[2] - 1)], tensor.device)
-    return tensor.gather(2, index_BT[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    """Return rows [B, G, T, d] with zeros before them up to this width."""
+    return F.pad(tensor, (0, 0, width - tensor.shape[2], 0))
 
 
 def _check_batchable(model: PreTrainedModel) -> None:
@@ -155,7 +166,7 @@ class TorchNextLogits:
     def __init__(self, logits_BV: Tensor) -> None:
         self._logits_BV = logits_BV
 
-    def most_probable(self) -> np.ndarray:
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).int().cpu().numpy()
 
     def rows(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels import allocator, compiled
 from dualtune_torch.kernels.attention import NotCovered
 
 Compile = Callable[[Any], Any]  # `compiled.compile_function`, or the identity
@@ -67,7 +67,8 @@ def compile_rotary(model: nn.Module, maybe_compile: Compile) -> bool:
         forward: Any = type(module).forward
         if ROTARY not in _names_in(module) or not _rotates_alike(forward.__globals__[ROTARY]):
             continue
-        names = {**forward.__globals__, ROTARY: partial(rotate_both, maybe_compile=maybe_compile)}
+        rotate = partial(rotate_both, maybe_compile=maybe_compile, own=forward.__globals__[ROTARY])
+        names = {**forward.__globals__, ROTARY: rotate}
         own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         module.forward = MethodType(own, module)
         found = True
@@ -113,9 +114,15 @@ def _by_token(rotate: Callable[..., Tensor], x_BHTd: Tensor, cos_Nr: Tensor, sin
 
 
 def rotate_both(
-    q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, maybe_compile: Compile
-) -> tuple[Tensor, Tensor]:
-    """Replace transformers' function, with the same arguments; cosines and sines [B or 1, T, r]."""
+    q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, maybe_compile: Compile,
+    own: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Replace transformers' function, with the same arguments; cosines and sines [B or 1, T, r].
+
+    `own`: theirs, for where nothing is compiled.
+    """
+    if own is not None and compiled.is_plain():
+        return own(q_BHTd, k_BGTd, cos, sin, unsqueeze_dim)
     if unsqueeze_dim != 1:
         raise NotCovered(f"rotates heads along dimension {unsqueeze_dim}")
     B, _, T, _ = q_BHTd.shape

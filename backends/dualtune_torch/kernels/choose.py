@@ -109,11 +109,12 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
     if not kernels.attention:
         yield
         return
-    model.set_attn_implementation(cast(str, kernels.own_attention))
+    # The names alone are exchanged: `set_attn_implementation` walks all modules, which is too slow for each token.
+    model.config._attn_implementation = kernels.own_attention
     try:
         yield
     finally:
-        model.set_attn_implementation(attention.NAME)
+        model.config._attn_implementation = attention.NAME
 
 
 def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ torch.fx.experimental._config.use_duck_shape = False
 
 RECOMPILE_LIMIT = 64  # of one function
 Function = TypeVar("Function", bound=Callable[..., Any])
+_plain = ContextVar("plain", default=False)
 
 
 @cache
@@ -36,6 +39,8 @@ def compile_function(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any) -> Any:
+        if is_plain():
+            return function(*args)
         tensors = [each for each in args if isinstance(each, Tensor) and each.dim()]
         if not any(map(_is_on_gpu, tensors)):
             return on_cpu(*args)
@@ -44,6 +49,24 @@ def compile_function(function: Function) -> Function:
         return on_gpu(*args)
 
     return call  # type: ignore[return-value]
+
+
+def is_plain() -> bool:
+    return _plain.get()
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Inside the block, compiled functions run as they are written.
+
+    For generation: with one token of each row, torch takes longer to call a compiled function than the function takes,
+    and for a single row it would compile once more.
+    """
+    before = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(before)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
