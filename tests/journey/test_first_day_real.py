@@ -59,7 +59,8 @@ def desk(model, tmp_path_factory):
         parts = [json.loads(line)["text"].partition("\nA: ") for line in lines]
         rows = [{"prompt": question, "completion": answer} for question, _, answer in parts]
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (home / "config.yaml").write_text(CONFIG.replace("MODEL", str(model)), encoding="utf-8")
+    (home / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    (home / "smollm2").symlink_to(model)  # a local base travels by the last part of its path
     return home
 
 
