@@ -94,7 +94,8 @@ def choices(node: Fragment) -> list[str]:
 
 
 def _bounds(node: Fragment) -> str:
-    return " and ".join(f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node)
+    bounds = [(sign, node[name]) for name, sign in _BOUNDS.items() if name in node]
+    return " and ".join(f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}" for sign, bound in bounds)
 
 
 def wrong_value(path: KeyPath, value: object) -> str:

@@ -110,7 +110,8 @@ def test_a_quantized_base_is_refused(key, base, adapter_dir, tmp_path, dualtune_
     packed.mkdir()
     config = json.loads((base / "config.json").read_text()) | {key: {"bits": 4, "group_size": 64}}
     (packed / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file({"x.scales": np.zeros(1, np.float32)}, packed / "model.safetensors")
+    tensors = safetensors.numpy.load_file(base / "model.safetensors") | {"x.scales": np.zeros(1, np.float32)}
+    safetensors.numpy.save_file(tensors, packed / "model.safetensors")
     result = dualtune_main("adapter", "merge", adapter_dir, tmp_path / "out", "--base", packed, "--platform", "cpu")
     assert result.returncode == 2 and "stored quantized, and merging into packed weights" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -80,7 +80,7 @@ runn:
         ("adapter.rank", "16.0", "got 16.0, must be an integer >= 1"),
         ("adapter.rank", "null", "got null, must be an integer >= 1"),
         ("adapter.rank", "{a: 1}", "got a mapping, must be an integer >= 1"),
-        ("adapter.alpha", "0", "got 0, must be > 0"),
+        ("adapter.alpha", "0", "got 0, must be >= 1e-09 and <= 1e+09"),
         ("adapter.alpha", ".inf", "got .inf, must be finite"),
         (
             "adapter.targets",
