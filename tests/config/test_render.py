@@ -54,7 +54,7 @@ _configs = st.fixed_dictionaries(
         "model": st.fixed_dictionaries({"name": _names}),
         "adapter": st.fixed_dictionaries(
             {
-                "alpha": st.floats(0, exclude_min=True, allow_infinity=False),
+                "alpha": st.floats(1e-9, 1e9),
                 "targets": st.lists(_names, min_size=1, max_size=3, unique=True) | st.just("all-linear"),
             }
         ),

@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_an_error(folder):
     os.mkfifo("pipe.jsonl")
     assert error_of("pipe.jsonl") == "pipe.jsonl: is not a regular file; write the data to a file first"
     assert "cannot be read: " in error_of("x" * 5000 + ".jsonl")
-    assert error_of("~no-such-user/a.jsonl").startswith("~no-such-user/a.jsonl: cannot be read: ")
+    assert error_of("~no-such-user/a.jsonl") == "~no-such-user/a.jsonl: no such file or directory"
     source = open_source(str(path))
     path.unlink()
     for read in (source.identity, lambda: list(source.rows())):

@@ -152,12 +152,13 @@ class Progress(RunLines):
 
     def _show_training(self) -> None:
         self._shown.begin("training", since=self._began)
-        self._shown.update(self.view.step, self.view.num_steps)
         if record := self.view.last:
             phase = ((self._phase,),) if self._phase else ()
             numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",), *phase
             left = self.view.seconds_left
             self._shown.update(record.step, self.view.num_steps, *numbers, seconds_left=left or 0.0)
+        else:
+            self._shown.update(self.view.step, self.view.num_steps)
         self._draw()
 
     def _show_saving(self) -> None:
