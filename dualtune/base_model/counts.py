@@ -21,6 +21,8 @@ SHAPE = re.compile(
     rf"{LAYERS.pattern}|(num|n)_(attention_heads|key_value_heads|heads?)|n_(embd|inner|positions)|head_dim"
     r"|(hidden|intermediate|vocab)_size|d_(model|inner)|ffn_dim"
 )
+# A mixture of experts may have no layer of that width. A layer of MAX_UNUSED is small beside an embedding that is checked.
+UNUSED, MAX_UNUSED = re.compile(r"intermediate_size|d_inner|n_inner|ffn_dim"), 1 << 16
 NUMBERED = re.compile(r"(.*?\.)??\d+\.")  # the name of a tensor up to its first number
 TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key than n_positions for the number of positions
 POSITIONS = re.compile(r"(.+\.)?(wpe|embed_positions)\.weight")
@@ -105,7 +107,8 @@ def check_counts(config: Mapping[str, Any], weights: BaseWeights) -> None:
         elif key == of_positions:
             _check_at_most(file, key, value, max(positions, default=MAX_COUNT), "positions")
         elif SHAPE.fullmatch(key) and key != "n_positions":
-            _check_at_most(file, key, value, widest, "numbers in the longest row or column of any tensor")
+            most = max(widest, MAX_UNUSED) if UNUSED.fullmatch(key) else widest
+            _check_at_most(file, key, value, most, "numbers in the longest row or column of any tensor")
     _check_embedding(file, table, weights)
 
 
@@ -113,7 +116,7 @@ def _check_at_most(file: Path, key: str, value: object, most: int, what: str) ->
     for number in cast("list[object]", value) if isinstance(value, list) else [value]:
         if isinstance(number, int) and number > most:
             raise wrong(
-                file, key, number, f"at most {most:,}: the weight files hold so many {what}. Use the config.json and "
+                file, key, number, f"at most {most:,}: the weight files hold no more {what}. Use the config.json and "
                 "the weights of the same model"
             )  # fmt: skip
 

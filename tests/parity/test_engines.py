@@ -309,10 +309,10 @@ def test_code_in_a_model_directory_is_never_executed(model_type, tiny, backend, 
     assert not canary.exists()
 
 
-def test_an_impossible_config_json_is_an_environment_fault(tiny, backend, tmp_path):
+def test_an_impossible_config_json_is_a_format_error(tiny, backend, tmp_path):
     shutil.copytree(tiny.model_dir, tmp_path / "model")
     rewrite_config(tmp_path / "model", num_hidden_layers="three")
-    with pytest.raises(EnvironmentFault, match=str(tmp_path)):
+    with pytest.raises(FormatError, match=str(tmp_path)):
         load_model(backend, str(tmp_path / "model"))
-    with pytest.raises(EnvironmentFault, match=str(tmp_path)):
+    with pytest.raises(FormatError, match=str(tmp_path)):
         load(backend, tmp_path / "model")

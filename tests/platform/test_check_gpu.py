@@ -147,7 +147,7 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [("tpu", "got 'tpu', allowed: auto, mlx"), ("cuda:7", "platform cuda"), ("numpy", "numpy: as requested")],
+    [("tpu", "got 'tpu', allowed: auto, mlx"), ("cuda:7", "cuda:7: as requested"), ("numpy", "numpy: as requested")],
 )
 def test_the_platform_s_default_is_dualtune_device(dualtune_main, monkeypatch, config_for, device, words):
     monkeypatch.setenv("DUALTUNE_DEVICE", device)
