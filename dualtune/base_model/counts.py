@@ -21,7 +21,7 @@ SHAPE = re.compile(
     rf"{LAYERS.pattern}|(num|n)_(attention_heads|key_value_heads|heads?)|n_(embd|inner|positions)|head_dim"
     r"|(hidden|intermediate|vocab)_size|d_(model|inner)|ffn_dim"
 )
-# A mixture of experts may have no layer of that width. A layer of MAX_UNUSED is small beside an embedding that is checked.
+# A mixture of experts may have no layer of that width. One of MAX_UNUSED is small beside an embedding.
 UNUSED, MAX_UNUSED = re.compile(r"intermediate_size|d_inner|n_inner|ffn_dim"), 1 << 16
 NUMBERED = re.compile(r"(.*?\.)??\d+\.")  # the name of a tensor up to its first number
 TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key than n_positions for the number of positions

@@ -9,7 +9,7 @@ import pytest
 
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.errors import ConfigError, FormatError
 from dualtune.evaluate.inference import load_model
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
