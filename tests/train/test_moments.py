@@ -1,11 +1,13 @@
 """Moments of a run: the order of the calls, their numbers, what a failing hook misses, and hooks from outside."""
 
+import errno
 import json
 import pydoc
 
 import pytest
 
 from dualtune.hooks import Hook, installed_hooks
+from dualtune.profiler import timeline
 from dualtune.profiler.snapshot import read_timeline
 from dualtune.train.moments import Moments
 from dualtune.train.step import untimed, unwatched
@@ -172,10 +174,11 @@ def test_a_hook_gets_no_moments_while_records_wait():
     assert len(problems) == 1 and "delivered later" in problems[0]
 
 
-def test_a_timeline_that_cannot_be_written_does_not_end_the_run(lab, monkeypatch, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()  # so that it counts as a run
-    (tmp_path / "run" / "memory.csv").mkdir()
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(lab, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(timeline, "keep_rows", full)
     result = lab.run(train__steps=2)
     assert result.num_steps == 2
     assert [row["message"].partition(" raised")[0] for row in rows_of_events(result.run_dir, "hook_failed")] == [
