@@ -4,6 +4,7 @@ The tokenizer has one token per byte, so that tokens can be counted by hand, and
 lie across a border.
 """
 
+import gc
 import json
 import os
 import signal
@@ -226,6 +227,15 @@ def render_apart(python):
         return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
 
     return render
+
+
+@pytest.fixture
+def unscanned():
+    """Hide what other tests have left from `gc.get_objects`, whose time is that of all that is alive."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

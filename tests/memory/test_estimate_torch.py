@@ -115,8 +115,8 @@ def assert_alike(estimated, found, *, kept=0.005, peak=0.05):
 @pytest.mark.parametrize(
     ("dtype", "dropout", "lengths"),
     [
-        long("float32", True, SHORT), ("float32", True, LONG), ("float32", False, SHORT), long("float32", False, LONG),
-        ("bfloat16", True, SHORT), long("bfloat16", True, LONG), long("bfloat16", False, SHORT),
+        long("float32", True, SHORT), long("float32", True, LONG), ("float32", False, SHORT),
+        long("float32", False, LONG), ("bfloat16", True, SHORT), long("bfloat16", True, LONG), long("bfloat16", False, SHORT),
         long("bfloat16", False, LONG),
     ],
 )  # fmt: skip

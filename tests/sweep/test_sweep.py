@@ -39,7 +39,7 @@ def losses(out):
     return found
 
 
-@pytest.mark.parametrize("platform", ["numpy", "torch", "mlx"])
+@pytest.mark.parametrize("platform", ["numpy", "torch", pytest.param("mlx", marks=pytest.mark.long)])
 def test_each_run_is_bitwise_what_train_makes_of_its_config(
     platform, sweep, home, config_file, tiny_llama, tiny_softmax, open_backend, tmp_path
 ):
@@ -65,7 +65,10 @@ def test_the_base_is_loaded_once_and_again_only_where_it_differs(lab_runs):
     assert shared.num_loaded == 5  # layers that move are not kept, and nothing else beside them
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "int8", "affine4"])
+@pytest.mark.parametrize(
+    "quantization",
+    [pytest.param("nf4", marks=pytest.mark.long), "int8", pytest.param("affine4", marks=pytest.mark.long)],
+)
 def test_a_quantized_base_is_shared_bitwise(lab_runs, quantization):
     changes = {"model.quantization": quantization, "adapter.targets": ["q_proj", "down_proj"]}
     _, shared = lab_runs(SharedBase(), changes, changes | {"adapter.rank": 3})

@@ -190,7 +190,7 @@ def waiting() -> set[int]:
     return {id(found) for found in gc.get_objects() if type(found) in kinds}
 
 
-def test_after_an_error_nothing_waits(load, monkeypatch):
+def test_after_an_error_nothing_waits(load, monkeypatch, unscanned):
     engine = load(how=ActivationCheckpointing(4, every=3))
     expected = gradient(engine)
     layer = list(engine.model.base_model.layers._modules.values())[1]

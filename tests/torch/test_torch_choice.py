@@ -87,7 +87,10 @@ def test_a_family_is_computed_alike(family, load):
     assert_same(engine, load(family, "reference"), (DOCUMENTS,) if family == "GptOss" else (DOCUMENTS, PACKED))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Cohere"])
+@pytest.mark.parametrize(
+    "family",
+    ["Llama", "Qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("Gemma3Text", "Phi3", "Cohere"))],
+)
 def test_a_family_is_compiled_alike(family, load, monkeypatch):
     monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     engine = load(family)

@@ -140,7 +140,7 @@ def test_another_quantization_is_refused_by_name(changes, init, load, tmp_path):
         load(model_dir, init=init)
 
 
-def test_random_weights_are_quantized_one_by_one(load, tmp_path, monkeypatch):
+def test_random_weights_are_quantized_one_by_one(load, tmp_path, monkeypatch, unscanned):
     """A plain 7B model may not fit where the quantized one does."""
     pytest.importorskip("bitsandbytes")
     from dualtune_torch.weights import nf4
@@ -151,11 +151,9 @@ def test_random_weights_are_quantized_one_by_one(load, tmp_path, monkeypatch):
     alive, quantize = [], nf4._linear
 
     def counted(*arguments):
-        alive.append(plain_layers() - before)
+        alive.append(plain_layers())
         return quantize(*arguments)
 
-    gc.collect()
-    before = plain_layers()  # of other tests
     monkeypatch.setattr(nf4, "_linear", counted)
     engine = load(write_tiny_llama(tmp_path / "model"), quantization="nf4", init="random")
     assert len(alive) > 7 and max(alive) <= 2  # the one at hand, and the one before it

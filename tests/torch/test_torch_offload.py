@@ -104,7 +104,7 @@ def test_two_inputs_are_on_the_device_at_a_time():
     assert host.transfers.num_copies == 12
 
 
-def test_a_forward_pass_without_a_backward_pass_leaves_nothing(engine):
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing(engine, unscanned):
     engine.set_checkpointing(FULL)
     expected = gradient(engine)
     gc.collect()

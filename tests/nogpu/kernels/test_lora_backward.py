@@ -96,7 +96,7 @@ def test_master_weights_in_float32_get_gradients_in_float32():
     assert_close(found, by_autograd(grad_out, x, down, up)[:2], (1e-4, 1e-4))  # not rounded to 16 bits
 
 
-def test_a_thousand_calls_leave_nothing_behind():
+def test_a_thousand_calls_leave_nothing_behind(unscanned):
     given = inputs(8, 16, 24, 4, torch.bfloat16)
 
     def tensors():
