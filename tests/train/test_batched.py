@@ -11,7 +11,7 @@ import pytest
 from dualtune import interrupt
 from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import ConfigError, Preempted
-from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all
+from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
 from dualtune.evaluate.chat import Sampling
 from dualtune.evaluate.fingerprints import MOST_TOKENS, PROMPTS, fingerprints, gap, logprobs_of, plain_batch, recompute
 from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model, stream_text
@@ -106,6 +106,29 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
         each.number: each for each in continue_all(replace(model, tokenizer=tokenizer), prompts_of(model), GREEDY)
     }
     assert (stopped[0].text, stopped[0].num_tokens, stopped[0].is_whole) == ("", 0, True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_each_row_ends_at_its_own_stop_text(model, sampling):
+    """The others go on with the tokens that they get without stop texts, each up to its own limit."""
+    spelled = SimpleNamespace(  # a character is a token
+        stop_ids=model.tokenizer.stop_ids, decode=lambda ids: "".join(chr(0x4E00 + token) for token in ids),
+        encode_prompt=model.tokenizer.encode_prompt,
+    )  # fmt: skip
+    model = replace(model, tokenizer=spelled)
+    whole = together(model, sampling)
+    stops = [(text[n : n + 2], "never") if n + 1 < len(text) else () for n, (text, *_) in enumerate(whole)]
+    limits = [9 - number % 3 for number in range(len(TEXTS))]
+    rows = [
+        prompted_row(model, number, prompt, replace(sampling, max_tokens=limits[number]), stops=stops[number])
+        for number, prompt in enumerate(prompts_of(model))
+    ]
+    assert sum(map(bool, stops)) > 2
+    for each in continue_rows(model, rows):
+        text, allowed = whole[each.number][0], limits[each.number]
+        ends = [n for n in range(1, allowed + 1) if any(stop in text[:n] for stop in stops[each.number])]
+        count = min([*ends, allowed, len(text)])
+        assert (each.text, each.num_tokens) == (text[:count], count)
 
 
 class Counted:
