@@ -216,11 +216,18 @@ def _together(
             continue
         for row, token in zip(entering or active, chosen, strict=True):
             row.append(token)
-        staying = [i for i, row in enumerate(active) if not row.has_ended]
+        staying = _staying(active)
         if len(staying) < len(active):
             decoding.leave(staying)
         yield from (row for row in active if row.has_ended)
         active = [active[i] for i in staying]
+
+
+def _staying(active: Sequence[PromptedRow]) -> list[int]:
+    """Return the indices of the rows that go on. The last ones take the places of those that ended: few are moved."""
+    count = sum(not row.has_ended for row in active)
+    last = [i for i in range(count, len(active)) if not active[i].has_ended]
+    return [last.pop() if active[i].has_ended else i for i in range(count)]
 
 
 def _step(
