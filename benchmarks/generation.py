@@ -7,7 +7,7 @@ torch     the model in DIR, or by default four layers of SmolLM2-135M's shape wi
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
 answers   with --answers, a real model with a chat template: 20 questions, answers of up to 32 tokens, with their end,
-          on torch as above, once: ours, transformers in one batch, and transformers one by one.
+          on torch as above: ours, transformers in one batch, and once transformers one by one.
 
 1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
 static batch wastes nothing. The sides take turns in each round, after one round that does not count, and begin in
@@ -72,7 +72,7 @@ def main() -> None:
         figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in NUM_PROMPTS}
         print(part, json.dumps(figures[part], indent=2), flush=True)
     if args.answers:
-        figures["answers"] = {"model": args.answers.name, **answers(args.answers)}
+        figures["answers"] = {"model": args.answers.name, **answers(args.answers, args.rounds)}
         print("answers", json.dumps(figures["answers"], indent=2), flush=True)
     print(record.write("generation", figures))
 
@@ -83,25 +83,31 @@ def compare(ours: Side, theirs: Side, num_prompts: int, vocab: int, args: argpar
     prompts = [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
     rows = [side(prompts, args.tokens) for side in (ours, theirs)]  # the round that does not count
     assert all(len(row) == args.tokens for side in rows for row in side)
-    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    cpu_seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for i in range(args.rounds):
-        for name, side in [("ours", ours), ("theirs", theirs)][:: -1 if i % 2 else 1]:
-            began, cpu_began = time.perf_counter(), time.process_time()
-            side(prompts, args.tokens)
-            seconds[name].append(time.perf_counter() - began)
-            cpu_seconds[name].append(time.process_time() - cpu_began)
+    timed = in_turn(
+        {"ours": lambda: ours(prompts, args.tokens), "theirs": lambda: theirs(prompts, args.tokens)}, args.rounds
+    )
     return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in seconds.values()],
-        "ratio": ratio(seconds),
-        "cpu_ratio": ratio(cpu_seconds),
+        **timed,
+        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in timed["seconds"].values()],
         "equal_rows": sum(a == b for a, b in zip(*rows, strict=True)),
     }
 
 
-def answers(path: Path, num_questions: int = 20, tokens: int = 32) -> dict[str, Any]:
+def in_turn(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """Time `ours` and `theirs` in turn, and return seconds of each round and their ratios."""
+    seconds, cpu_seconds = ({name: list[float]() for name in sides} for _ in range(2))
+    for i in range(rounds):
+        for name, side in [*sides.items()][:: -1 if i % 2 else 1]:
+            began, cpu_began = time.perf_counter(), time.process_time()
+            side()
+            seconds[name].append(time.perf_counter() - began)
+            cpu_seconds[name].append(time.process_time() - cpu_began)
+    return {
+        "seconds": seconds, "cpu_seconds": cpu_seconds, "ratio": ratio(seconds), "cpu_ratio": ratio(cpu_seconds)
+    }  # fmt: skip
+
+
+def answers(path: Path, rounds: int, num_questions: int = 20, tokens: int = 32) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,21 +128,20 @@ def answers(path: Path, num_questions: int = 20, tokens: int = 32) -> dict[str, 
         ends = [next((i for i, token in enumerate(row) if token in loaded.tokenizer.stop_ids), None) for row in rows]
         return [loaded.tokenizer.decode(row[:end]) for row, end in zip(rows, ends, strict=True)]
 
-    sides = {
-        "ours": ours,
-        "theirs": in_a_batch,
-        "theirs_one_by_one": lambda prompts: [text for prompt in prompts for text in in_a_batch([prompt])],
-    }
-    seconds, cpu_seconds, texts = dict[str, float](), dict[str, float](), dict[str, list[str]]()
-    for name, side in sides.items():
-        side(prompts[:2])  # what comes once
-        began, cpu_began = time.perf_counter(), time.process_time()
-        texts[name] = side(prompts)
-        seconds[name], cpu_seconds[name] = time.perf_counter() - began, time.process_time() - cpu_began
+    def one_by_one(prompts: Prompts) -> list[str]:
+        return [text for prompt in prompts for text in in_a_batch([prompt])]
+
+    texts = {"ours": ours(prompts), "theirs": in_a_batch(prompts)}  # the round that does not count
+    timed = in_turn({"ours": lambda: ours(prompts), "theirs": lambda: in_a_batch(prompts)}, rounds)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    texts["theirs_one_by_one"] = one_by_one(prompts)
+    timed["seconds"]["theirs_one_by_one"] = time.perf_counter() - began
+    timed["cpu_seconds"]["theirs_one_by_one"] = time.process_time() - cpu_began
     equal = {
-        name: sum(a.strip() == b.strip() for a, b in zip(texts["ours"], texts[name], strict=True)) for name in sides
+        name: sum(a.strip() == b.strip() for a, b in zip(texts["ours"], found, strict=True))
+        for name, found in texts.items()
     }
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "equal_to_ours": equal}
+    return {**timed, "equal_to_ours": equal}
 
 
 def static_batch(model: Any, prompts: Prompts, tokens: int, **options: Any) -> list[list[int]]:

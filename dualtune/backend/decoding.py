@@ -47,5 +47,8 @@ class Decoding(Protocol):
         ...
 
     def leave(self, staying: Sequence[int]) -> None:
-        """Keep only these rows, given by their present indices, in this order. Memory of the others is freed."""
+        """Keep only these rows, given by their present indices, in this order.
+
+        Memory of the others is freed, at the latest when they are as many as the rows that stay.
+        """
         ...

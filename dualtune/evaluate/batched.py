@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from weakref import WeakSet
 
 import numpy as np
@@ -59,6 +58,8 @@ class PromptedRow:
     prompt: np.ndarray  # int32 [T]
     limit: int  # tokens of the continuation
     choose: Callable[[np.ndarray], int | None]
+    is_greedy: bool
+    has_stop_text: Callable[[list[int]], bool] = lambda tokens: False  # in the continuation so far
     tokens: list[int] = field(default_factory=list[int])
     has_ended: bool = False
 
@@ -67,10 +68,10 @@ class PromptedRow:
         return len(self.prompt) + self.limit
 
     def append(self, token: int | None) -> None:
-        """Append the token that was chosen; None ends the row, and so does the last token that is allowed."""
+        """Append the token that was chosen; None ends the row, as do a stop text and the last token that is allowed."""
         if token is not None:
             self.tokens.append(token)
-        self.has_ended = token is None or len(self.tokens) == self.limit
+        self.has_ended = token is None or len(self.tokens) == self.limit or self.has_stop_text(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +97,66 @@ def continue_all(
     """Yield the continuation of each prompt (token ids [T]) as it ends, in the order of their ends.
 
     `numbers`: of the prompts, such as those of their lines; by default 0, 1, 2, …, of which 0 draws what `stream_text`
-    draws. If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that,
-    and why rows follow each other if they must. ConfigError for a prompt that cannot be continued, before the first.
+    draws. The rest is as in `continue_rows`. ConfigError for a prompt that cannot be continued, before the first.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
-    rows = [_row(model, number, prompt, sampling) for number, prompt in zip(numbers, prompts, strict=True)]
-    stop_ids = None if sampling.temperature else model.tokenizer.stop_ids
-    for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
-        interrupt.poll()
-        text = model.tokenizer.decode([*row.prompt[-1:].tolist(), *row.tokens])
-        start = len(model.tokenizer.decode(row.prompt[-1:].tolist()))  # as in `stream_text`
-        yield Continuation(row.number, text[start:], len(row.tokens), len(row.tokens) < row.limit)
+    rows = [prompted_row(model, number, prompt, sampling) for number, prompt in zip(numbers, prompts, strict=True)]
+    yield from continue_rows(model, rows, bounds=bounds, is_shortage=is_shortage, tell=tell)
 
 
-def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling) -> PromptedRow:
+def prompted_row(
+    model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: int | None = None,
+    stops: Sequence[str] = (),
+) -> PromptedRow:  # fmt: skip
+    """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
+
+    `draws`: another number than its own, on which its random numbers depend. ConfigError for a prompt that cannot be
+    continued.
+    """
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
     choose = chooser(
         limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
-        row=number,
+        row=number if draws is None else draws,
     )  # fmt: skip
-    return PromptedRow(number, prompt, limit, choose, has_ended=not limit)
+    row = PromptedRow(number, prompt, limit, choose, is_greedy=sampling.temperature == 0, has_ended=not limit)
+    if stops:
+        # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
+        most = 4 * max(map(len, stops)) + 4
+        decode = model.tokenizer.decode
+        row.has_stop_text = lambda tokens: (
+            _has_any(decode(tokens[-most:]), stops) and _has_any(_text(model, prompt, tokens), stops)
+        )
+    return row
+
+
+def _has_any(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)
+
+
+def _text(model: LoadedModel, prompt: np.ndarray, tokens: list[int]) -> str:
+    """Return the text of tokens after a prompt, as `stream_text` does."""
+    before = prompt[-1:].tolist()
+    return model.tokenizer.decode([*before, *tokens])[len(model.tokenizer.decode(before)) :]
+
+
+def continue_rows(
+    model: LoadedModel,
+    rows: Sequence[PromptedRow],
+    *,
+    bounds: Bounds | None = None,
+    is_shortage: Callable[[BaseException], bool] = lambda error: False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Generator[Continuation]:
+    """Yield the continuation of each row as it ends; a stop text is still there.
+
+    If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that, and why
+    rows follow each other if they must.
+    """
+    stop_ids = model.tokenizer.stop_ids if all(row.is_greedy for row in rows) else None
+    for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
+        interrupt.poll()
+        text = _text(model, row.prompt, row.tokens)
+        yield Continuation(row.number, text, len(row.tokens), len(row.tokens) < row.limit)
 
 
 def _ended(
@@ -136,9 +177,11 @@ def _ended(
         yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
         return
     for row in rows:
-        for token in islice(engine.generate(row.prompt, choose=row.choose), row.limit):
+        for token in engine.generate(row.prompt, choose=row.choose):
             interrupt.poll()
-            row.tokens.append(token)
+            row.append(token)
+            if row.has_ended:  # what is asked for takes a forward pass
+                break
         yield row
 
 
@@ -173,11 +216,18 @@ def _together(
             continue
         for row, token in zip(entering or active, chosen, strict=True):
             row.append(token)
-        staying = [i for i, row in enumerate(active) if not row.has_ended]
+        staying = _staying(active)
         if len(staying) < len(active):
             decoding.leave(staying)
         yield from (row for row in active if row.has_ended)
         active = [active[i] for i in staying]
+
+
+def _staying(active: Sequence[PromptedRow]) -> list[int]:
+    """Return the indices of the rows that go on. The last ones take the places of those that ended: few are moved."""
+    count = sum(not row.has_ended for row in active)
+    last = [i for i in range(count, len(active)) if not active[i].has_ended]
+    return [last.pop() if active[i].has_ended else i for i in range(count)]
 
 
 def _step(

@@ -5,8 +5,10 @@ An entry of dualtune.json, one for each prompt:
     {"prompt": text, "tokens": [ids], "dtype": compute dtype, "top": [[id, log p], … of the 5 most probable],
      "earlier": [the same as "top" after each of the tokens before the last, oldest first, at most 7]}
 
-Entries of an older dualtune have only `tokens` and `top`. Shape suffixes: P recorded positions, V vocabulary, K
-recorded tokens.
+Entries of an older dualtune have only `tokens` and `top`. All texts are computed in one batch. In float32 the recorded
+ids are nevertheless those of each text alone, in their order; log p differs from it by rounding.
+
+Shape suffixes: P recorded positions, V vocabulary, K recorded tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.backend import IGNORE_INDEX, NOISE, Batch, Engine
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import NonFiniteError
 from dualtune.evaluate.weights import using
@@ -34,6 +36,7 @@ TOP_K = 5
 EARLIER = 7  # positions before the last; eight in all separate a small error from rounding far better than one
 PLAUSIBLE = 1e-3  # log-probabilities of rarer tokens are mostly rounding
 ROUNDING = 5e-7  # of the stored values: six decimal places
+MOST_TOKENS = 128  # of a batch of texts, padding included: they have a log p for each token of the vocabulary
 
 Entry = dict[str, Any]
 Top = list[tuple[int, float]]
@@ -41,7 +44,10 @@ Top = list[tuple[int, float]]
 
 def fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
     """Return an entry for each fixed prompt. NonFiniteError if the model computes NaN."""
-    return [_entry(engine, prompt, tokenizer.encode(prompt, special=True)) for prompt in PROMPTS]
+    texts = [tokenizer.encode(prompt, special=True) for prompt in PROMPTS]
+    found = logprobs_of(engine, texts, [1 + EARLIER] * len(texts))
+    dtype = engine.description.dtype
+    return [_entry(prompt, ids, dtype, each) for prompt, ids, each in zip(PROMPTS, texts, found, strict=True)]
 
 
 def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
@@ -55,14 +61,13 @@ def without_adapter(engine: Engine) -> AbstractContextManager[None]:
     return using(engine, engine.neutral_state())
 
 
-def _entry(engine: Engine, prompt: str, ids: np.ndarray) -> Entry:
-    *earlier, top = [_top(logprobs_V) for logprobs_V in engine.logprobs(plain_batch(ids))[0, -1 - EARLIER :]]
+def _entry(prompt: str, ids: np.ndarray, dtype: str, logprobs_PV: np.ndarray) -> Entry:
+    *earlier, top = [_top(logprobs_V) for logprobs_V in logprobs_PV]
     if not np.isfinite([logprob for likely in (*earlier, top) for _, logprob in likely]).all():
         raise NonFiniteError(
             f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
             "Lower train.learning_rate, or use model.dtype: float32"
         )
-    dtype = engine.description.dtype
     return {"prompt": prompt, "tokens": ids.tolist(), "dtype": dtype, "top": top, "earlier": earlier}
 
 
@@ -71,12 +76,43 @@ def _top(logprobs_V: np.ndarray) -> list[list[int | float]]:
     return [[int(i), round(float(logprobs_V[i]), 6)] for i in ids]
 
 
-def plain_batch(ids: Sequence[int] | np.ndarray) -> Batch:
-    """Return a batch of one text, without labels: to compute its log-probabilities."""
-    tokens_BT = np.array(ids, np.int32)[None]
-    ones = np.ones_like(tokens_BT)
-    positions_BT = np.arange(len(ids), dtype=np.int32)[None]
-    return Batch(tokens_BT, ones * IGNORE_INDEX, ones, positions_BT, np.zeros(ones.shape, np.uint32))
+Text = Sequence[int] | np.ndarray  # token ids [T]
+
+
+def logprobs_of(engine: Engine, texts: Sequence[Text], num_last: Sequence[int]) -> list[np.ndarray]:
+    """Return the engine's log p [P, V] after the last P tokens of each text, of which P is given."""
+    found = [np.zeros(0)] * len(texts)
+    waiting = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    while waiting:
+        count = max(1, MOST_TOKENS // len(texts[waiting[0]]))
+        rows, waiting = waiting[:count], waiting[count:]
+        logprobs_BTV = engine.logprobs(plain_batch(*(texts[i] for i in rows)))
+        for i, logprobs_TV in zip(rows, logprobs_BTV, strict=True):
+            end = len(texts[i])
+            last_PV = logprobs_TV[max(0, end - num_last[i]) : end]
+            if len(rows) > 1 and engine.description.dtype == "float32" and _has_ties(last_PV):
+                last_PV = engine.logprobs(plain_batch(texts[i]))[0, -num_last[i] :]
+            found[i] = last_PV.copy()  # of a batch that is far larger
+    return found
+
+
+def _has_ties(logprobs_PV: np.ndarray) -> bool:
+    """Return whether rounding in a batch may change which tokens are the most probable ones, or their order."""
+    last = min(TOP_K, logprobs_PV.shape[-1] - 1)
+    likely_PK = -np.sort(np.partition(-logprobs_PV, last)[:, : last + 1])
+    with np.errstate(invalid="ignore"):  # of infinite ones
+        return bool((-np.diff(likely_PK) < 2 * NOISE["float32"]).any())
+
+
+def plain_batch(*texts: Text) -> Batch:
+    """Return a batch of texts, one in each row, without labels: to compute their log-probabilities."""
+    tokens_BT, segments_BT, positions_BT = np.zeros((3, len(texts), max(map(len, texts))), np.int32)
+    for b, ids in enumerate(texts):
+        tokens_BT[b, : len(ids)] = ids
+        segments_BT[b, : len(ids)] = 1
+        positions_BT[b, : len(ids)] = np.arange(len(ids))
+    no_labels_BT = np.full_like(tokens_BT, IGNORE_INDEX)
+    return Batch(tokens_BT, no_labels_BT, segments_BT, positions_BT, np.zeros(tokens_BT.shape, np.uint32))
 
 
 # --- recomputing ------------------------------------------------------------------------------------------------------
@@ -100,7 +136,7 @@ def recorded_tops(entry: Entry) -> list[Top]:
 
 def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
     """Return the engine's log p [P, V] after the recorded positions of each entry."""
-    return [engine.logprobs(plain_batch(entry["tokens"]))[0, -len(recorded_tops(entry)) :] for entry in entries]
+    return logprobs_of(engine, [entry["tokens"] for entry in entries], [len(recorded_tops(entry)) for entry in entries])
 
 
 def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dualtune.backend import Engine
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.fingerprints import PROMPTS, plain_batch
+from dualtune.evaluate.fingerprints import PROMPTS, logprobs_of
 
 # Shares of what the adapter changes, by divergence. Rounding to bfloat16 costs a few thousandths of it.
 LOST = 0.02
@@ -37,7 +37,7 @@ def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
 
 def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the engine's log-probabilities, float64 [T, V] for each prompt."""
-    return [engine.logprobs(plain_batch(prompt))[0].astype(np.float64) for prompt in prompts]
+    return [each.astype(np.float64) for each in logprobs_of(engine, prompts, [*map(len, prompts)])]
 
 
 def deviation(expected: Logprobs, found: Logprobs) -> Deviation:

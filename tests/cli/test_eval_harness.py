@@ -3,15 +3,18 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dualtune.backend import IGNORE_INDEX, Batch
+from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.evaluate.inference import load_model
+from dualtune.evaluate.inference import load_model, stream_text
 from dualtune.evaluate.scoring.harness import HarnessModel, check_installed, run
+from dualtune.testing.numpy_engine import NumpyDecoding
 
 NUMPY = ("--platform", "numpy")
 
@@ -97,11 +100,73 @@ def test_generation_ends_before_the_first_stop_text(loaded, model):
     assert cut == one == whole[: whole.index(stop)] and none == ""
 
 
-def test_of_two_stop_texts_in_one_piece_the_first_counts(model, monkeypatch):
-    from dualtune.evaluate.scoring import harness
-
-    monkeypatch.setattr(harness, "stream_text", lambda *_, **__: iter(["ab|cd", "#ef", "never read"]))
+def test_of_two_stop_texts_in_one_piece_the_first_counts(loaded):
+    pieces = SimpleNamespace(
+        stop_ids=frozenset(), encode_text=lambda text: np.array([5], np.int32), decode=lambda ids: "ab|cd" * len(ids)
+    )
+    model = HarnessModel(replace(loaded[0], tokenizer=pieces), loaded[1], max_tokens=64, show=lambda *_: None)
     assert model.generate_until([asked("x", {"until": ["d", "|"]})]) == ["ab"]
+
+
+LONG = "2 plus 2 is 4, and 3 plus 3 is"
+SAMPLED = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 6}
+REQUESTS = [
+    ("a", {"until": ["\n"], "max_gen_toks": 5}),
+    (LONG, {"until": [], "max_gen_toks": 12}),
+    ("", {"max_gen_toks": 3}),
+    ("abc", SAMPLED),
+    (LONG, SAMPLED | {"top_p": 0.9}),
+    ("b", {"max_gen_toks": 0}),
+]
+
+
+def one_by_one(llm, context, options):
+    """The answer without stop texts, from the engine's generation of a single text."""
+    ids = llm.tokenizer.encode_text(context)[-(64 - options["max_gen_toks"]) :]
+    sampling = {"temperature": options.get("temperature", 0.0), "top_p": options.get("top_p", 1.0)}
+    ids = ids if len(ids) else np.array([llm.tokenizer.bos_id], np.int32)
+    return "".join(stream_text(llm, ids, max_tokens=options["max_gen_toks"], **sampling))
+
+
+def test_answers_of_a_batch_are_those_of_single_requests_in_their_order(loaded, model):
+    texts = [one_by_one(loaded[0], *request) for request in REQUESTS]
+    assert len({*texts}) == len(REQUESTS) and all(texts[:-1])
+    assert model.generate_until([asked(*request) for request in REQUESTS]) == texts
+    # Each with stop texts of its own, in another order; what a request draws depends on no other.
+    stopping = [(context, options | {"until": [text[1:3] or "x", "never"]})
+                for (context, options), text in zip(REQUESTS[::-1], texts[::-1], strict=True)]  # fmt: skip
+    cut = [text[: text.index(text[1:3])] if len(text) > 1 else text for text in texts[::-1]]
+    assert model.generate_until([asked(*request) for request in stopping]) == cut
+    assert model.generate_until([]) == []
+
+
+def test_requests_share_forward_passes_and_end_with_their_stop_texts(loaded, monkeypatch):
+    contexts = ("abc", LONG, "b")
+    texts = [one_by_one(loaded[0], context, {"max_gen_toks": 8}) for context in contexts]
+    shown, passes = [], []
+    model = HarnessModel(*loaded, max_tokens=64, show=lambda *counts: shown.append(counts))
+    model.generate_until([asked("a", {}), asked("b", {})])  # the trial of the batch comes once
+    for name in ("enter", "advance"):
+        computed = getattr(NumpyDecoding, name)
+        monkeypatch.setattr(
+            NumpyDecoding, name, lambda self, rows, computed=computed: passes.append(len(rows)) or computed(self, rows)
+        )
+    shown.clear()
+    stops = [texts[0][2:4], None, texts[2][:1]]
+    options = [{"until": stop, "max_gen_toks": 8} for stop in stops]
+    found = model.generate_until([asked(*request) for request in zip(contexts, options, strict=True)])
+    assert found == [texts[0][: texts[0].index(stops[0])], texts[1], ""]
+    last = next(n for n in range(1, 9) if stops[0] in texts[0][:n])  # a token is a byte
+    assert passes == [3, *[2] * (last - 1), *[1] * (8 - last)]
+    assert shown == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_repeated_request_is_sampled_anew(loaded, model):
+    """As tasks with `repeats` need it. The first answer is that of a single request."""
+    answers = model.generate_until([asked("abc", SAMPLED), asked("x", SAMPLED), *[asked("abc", SAMPLED)] * 3])
+    assert answers[0] == one_by_one(loaded[0], "abc", SAMPLED)
+    assert len({answers[0], *answers[2:]}) > 2
+    assert answers == model.generate_until([asked("abc", SAMPLED), asked("x", SAMPLED), *[asked("abc", SAMPLED)] * 3])
 
 
 def test_without_lm_eval_it_is_one_clear_line(dualtune_main, config_file, monkeypatch):
@@ -146,6 +211,25 @@ def test_metrics_are_reported_and_bars_are_not(loaded, of_64_tokens, monkeypatch
     StandInForLmEval(monkeypatch)
     assert harness_of(loaded) == {"known": {"acc,none": 0.5}}
     assert capfd.readouterr().err == ""
+
+
+def test_answers_that_must_follow_each_other_are_told_past_the_silence(loaded, of_64_tokens, monkeypatch, capfd):
+    class OneByOne:
+        def __getattr__(self, name):
+            return getattr(loaded[0].engine, name)
+
+        def decoding(self):
+            raise CannotBatch("its layers keep a state")
+
+    answers, requests = [], [asked(*request) for request in REQUESTS]
+    StandInForLmEval(monkeypatch, lambda lm: answers.extend(lm.generate_until(requests)))
+    single = replace(loaded[0], engine=OneByOne())
+    run(
+        single, "no name", loaded[1], ["known"], limit=None, show=lambda *_: None,
+        tell=lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+    assert answers == [one_by_one(loaded[0], *request) for request in REQUESTS]
+    assert capfd.readouterr().err == "answers one by one: its layers keep a state\n"
 
 
 def test_a_fault_of_a_task_is_one_line_and_one_of_the_engine_stays_itself(loaded, of_64_tokens, monkeypatch):

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -46,31 +45,65 @@ class GrowingLayer(DynamicLayer):
         """Append the keys and values of new tokens, and return all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._room = self.keys, self.values = key_states, value_states
-            return self.keys, self.values
-        keys, values = self.tensors
-        start, end = keys.shape[2], keys.shape[2] + key_states.shape[2]
-        if end > self._room[0].shape[2]:
-            self._room = _grown(keys, end + SPARE), _grown(values, end + SPARE)
-        for room, new in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, start:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self._room)
-        return self.keys, self.values
+            self._hold((key_states, value_states), key_states.shape[2])
+            return self.tensors
+        B, added = len(key_states), key_states.shape[2]
+        if self._end + added > self._rooms[0].shape[2]:
+            width = self._end - self._start
+            rooms = (_room(tensor, B, width + added) for tensor in self.tensors)
+            self._hold([_written(room, old, 0, width) for room, old in zip(rooms, self.tensors, strict=True)], width)
+        for room, new in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:B, :, self._end : self._end + added] = new
+        self._show(B, self._start, self._end + added)
+        return self.tensors
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens."""
         return cast(Tensor, self.keys), cast(Tensor, self.values)
 
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these instead."""
-        self._room = self.keys, self.values = keys, values
+    def put_after(self, held: GrowingLayer, width: int) -> None:
+        """Put the rows of another layer before these, all with so many columns: zeros stand before their texts."""
+        rooms = list[Tensor]()
+        for old, new in zip(held.tensors, self.tensors, strict=True):
+            room = _room(new, len(old) + len(new), width)
+            room[:, :, :width] = 0
+            rooms.append(_written(_written(room, old, 0, width), new, len(old), width))
+        self._hold(rooms, width)
+
+    def keep(self, staying: Tensor, sources: Tensor, places: Tensor, width: int) -> None:
+        """Keep the last columns of these rows. `sources` are those of them whose `places` are now others'.
+
+        Only these are copied while more than half of the room is used.
+        """
+        if 2 * len(staying) <= len(self._rooms[0]):
+            self._hold([tensor[:, :, -width:].index_select(0, staying) for tensor in self.tensors], width)
+            return
+        if len(places):
+            for tensor in self.tensors:
+                tensor.index_copy_(0, places, tensor.index_select(0, sources))
+        self._show(len(staying), self._end - width, self._end)
+
+    def _hold(self, rooms: Sequence[Tensor], width: int) -> None:
+        """Hold these instead, of which all rows and so many columns are used."""
+        self._rooms = rooms
+        self._show(len(rooms[0]), 0, width)
+
+    def _show(self, rows: int, start: int, end: int) -> None:
+        self._start, self._end = start, end
+        self.keys, self.values = (room[:rows, :, start:end] for room in self._rooms)
 
 
-def _grown(tensor: Tensor, length: int) -> Tensor:
-    B, G, T, d = tensor.shape
-    room = tensor.new_empty((B, G, length, d))
-    room[:, :, :T] = tensor
+def _room(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a tensor for keys or values, with room for more columns."""
+    _, G, _, d = like.shape
+    return like.new_empty((rows, G, columns + SPARE, d))
+
+
+def _written(room: Tensor, tensor: Tensor, row: int, end: int) -> Tensor:
+    """Write keys or values into a room, from this row on, with their last column before `end`. Return the room."""
+    B, _, T, _ = tensor.shape
+    room[row : row + B, :, end - T : end] = tensor
     return room
 
 
@@ -102,9 +135,11 @@ class TorchDecoding:
             row[width - len(text) :] = text
         entered = Cache(layer_class_to_replicate=GrowingLayer)
         logits = self._next_logits(tokens_BT, lengths_B, width, entered)
-        if self._cache is not None:
-            self._join(entered, width)
-        self._cache, self._width = entered, max(width, self._width)
+        width = max(width, self._width)
+        if self._cache is not None:  # those that are there stay before those that have entered
+            for held, layer in zip(_layers(self._cache), _layers(entered), strict=True):
+                layer.put_after(held, width)
+        self._cache, self._width = entered, width
         self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
         return logits
 
@@ -125,29 +160,19 @@ class TorchDecoding:
         with self._computing():
             return TorchNextLogits(logits_after(self._model, tokens, cache, **options))
 
-    def _join(self, entered: Cache, width: int) -> None:
-        """Put the rows that are there before those that have entered, in their cache of this width."""
-        joint = max(width, self._width)
-        for held, layer in zip(_layers(cast(Cache, self._cache)), _layers(entered), strict=True):
-            pairs = zip(held.tensors, layer.tensors, strict=True)
-            layer.replace(*(torch.cat([_padded(old, joint), _padded(new, joint)]) for old, new in pairs))
-
     def leave(self, staying: Sequence[int]) -> None:
         self._lengths_B = self._lengths_B[list(staying)]
         if not staying or self._cache is None:
             self._cache, self._width = None, 0
             return
-        width = max(1, int(self._lengths_B.max()))
-        index = torch.tensor(list(staying), device=self._model.device)
+        self._width = max(1, int(self._lengths_B.max()))
+        moves = [(source, place) for place, source in enumerate(staying) if source != place]
+        rows, sources, places = (
+            torch.tensor(indices, dtype=torch.long, device=self._model.device)
+            for indices in (list(staying), [source for source, _ in moves], [place for _, place in moves])
+        )
         for layer in _layers(self._cache):
-            keys, values = (tensor[:, :, self._width - width :] for tensor in layer.tensors)
-            layer.replace(keys.index_select(0, index), values.index_select(0, index))
-        self._width = width
-
-
-def _padded(tensor: Tensor, width: int) -> Tensor:
-    """Return rows [B, G, T, d] with zeros before them up to this width."""
-    return F.pad(tensor, (0, 0, width - tensor.shape[2], 0))
+            layer.keep(rows, sources, places, self._width)
 
 
 def _check_batchable(model: PreTrainedModel) -> None:

@@ -205,7 +205,7 @@ class EvalRun:
         with self._phase("evaluating", "evaluated", "tasks of lm-eval"):
             return harness.run(
                 model, self._settings.model.name, self._backend, self._options.tasks, limit=self._options.limit,
-                show=self._shown.update,
+                show=self._shown.update, tell=lambda text: say(f"answers     {text}", err=True),
             )  # fmt: skip
 
     def _leaks(self, sources: Data, documents: Documents, examples: list[Example]) -> dict[str, Any]:

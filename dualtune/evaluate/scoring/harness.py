@@ -7,8 +7,11 @@ makes a subclass of both.
 from __future__ import annotations
 
 import io
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Protocol
@@ -20,8 +23,10 @@ from dualtune.base_model import longest_text, read_config, resolve_model
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.evaluate.batched import PromptedRow, continue_rows, prompted_row
 from dualtune.evaluate.by_document import by_document, greedy, losses
-from dualtune.evaluate.inference import LoadedModel, stream_text
+from dualtune.evaluate.chat import Sampling
+from dualtune.evaluate.inference import LoadedModel
 from dualtune.evaluate.recovery import Recovery
 from dualtune.extras import import_extra
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS
@@ -39,12 +44,41 @@ class HarnessRequest(Protocol):
     def args(self) -> tuple[Any, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request for an answer."""
+
+    context: str
+    sampling: Sampling
+    stops: tuple[str, ...]
+
+    @classmethod
+    def of(cls, context: str, options: Mapping[str, Any]) -> _Asked:
+        """Read the options that lm-eval calls `generation_kwargs`."""
+        until: Any = options.get("until") or []
+        stops: list[str] = [until] if isinstance(until, str) else list(until)
+        longest = int(options.get("max_gen_toks", DEFAULT_ANSWER))
+        samples = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0
+        temperature, top_p = (float(options.get(key) or 1.0) if samples else default
+                              for key, default in (("temperature", 0.0), ("top_p", 1.0)))  # fmt: skip
+        return cls(context, Sampling(longest, temperature, top_p), tuple(stop for stop in stops if stop))
+
+    def before_stop(self, text: str) -> str:
+        """Return a text up to the first of the stop texts."""
+        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=None)]
+
+
 class HarnessModel:
     """A loaded model with its adapter, as lm-eval uses one. Contexts that are too long lose their beginning."""
 
-    def __init__(self, model: LoadedModel, backend: Backend, max_tokens: int, show: Show) -> None:
+    def __init__(
+        self, model: LoadedModel, backend: Backend, max_tokens: int, show: Show,
+        tell: Callable[[str], object] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """`tell` hears why answers are generated one by one, or fewer at once."""
         super().__init__()
-        self._model, self._show, self._max_tokens = model, show, max_tokens
+        self._model, self._backend, self._max_tokens = model, backend, max_tokens
+        self._show, self._tell = show, tell
         self._recovery = Recovery(backend, model.engine, SequenceLayout(AUTO_MICRO_BATCH_TOKENS), max_tokens)
 
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
@@ -73,29 +107,26 @@ class HarnessModel:
         return found.tolist()
 
     def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
-        """Continue each context up to the first of its stop texts, which is not part of the answer."""
-        found: list[str] = []
-        for done, request in enumerate(requests, start=1):
-            context, options = request.args
-            found.append(self._continued(context, options))
-            self._show(done, len(requests))
-        return found
+        """Continue each context up to the first of its stop texts, which is not part of the answer.
 
-    def _continued(self, context: str, options: Mapping[str, Any]) -> str:
-        until: Any = options.get("until") or []
-        stops: list[str] = [until] if isinstance(until, str) else list(until)
-        longest = int(options.get("max_gen_toks", DEFAULT_ANSWER))
-        ids = self._model.tokenizer.encode_text(context)[-max(1, self._max_tokens - longest) :]
-        ids = ids if len(ids) else self._prefix
-        samples = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0
-        temperature, top_p = (float(options.get(key) or 1.0) if samples else default
-                              for key, default in (("temperature", 0.0), ("top_p", 1.0)))  # fmt: skip
-        text = ""
-        for piece in stream_text(self._model, ids, max_tokens=longest, temperature=temperature, top_p=top_p):
-            text += piece
-            if ends := [text.index(stop) for stop in stops if stop and stop in text]:
-                return text[: min(ends)]
-        return text
+        All in one batch, long contexts first. A sampled answer depends on its own request alone; repeated ones differ.
+        """
+        asked = [_Asked.of(*request.args) for request in requests]
+        times, rows = Counter[_Asked](), list[PromptedRow]()
+        for i, each in enumerate(asked):
+            ids = self._model.tokenizer.encode_text(each.context)[
+                -max(1, self._max_tokens - each.sampling.max_tokens) :
+            ]
+            ids = ids if len(ids) else self._prefix
+            rows.append(prompted_row(self._model, i, ids, each.sampling, draws=times[each], stops=each.stops))
+            times[each] += 1
+        rows.sort(key=lambda row: -len(row.prompt))
+        answers = [""] * len(rows)
+        found = continue_rows(self._model, rows, is_shortage=self._backend.is_out_of_memory, tell=self._tell)
+        for done, each in enumerate(found, start=1):
+            answers[each.number] = asked[each.number].before_stop(each.text)
+            self._show(done, len(rows))
+        return answers
 
     @property
     def _prefix(self) -> np.ndarray:
@@ -143,15 +174,28 @@ def check_installed() -> None:
 
 
 def run(
-    model: LoadedModel, name: str, backend: Backend, tasks: Sequence[str], *, limit: int | None, show: Show
+    model: LoadedModel,
+    name: str,
+    backend: Backend,
+    tasks: Sequence[str],
+    *,
+    limit: int | None,
+    show: Show,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Return lm-eval's results of each task, by their names there: metrics and standard errors.
 
     ConfigError for a task that is unknown or cannot be loaded, EnvironmentFault if lm-eval or the data of a task are
     not available.
     """
+    stderr = sys.stderr
+
+    def told(text: str) -> None:
+        with redirect_stderr(stderr):
+            tell(text)
+
     base = _imported("lm_eval.api.model").LM
-    lm = type("DualtuneModel", (HarnessModel, base), {})(model, backend, _max_tokens(model, name), show)
+    lm = type("DualtuneModel", (HarnessModel, base), {})(model, backend, _max_tokens(model, name), show, told)
     manager = _imported("lm_eval.tasks").TaskManager()
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
