@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, read_config
 from dualtune.base_model.counts import check_counts
+from dualtune.base_model.gguf_model import is_gguf, model_from_gguf
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import DualtuneError, EnvironmentFault
 from dualtune.io.announced import Tell, check_announced
@@ -23,16 +24,14 @@ NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 
 
 def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share: None) -> Path:
-    """Return the directory of a model, given as a directory or a Hugging Face hub id; download it if needed.
+    """Return the directory of a model, given as a directory, a GGUF file or a hub id; download it if needed.
 
     `weights=False` needs only config and tokenizer (`model.init: random`). EnvironmentFault, with every place that was
     searched, if the model is not found or has no safetensors weights; FormatError for a broken or unsafe config, for
     damaged weights, for links that leave the directory, and for a download that is not what the hub announced. `tell`
     gets the share of a download that is compared with that, where it is used for the first time.
     """
-    path = expanded(name)
-    if not path.is_dir():
-        path = _download(name, weights)
+    path = model_here(name, tell) or _download(name, weights)
     if not (path / "config.json").is_file():
         raise EnvironmentFault(
             f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
@@ -46,17 +45,30 @@ def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share:
     return path
 
 
+def model_here(name: str, tell: Tell = lambda share: None) -> Path | None:
+    """Return the directory of a model that is named by its path on this machine, as a directory or a GGUF file."""
+    path = expanded(name)
+    if is_gguf(name) and path.is_file():
+        return model_from_gguf(path, tell)
+    return path if path.is_dir() else None
+
+
 def is_elsewhere(name: str) -> bool:
     """Return whether a name is a path, of this machine or another, at which there is no directory."""
     looks_local = _LOCAL.match(name) or name.count("/") > 1 or "\\" in name or "…" in name
-    return bool(looks_local) and not expanded(name).is_dir()
+    return bool(looks_local) and not _is_here(name)
 
 
 def plain_name(name: str) -> str:
     """Return a name without the ending of a copy in few bits, as `unsloth/llama-3-8b-bnb-4bit` has one."""
-    if expanded(name).is_dir():
+    if _is_here(name):
         return name
     return _FEW_BITS.sub("", name)
+
+
+def _is_here(name: str) -> bool:
+    path = expanded(name)
+    return path.is_dir() or (is_gguf(name) and path.is_file())
 
 
 def find_weights(path: Path) -> BaseWeights:

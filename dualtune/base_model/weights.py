@@ -101,8 +101,10 @@ def _numbered(directory: Path) -> list[Path]:
 
 def _no_weights(directory: Path) -> EnvironmentFault:
     found = sorted(path.name for path in directory.iterdir())
-    unsafe = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    unsafe = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
     hint = f" It has {', '.join(unsafe[:3])}: convert to safetensors, other formats are not loaded." if unsafe else ""
+    if files := [name for name in found if name.endswith(".gguf")]:
+        hint = f" To train on a GGUF file, name the file: model.name: {directory / files[0]}."
     holds = f"{', '.join(found[:20])}{', …' if len(found) > 20 else ''}" if found else "nothing"
     return EnvironmentFault(
         f"model.name: {directory} has no weights ({SINGLE}, or {INDEX} and the files it names); it holds: "

@@ -43,7 +43,7 @@ class ModelConfig(Section):
     """The base model."""
 
     name: Annotated[Name, Field(examples=["Qwen/Qwen3-0.6B"], json_schema_extra={"format": "model"})]
-    """The base model to adapt."""
+    """The base model to adapt; a GGUF file is unpacked once, into the cache."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The compute dtype; auto uses the best one that the device supports."""
     quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"

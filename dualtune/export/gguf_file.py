@@ -11,11 +11,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from dualtune.base_model import BaseWeights, copy_without_weights, find_weights, read_config
+from dualtune.base_model.gguf_model import FAMILIES, heads_of, interleaved, llama3_factors
+from dualtune.base_model.gguf_tokenizer import IGNORES_MERGES, REGEX
 from dualtune.base_model.weights import StoredTensor
 from dualtune.data.tokens.stop_tokens import StopTokens, stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -30,27 +32,9 @@ from dualtune.io.untrusted import read_json
 KINDS = ("f32", "f16", "bf16", "q8_0")
 BLOCK = 32  # numbers that share a scale in q8_0
 END_KEYS = ("eos", "eot", "eom")  # of tokenizer.ggml.…_token_id: llama.cpp stops at each
-
-
-class Architecture(NamedTuple):
-    """A family's name in GGUF, and whether its queries and keys are stored with the halves of a head interleaved."""
-
-    name: str
-    interleaves: bool
-
-
-FAMILIES = {
-    "llama": Architecture("llama", True), "mistral": Architecture("llama", True), "qwen2": Architecture("qwen2", False),
-    "qwen3": Architecture("qwen3", False),
-}  # fmt: skip
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
-# How a tokenizer splits a text, by the name under which llama.cpp does the same.
-_NUMBERS = "NUMBERS"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_REGEX = {_WORDS.replace(_NUMBERS, r"\p{N}{1,3}"): "llama-bpe", _WORDS.replace(_NUMBERS, r"\p{N}"): "qwen2"}
-_IGNORES_MERGES = "llama-bpe"
+# llama.cpp's name for the way in which a regular expression splits a text.
+_REGEX = {regex: name for name, regex in REGEX.items()}
 
 
 def gguf_package() -> Any:
@@ -140,7 +124,8 @@ def unpack(file: Path, model: Path, out: Path) -> None:
         except NotImplementedError as error:
             raise FormatError(f"{file}: {error}") from error
         values = np.asarray(values, np.float32).reshape(forms[name].shape)
-        return bytes_of(_halves(values, heads, back=True) if (heads := _heads(name, config, family)) else values)
+        heads = heads_of(name, config, family)
+        return bytes_of(interleaved(values, heads, back=True) if heads else values)
 
     copy_without_weights(model, out)
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}), "utf-8")
@@ -174,7 +159,7 @@ def _readers(
     def reader(name: str) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
             values = _read(weights.tensors[name])
-            return _halves(values, heads) if (heads := _heads(name, config, family)) else values
+            return interleaved(values, heads) if (heads := heads_of(name, config, family)) else values
 
         return read
 
@@ -193,21 +178,6 @@ def _read(tensor: StoredTensor) -> np.ndarray:
         stream.seek(tensor.begin)
         values = np.frombuffer(stream.read(tensor.num_bytes), kinds[tensor.dtype]).reshape(tensor.shape)
     return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
-
-
-def _heads(name: str, config: Mapping[str, Any], family: Architecture) -> int | None:
-    """Return the number of heads of a tensor whose rows GGUF orders in another way; None for the others."""
-    if not family.interleaves:
-        return None
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    heads = int(config["num_attention_heads"])
-    return {"q_proj": heads, "k_proj": int(config.get("num_key_value_heads") or heads)}.get(module)
-
-
-def _halves(values: np.ndarray, heads: int, *, back: bool = False) -> np.ndarray:
-    """Interleave the two halves of each head's rows, which rotate together; `back` separates them again."""
-    parts = (heads, -1, 2) if back else (heads, 2, values.shape[0] // heads // 2)
-    return values.reshape(*parts, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
@@ -256,19 +226,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """Return Llama 3.1's divisors of the frequencies, float32 [head size / 2]; None for another scaling.
-
-    Wavelengths that fit `high_freq_factor` times into the original context stay, those that do not fit
-    `low_freq_factor` times are stretched by `factor`, and between them the frequency is blended.
-    """
+    """Return Llama 3.1's divisors of the frequencies; None for another scaling."""
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return None
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    exponents = np.arange(0, width := _head_size(config), 2) / width
-    fits = float(rope["original_max_position_embeddings"]) * float(rope["rope_theta"]) ** -exponents / (2 * np.pi)
-    share = np.clip((fits - low) / (high - low), 0.0, 1.0)  # of the frequency as it is
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+    return llama3_factors(rope, _head_size(config))
 
 
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
@@ -291,7 +253,7 @@ def _splitting(table: Any) -> str | None:
         name = "gpt-2" if len(steps) == 1 else "smollm" if steps[:-1] == digits else None
     elif len(steps) == 2 and (steps[0].get("type"), steps[0].get("behavior")) == ("Split", "Isolated"):
         name = _REGEX.get(_regex_of(steps[0]))
-    return name if bool(model.get("ignore_merges")) == (name == _IGNORES_MERGES) else None
+    return name if bool(model.get("ignore_merges")) == (name == IGNORES_MERGES) else None
 
 
 def _regex_of(step: Any) -> str:

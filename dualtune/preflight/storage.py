@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dualtune.base_model import HUB_PATTERNS
+from dualtune.base_model import HUB_PATTERNS, model_here
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
@@ -108,7 +108,7 @@ def model_checks(config: Config) -> list[Check]:
 
 def local_model(name: str) -> Path | None:
     """Return the directory of a model on this machine, complete or not, without access to the hub."""
-    if (path := expanded(name)).is_dir():
+    if (path := model_here(name)) is not None:
         return path
     if not is_hub_name(name):
         return None

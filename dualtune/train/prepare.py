@@ -19,6 +19,7 @@ from dualtune.base_model import (
     BaseWeights,
     find_weights,
     fingerprint,
+    model_here,
     position_table_size,
     read_config,
     resolve_model,
@@ -59,7 +60,7 @@ from dualtune.train.state.resume import (
     with_tokens,
 )
 
-DOWNLOAD = "the download of the base model"  # as `show` names it
+DOWNLOAD, UNPACKED = "the download of the base model", "the base model's GGUF file"  # as `show` names them
 FINGERPRINT = "the fingerprint of the base model"
 
 
@@ -189,7 +190,7 @@ def prepare(
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
-    and when FINGERPRINT begins and ends, and DOWNLOAD where a download is used for the first time. With
+    and when FINGERPRINT begins and ends, and DOWNLOAD or UNPACKED where such a model is used for the first time. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
     `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
@@ -213,7 +214,7 @@ def _prepare(
     sources = Data(config)
     is_pretrained = config.model.init == "pretrained"
     # Download weights only after the data are checked.
-    is_here = expanded(config.model.name).is_dir()
+    is_here = model_here(config.model.name, partial(show, UNPACKED)) is not None
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     _check_activation_cache(config, start, model_dir)

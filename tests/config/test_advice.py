@@ -133,5 +133,5 @@ def test_a_key_that_lacks_one_letter_is_recognized(case: tuple[str, str, str]) -
 def test_missing_keys_name_their_section(text: str) -> None:
     error = error_of(text)
     assert error.endswith("such as `train: data/train.jsonl`")
-    assert "model.name: missing; 'model' needs it: a hub id or a directory, such as `name: Qwen/" in error
+    assert "model.name: missing; 'model' needs it: a hub id, a directory or a GGUF file, such as `name: Qwen/" in error
     assert "data.train: missing; 'data' needs it: a path, a mapping (keys: path," in error

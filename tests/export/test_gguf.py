@@ -12,12 +12,12 @@ import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.base_model.gguf_model import interleaved
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.export import llama_environment
-from dualtune.export.gguf_file import _halves, _rope_factors, check, problems_of, unpack, write
+from dualtune.export.gguf_file import _rope_factors, check, problems_of, unpack, write
 from dualtune.export.gguf_keys import set_numbers
 from dualtune.export.llama_environment import find_llama_cpp
-from dualtune.testing.tiny_models import write_tiny_llama
 
 VOCAB = 262
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -32,43 +32,8 @@ def _nothing_installed(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def make_model(tmp_path_factory):
-    """Write a tiny model of a family with a tokenizer that splits texts as GPT-2's does."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    def make(family="llama", **changes):
-        path = tmp_path_factory.mktemp(family) / "model"
-        name = {"llama": "Llama", "qwen3": "Qwen3"}.get(family, family)
-        changes = {"vocab_size": VOCAB + 2, "model_type": family, "architectures": [f"{name}ForCausalLM"], **changes}
-        write_tiny_llama(path, **changes)
-        special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-        tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "=7"]
-        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [("=", "7")]))
-        tokenizer.add_special_tokens(special)
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TURNS
-        ).save_pretrained(path)
-        return path
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def llama(make_model):
     return make_model()
-
-
-def logits(path, **options):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
-    with torch.no_grad():
-        return model(torch.arange(5, 45)[None]).logits.numpy()
 
 
 def fields(file):
@@ -85,7 +50,7 @@ def fields(file):
     ("family", "changes"),
     [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 128, "rope_theta": 1e6})],
 )
-def test_transformers_computes_the_same_with_the_file(make_model, family, changes, tmp_path):
+def test_transformers_computes_the_same_with_the_file(make_model, family, changes, tmp_path, logits):
     model = make_model(family, **changes)
     write(model, tmp_path / "m.gguf", "f32")
     np.testing.assert_array_equal(logits(tmp_path, gguf_file="m.gguf"), logits(model))
@@ -93,7 +58,9 @@ def test_transformers_computes_the_same_with_the_file(make_model, family, change
 
 @needs_gguf
 @pytest.mark.parametrize(("kind", "most"), [("f16", 0.01), ("bf16", 0.1), ("q8_0", 0.3)])
-def test_each_kind_is_as_exact_as_its_format_and_is_read_back_as_transformers_reads_it(llama, kind, most, tmp_path):
+def test_each_kind_is_as_exact_as_its_format_and_is_read_back_as_transformers_reads_it(
+    llama, kind, most, tmp_path, logits
+):
     write(llama, tmp_path / "m.gguf", kind)
     found = logits(tmp_path, gguf_file="m.gguf")
     assert 0 < np.abs(found - logits(llama)).max() < most
@@ -138,9 +105,9 @@ def test_the_frequencies_of_llama_3_are_divided_as_transformers_divides_them(mak
 
 def test_interleaved_rows_are_separated_again():
     values = np.arange(2 * 6 * 3).reshape(12, 3)
-    there = _halves(values, 2)
+    there = interleaved(values, 2)
     assert there[:4, 0].tolist() == [0, 9, 3, 12]
-    np.testing.assert_array_equal(_halves(there, 2, back=True), values)
+    np.testing.assert_array_equal(interleaved(there, 2, back=True), values)
 
 
 def test_what_it_cannot_write_is_refused_with_every_reason(tiny_llama, tmp_path):
@@ -175,7 +142,7 @@ def export(dualtune_main, llama, tmp_path, open_backend):
 
 
 @needs_gguf
-def test_the_package_alone_exports_and_computes_what_it_has_written(export, tmp_path, llama):
+def test_the_package_alone_exports_and_computes_what_it_has_written(export, tmp_path, llama, logits):
     done = export("--to", "gguf", "--quantize", "q8_0")
     assert done.returncode == 0, done.stderr
     distances = json.loads((tmp_path / "out/export.json").read_text())["divergence_nats"]

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
     """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
-    from dualtune.train.prepare import DOWNLOAD, FINGERPRINT
+    from dualtune.train.prepare import DOWNLOAD, FINGERPRINT, UNPACKED
 
+    verbs = {DOWNLOAD: ("checking", "checked"), UNPACKED: ("unpacking", "unpacked")}
     with phases() as shown:
         shown.begin("checking", "model and data")
         reading: str | None = None
@@ -47,11 +48,11 @@ def reading() -> Generator[Callable[[str, float], None]]:
             if what == FINGERPRINT:
                 return shown.begin(*(("checking", "model and data") if share else ("computing", what)))
             if what != reading:
-                shown.begin("checking" if what == DOWNLOAD else "tokenizing", what)
+                shown.begin(verbs.get(what, ("tokenizing",))[0], what)
                 reading = what
             shown.update(share, 1)
             if share == 1.0:
-                shown.finish("checked" if what == DOWNLOAD else "tokenized")
+                shown.finish(verbs.get(what, ("", "tokenized"))[1])
                 shown.begin("checking", "model and data")
                 reading = None  # a directory may be read twice, for training and for evaluation
             return None

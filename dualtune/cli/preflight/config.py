@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from dualtune.cli.output.terminal import pass_on, say
-from dualtune.io.disk import expanded
 
 
 class _Names(click.Group):
@@ -92,12 +91,11 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
 
 def _count_layers(model: str) -> int | None:
     """Return the number of decoder layers of a model, if its config.json is a local file or in the hub cache."""
-    from dualtune.base_model.config_file import read_config
+    from dualtune.base_model import model_here, read_config
     from dualtune.errors import DualtuneError
 
-    directory = expanded(model)
     try:
-        config = read_config(directory if directory.is_dir() else _in_hub_cache(model))
+        config = read_config(model_here(model) or _in_hub_cache(model))
     except DualtuneError:
         return None
     layers: Any = config.get("num_hidden_layers")
