@@ -95,7 +95,9 @@ def choices(node: Fragment) -> list[str]:
 
 def _bounds(node: Fragment) -> str:
     bounds = [(sign, node[name]) for name, sign in _BOUNDS.items() if name in node]
-    return " and ".join(f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}" for sign, bound in bounds)
+    return " and ".join(
+        f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}" for sign, bound in bounds
+    )
 
 
 def wrong_value(path: KeyPath, value: object) -> str:
