@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
 
-from dualtune import interrupt
 from dualtune.data.sources.arrow_pieces import pieces
 from dualtune.data.sources.data_file import Rows
 from dualtune.data.sources.kinds import TELL_ROWS, Tell
@@ -124,7 +123,6 @@ def _check_files(name: str, builder: Any) -> None:
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
 
     for revision, path in files.values():
-        interrupt.poll()
         check_announced([Path(hf_hub_download(name, path, repo_type="dataset", revision=revision))])
 
 
