@@ -1,9 +1,10 @@
 """Text that fits: fields of a line, and prose."""
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dualtune.text.show import cut, fitted, in_time, wrapped
+from dualtune.text.show import cut, fitted, in_short_time, in_time, wrapped
 
 FIELDS = [("step   12/30", "step 12/30"), ("loss 1.2345",), ("grad norm 1.00e+00", "grad 1.0e+00"), ("peak 0.41 GiB",)]
 PROSE = st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=40).map(" ".join)
@@ -51,3 +52,12 @@ def test_times_are_read_at_a_glance():
     assert [in_time(seconds) for seconds in (0.4, 59.4, 61, 3600, 7500)] == [
         "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 05 min",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.000118, "0.12 ms"), (0.00999, "9.99 ms"), (0.009996, "10.0 ms"), (0.0123, "12.3 ms"), (0.09996, "100 ms"),
+    (0.345, "345 ms"), (0.9994, "999 ms"), (0.9996, "1.00 s"), (1.234, "1.23 s"), (9.996, "10.0 s"), (12.34, "12.3 s"),
+    (185.2, "3 min 05 s"), (0, "0.00 ms"),
+])  # fmt: skip
+def test_short_durations_have_three_digits(seconds, text):
+    assert in_short_time(seconds) == text

@@ -20,6 +20,7 @@ from dualtune.data.batching.prefetch import Ahead
 from dualtune.errors import DiskError
 from dualtune.evaluate.shortage import explained
 from dualtune.io.disk import write_file
+from dualtune.text.show import in_short_time
 from dualtune.train.prepare import Prepared
 from dualtune.train.run import load_engine
 from dualtune.train.state.records import environment
@@ -178,7 +179,7 @@ def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tel
             with spans("step", step):
                 _take(prepared, engine, spans, step, batches_of)
             if step == 0:
-                tell(f"the first step took {spans.seconds('step')[0]:.1f} s; measuring {num_steps - 1} more")
+                tell(f"the first step took {in_short_time(spans.seconds('step')[0])}; measuring {num_steps - 1} more")
 
 
 def _take(

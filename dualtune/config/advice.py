@@ -34,7 +34,7 @@ FOREIGN_KEYS = {
         "data.format": "dataset_type type",
         "data.columns": "column_mapping field_mapping",
         "data.template": "chat_template prompt_template",
-        "data.template_variables": "chat_template_kwargs",
+        "data.template_variables": "chat_template_kwargs chat_template_args chat_template_config enable_thinking",
         "data.max_length": "cutoff_len max_seq_len max_seq_length model_max_length seq_len seq_length sequence_len",
         "data.packing": "pack sample_packing",
         "data.loss_on": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs train_on_prompt",

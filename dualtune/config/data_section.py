@@ -25,7 +25,7 @@ from dualtune.config.values import (
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]
 Consecutive = Literal["join", "keep", "refuse"]
-Columns = Annotated[dict[str, Name], Field(json_schema_extra={"format": "columns"})]
+Columns = Annotated[dict[str, Name | None], Field(json_schema_extra={"format": "columns"})]
 
 
 class SourceConfig(Section):
@@ -107,7 +107,7 @@ class DataConfig(Section):
     format: Format = "auto"
     """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
     columns: Columns = {}  # noqa: RUF012  pydantic copies it
-    """Columns that have other names in the file, such as {prompt: question}."""
+    """Columns that have other names in the file, such as {prompt: question}; null leaves one out: {reasoning: null}."""
     roles: Roles = {}  # noqa: RUF012  pydantic copies it
     """Further names of roles in messages, such as {critic: user}; common names are known in any case."""
     consecutive: Consecutive = "join"

@@ -14,6 +14,7 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
+from dualtune.data.chat.row_values import Columns
 from dualtune.data.dedup import Dedup
 from dualtune.data.held_out import held_out_tokens
 from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
@@ -212,7 +213,7 @@ class OpenedSource:
         return detect_format(first, columns) if first else "auto"
 
     @property
-    def layout(self) -> tuple[str, Mapping[str, str], Mapping[str, str], Consecutive]:
+    def layout(self) -> tuple[str, Columns, Mapping[str, str], Consecutive]:
         """The format of its rows, which columns and roles have other names, and what becomes of turns in a row."""
         source = self.source
         assert source.format is not None and source.columns is not None  # filled in by DataConfig

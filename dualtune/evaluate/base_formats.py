@@ -59,26 +59,28 @@ def formats_of(backend: Backend) -> list[str]:
 def compare_formats(
     config: Config, backend: Backend, rows: int = ROWS, formats: Sequence[str] = (),
     tell: Callable[[str], None] = lambda quantization: None,
+    told: Callable[[FormatLoss], None] = lambda measured: None,
+    show: Callable[[int, int], None] = lambda done, total: None,
 ) -> FormatComparison:  # fmt: skip
     """Measure the loss of the base, without an adapter, on the first usable rows in each format; one after another.
 
-    `tell` hears each format before it is loaded. A format that this device or model cannot have gives a problem
+    `tell` hears each format before it is loaded, `show` the micro-batches that are done of how many, and `told` the
+    result of the format. A format that this device or model cannot have gives a problem
     and no loss. DataError if no row has a target.
     """
     examples = list(islice(_examples(Data(config)), rows))
     losses: list[FormatLoss] = []
-    measured: tuple[str, int] = ("", 0)
+    dtype, targets = "", 0
     for quantization in formats or formats_of(backend):
         tell(quantization)
         try:
-            loss, *rest = _measured(config, backend, quantization, examples)
+            loss, dtype, targets = _measured(config, backend, quantization, examples, show)
+            losses.append(FormatLoss(quantization, loss))
         except (ConfigError, EnvironmentFault) as error:
             losses.append(FormatLoss(quantization, None, str(error).splitlines()[0]))
-            continue
-        losses.append(FormatLoss(quantization, loss))
-        measured = (str(rest[0]), int(rest[1]))
+        told(losses[-1])
         gc.collect()  # an engine is part of reference cycles: there may be no room for two
-    return FormatComparison(config.model.name, backend.name, measured[0], len(examples), measured[1], tuple(losses))
+    return FormatComparison(config.model.name, backend.name, dtype, len(examples), targets, tuple(losses))
 
 
 def _examples(data: Data) -> Iterator[Example]:
@@ -87,7 +89,7 @@ def _examples(data: Data) -> Iterator[Example]:
 
 
 def _measured(
-    config: Config, backend: Backend, quantization: str, examples: Sequence[Example]
+    config: Config, backend: Backend, quantization: str, examples: Sequence[Example], show: Callable[[int, int], None]
 ) -> tuple[float, str, int]:
     """Return the loss, the dtype that it was computed in, and the number of targets."""
     model = load_model(
@@ -98,5 +100,5 @@ def _measured(
     documents = tokenize(examples, model.tokenizer, config.data.loss_on, config.data.max_length)
     if not len(documents) or not documents.num_targets:
         raise DataError("data.train: none of the first rows has a target token within data.max_length")
-    found = evaluate(model.engine, documents, layout_of(config))
+    found = evaluate(model.engine, documents, layout_of(config), show=show)
     return found.eval_loss, model.engine.description.dtype, found.eval_targets

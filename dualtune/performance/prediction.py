@@ -20,7 +20,7 @@ from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.work import ATTENTION, PARTS, Piece, pieces_of
 from dualtune.platform.rates import MachineLimits
-from dualtune.text.show import in_time
+from dualtune.text.show import in_short_time, in_time
 
 COMPUTE, MEMORY, LAUNCH, TRANSFER = "compute", "memory", "launch", "transfer"
 SAID = "computed from published limits and stated efficiencies, not measured"
@@ -78,10 +78,9 @@ class StepTime:
 
     def describe(self) -> str:
         """Say how long a step takes, and that this is no measurement."""
-        step = f"{self.step_s:.3g} s" if self.step_s < 60 else in_time(self.step_s)
         return (
-            f"about {self.tokens_per_s:,.0f} tokens/s, {step} for a step of {self.tokens:,} tokens, bound "
-            f"by {self.bound}; {SAID}"
+            f"about {self.tokens_per_s:,.0f} tokens/s, {in_short_time(self.step_s)} for a step of "
+            f"{self.tokens:,} tokens, bound by {self.bound}; {SAID}"
         )
 
     def of_run(self, num_steps: int | None) -> str:

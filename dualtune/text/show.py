@@ -36,6 +36,14 @@ def in_time(seconds: float, decimals: int = 0) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
+def in_short_time(seconds: float) -> str:
+    """Format the duration of a step or a part of one: 0.12 ms, 12.3 ms, 345 ms, 1.23 s, 3 min 05 s."""
+    ms = 1000 * seconds
+    if round(ms) < 1000:
+        return f"{ms:.{2 if ms < 9.995 else 1 if ms < 99.95 else 0}f} ms"
+    return in_time(seconds, 2 if seconds < 9.995 else 1)
+
+
 def stamped(text: str, when: float) -> str:
     """Return text with the time (UTC, seconds since 1970) before each of its lines."""
     time = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

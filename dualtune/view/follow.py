@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +43,33 @@ class Followed:
         self._offset: int | None = None
         self._file: tuple[int, int] | None = None  # device and inode
 
-    def new_lines(self) -> tuple[list[str], bool]:
+    def new_lines(self) -> tuple[Iterator[str], bool]:
         """Return the whole lines since the last call, and whether they begin the file anew. FormatError if too large.
 
-        A file that is absent has no lines.
+        The lines are read as they are taken, a part of the file at a time, and have to be taken to the end. A file that
+        is absent has no lines.
         """
         if not os.path.lexists(self._path):
-            return [], False
-        with open_file(self._path, max_bytes=MAX_BYTES, is_own=True) as file:
-            found = os.fstat(file.fileno())
-            is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
-            if is_new:
-                self._offset, self._file = self._start(found.st_size), (found.st_dev, found.st_ino)
-            lines: list[str] = []
+            return iter(()), False
+        file = open_file(self._path, max_bytes=MAX_BYTES, is_own=True)
+        found = os.fstat(file.fileno())
+        is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
+        if is_new:
+            self._offset, self._file = self._start(found.st_size), (found.st_dev, found.st_ino)
+        return self._lines(file), is_new
+
+    def _lines(self, file: BufferedReader) -> Iterator[str]:
+        with file:
             while (read := self._chunk(file)) is not None:
-                lines += read
-            return lines, is_new
+                yield from read
 
     def _start(self, size: int) -> int:
         return 0 if self._tail is None else max(0, size - self._tail)
 
-    def _chunk(self, file: Any) -> list[str] | None:
+    def _chunk(self, file: BufferedReader) -> list[str] | None:
         """Return the lines of the next part of the file; None at its last whole line."""
-        file.seek(self._offset)
-        data: bytes = file.read(CHUNK)
+        file.seek(self._offset or 0)
+        data = file.read(CHUNK)
         end = data.rfind(b"\n") + 1
         if not end and len(data) < CHUNK:
             return None

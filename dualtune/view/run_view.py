@@ -31,6 +31,7 @@ from dualtune.view import rows
 
 BETWEEN_STEPS = (EVALUATION, SAMPLES, SAVE)
 MAX_POINTS = 256  # of the curve, at most twice as many
+MAX_EVALS, MAX_SAMPLES = 10_000, 8  # that are kept: the newest ones; a config has at most eight prompts
 TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 
 
@@ -92,7 +93,7 @@ class RunView(Hook):
     step: int = 0
     last: StepRecord | None = None
     losses: Thinned = field(default_factory=Thinned)
-    evals: list[tuple[int, float]] = field(default_factory=lambda: [])  # (step, loss), in order of time
+    evals: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_EVALS))  # (step, loss), by time
     best: EvalRecord | None = None  # of those after the first step
     samples: list[SampleRecord] = field(default_factory=lambda: [])  # of the newest evaluation
     saved: tuple[int, float] | None = None  # step and time of the newest checkpoint
@@ -142,7 +143,8 @@ class RunView(Hook):
             self.best = record
 
     def on_sample(self, record: SampleRecord) -> None:
-        self.samples = [*(sample for sample in self.samples if sample.step == record.step), record]
+        same = [sample for sample in self.samples if sample.step == record.step]
+        self.samples = [*same, record][-MAX_SAMPLES:]
 
     def on_event(self, event: Event) -> None:
         self._save_failed |= event.event == "save_failed"

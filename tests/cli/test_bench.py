@@ -2,10 +2,12 @@
 
 import json
 from importlib.util import find_spec
+from statistics import fmean
 
 import pytest
 
 from dualtune.config.examples import example_path
+from dualtune.text.show import in_short_time
 
 PLATFORMS = {"cpu": "torch", "mlx": "mlx", "numpy": "numpy"}
 
@@ -118,6 +120,9 @@ def test_a_person_reads_one_screen(measured):
     heads = {line[:12].rstrip() for line in lines}
     assert {"engine", "start", "steps", "speed", "model FLOPs", "memory", "profile", "written"} <= heads
     assert f"{result['tokens_per_s']:,.0f} tokens/s" in process.stdout
+    steps = next(line for line in lines if line.startswith("steps") and "measured after" in line)
+    mean, least, most = (in_short_time(s) for s in (fmean(result["step_s"]), *sorted(result["step_s"])))
+    assert steps == f"steps       {mean} each ({least} to {most}), 2 measured after 1 warm-up steps"
 
 
 def test_the_measurement_goes_on_where_the_run_would_end(bench):

@@ -69,6 +69,25 @@ def test_the_command_keeps_its_numbers_beside_a_run_and_the_report_shows_them(co
     assert "base_formats.json" in base_formats(run)
 
 
+def test_each_format_has_its_line_as_soon_as_it_is_measured(config, tmp_path, dualtune_main):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    result = dualtune_main("quantize", path, "--compare", "--format", "nf4", "--rows", "4", "--platform", "cpu")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    told = {words[1]: words[3] for words in lines if words[:1] == ["measured"] and words[2] == "loss"}
+    table = {words[0]: words[1] for words in lines if words[:1] in (["none"], ["nf4"])}
+    assert list(told) == ["none", "nf4"] and told == table
+
+
+def test_a_format_is_told_before_the_next_one_is_loaded(config, open_backend):
+    heard = []
+    found = compare_formats(
+        config, open_backend("torch"), 4, ("none", "nf4"), heard.append, heard.append, lambda *done: heard.append(done)
+    )
+    none, nf4 = found.formats
+    assert heard == ["none", (0, 1), (1, 1), none, "nf4", (0, 1), (1, 1), nf4]
+
+
 def test_without_compare_it_says_where_quantization_is_set(config, tmp_path, dualtune_main):
     (tmp_path / "c.yaml").write_text("")
     result = dualtune_main("quantize", tmp_path / "c.yaml")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,8 +63,9 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert "Stopped by SIGTERM" in found["preempted"]["reason"]
 
     header, *lines = dualtune_main("runs", tmp_path / "runs").stdout.splitlines()
-    assert header.split() == [
-        "run", "state", "verdict", "step", "loss", "eval", "best", "lr", "model", "start", "date", "time", "saved",
+    assert re.split("  +", header) == [
+        "run", "state", "verdict", "step", "train loss", "eval loss", "best eval", "lr", "model", "start", "date",
+        "time", "saved",
     ]  # fmt: skip
     assert [line.split()[1] for line in lines if not line.startswith(" ")] == ["done", "failed", "killed", "preempted"]
 
@@ -200,7 +202,7 @@ def test_the_table_fits_the_terminal(made, tmp_path, columns):
     made("a-run-with-a-long-name")
     made("b", lock={"state": "failed", "reason": "ConfigError: " + "something is wrong here, and it is said " * 4})
     lines = table(sorted(list_runs(tmp_path / "runs"), key=lambda run: run.path), columns)
-    needed = max(columns, 12 + len("  unreadable  2  1.5000"))
+    needed = max(columns, 12 + len("  unreadable  2  train loss"))
     assert max(map(len, lines)) <= needed, lines
     assert lines[0].split()[:2] == ["run", "state"] and "loss" in lines[0]
     assert any("too narrow for: start" in line for line in lines) == (columns < 120 or "model" not in lines[0])

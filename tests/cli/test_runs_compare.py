@@ -85,7 +85,7 @@ def test_only_what_differs_is_compared(two, dualtune_main):
     assert [(run["loss"], run["best_eval_loss"]) for run in table["runs"]] == [(1.0, 1.5), (1.25, 1.75)]
     assert table["losses"][1] == [[1, 3.0], [2, 1.5], [3, 1.25]]
     lines = [line.split() for line in dualtune_main("runs", "compare", *two).stdout.splitlines()]
-    for row in (["run", "a", "b"], ["state", "done", "failed"], ["loss", "1", "1.25"],
+    for row in (["run", "a", "b"], ["state", "done", "failed"], ["train_loss", "1", "1.25"],
                 ["best_eval_loss", "1.5", "1.75"], ["train.learning_rate", "0.0001", "0.0003"],
                 ["train.optimizer", "adamw", "-"]):  # fmt: skip
         assert row in lines

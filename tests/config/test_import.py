@@ -181,6 +181,37 @@ def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
     assert f"#   {named}: " in text
 
 
+NO_THOUGHT, HIGH = {"enable_thinking": False}, {"reasoning_effort": "high"}
+
+
+def entry(variables):
+    return {"path": "rows.jsonl", "type": "chat_template", "chat_template_kwargs": variables}
+
+
+@pytest.mark.parametrize(("more", "variables", "named"), [
+    ({"chat_template_kwargs": NO_THOUGHT | HIGH}, NO_THOUGHT | HIGH, set()),
+    ({"chat_template_kwargs": NO_THOUGHT, "datasets": [entry(HIGH)]}, NO_THOUGHT | HIGH, set()),
+    ({"datasets": [entry(HIGH), entry(HIGH) | {"path": "b.jsonl"}]}, HIGH, set()),
+    ({"datasets": [entry(HIGH), entry({"reasoning_effort": "low"}) | {"path": "b.jsonl"}]}, HIGH,
+     {"datasets[1].chat_template_kwargs"}),
+    ({"chat_template_kwargs": NO_THOUGHT | {"add_generation_prompt": True}}, NO_THOUGHT,
+     {"chat_template_kwargs.add_generation_prompt"}),
+    ({"chat_template_kwargs": None, "datasets": [entry(None)]}, {}, set()),
+])  # fmt: skip
+def test_variables_of_the_chat_template_stay(translate, more, variables, named):
+    config, imported, _ = translate(AXOLOTL, more)
+    assert (config.data.template_variables, {*lost(imported)}) == (variables, named)
+
+
+@pytest.mark.parametrize("key", ["chat_template_args", "chat_template_config"])
+def test_variables_of_mlx_lm_s_chat_template_stay(translate, key):
+    for value in (NO_THOUGHT, json.dumps(NO_THOUGHT)):
+        config, imported, _ = translate(MLX_LM, {key: value})
+        assert config.data.template_variables == NO_THOUGHT and key not in lost(imported)
+    with pytest.raises(ConfigError, match=f"{key}: got 'x', must be a mapping"):
+        translate(MLX_LM, {key: "x"})
+
+
 def test_without_an_adapter_axolotl_trains_the_whole_model(translate):
     config, imported, _ = translate(AXOLOTL, {"adapter": None})
     assert config.adapter.method == "full" and not imported.lost

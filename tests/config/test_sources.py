@@ -201,7 +201,7 @@ train:
         "c.yaml:10: data.train[5].path: given twice, first at c.yaml:9",
         "c.yaml:11: data.train[5].columns: got 3, must be a mapping from our column names to the file's or null",
         f"c.yaml:12: data.train[6]: got a list, must be a path or {MAPPING}",
-        "c.yaml:13: data.train[7].columns.prompt: got 3, must be a name",
+        "c.yaml:13: data.train[7].columns.prompt: got 3, must be a name or null",
     ]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from dualtune.data.chat.formats import Example, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.errors import DataError
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
 PAIR = [("user", "2+2?"), ("assistant", "4.")]
@@ -127,10 +128,13 @@ def test_a_choice_beside_messages_is_named_where_the_messages_are_asked_for():
 # --- columns that are not read ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [CHAT, SHAREGPT, ALPACA, PROMPT, {"text": "Once."}])
-@pytest.mark.parametrize(("column", "value"), [
-    ("thinking", "Hm."), ("reasoning", "Hm."), ("chain_of_thought", "Hm."), ("inputs", ["Hm."]),
-    ("assistantReasoning", "Hm."), ("earlier", [{"from": "human", "value": "Hm."}]),
+NAMED = [("inputs", ["Hm."]), ("reasoning_prompt", "Hm."), ("earlier", [{"from": "human", "value": "Hm."}])]
+REASONING = [(name, "Hm.") for name in ("thinking", "reasoning", "chain_of_thought", "assistantReasoning")]
+
+
+@pytest.mark.parametrize(("row", "column", "value"), [
+    *((row, *column) for row in (CHAT, SHAREGPT, {"text": "Once."}) for column in NAMED + REASONING),
+    *((row, *column) for row in (ALPACA, PROMPT) for column in NAMED),
 ])  # fmt: skip
 def test_a_column_that_seems_to_hold_content_is_named(row, column, value):
     assert read(row | {column: value}).notices == {f"unread_column: {column}"}
@@ -150,8 +154,98 @@ def test_other_columns_are_not(more):
 def test_a_column_that_is_mapped_is_read():
     row = {"question": "2+2?", "answer": "4.", "thinking": "Hm."}
     columns = {"prompt": "question", "completion": "answer"}
-    assert read(row, columns=columns).notices == {"unread_column: thinking"}
+    assert read(row | {"document": "Ho."}, columns=columns).notices == {"unread_column: document"}
     assert said(row, columns=columns | {"context": "thinking"}) == [("user", "Hm.\n\n2+2?"), ("assistant", "4.")]
+
+
+# --- the reasoning of an answer ---------------------------------------------------------------------------------------
+
+ANSWER = {"question": "2+2?", "answer": "4."}
+OF_ANSWER = {"prompt": "question", "completion": "answer"}
+MESSAGES = {"prompt": [ASK], "completion": [SAY]}
+DOLLY = {"instruction": "2+2?", "response": "4."}
+ROWS = [(PROMPT, {}), (MESSAGES, {}), (ALPACA, {}), (DOLLY, {}), (ANSWER, OF_ANSWER)]
+
+
+def reasoned(row, **options):
+    """The extra keys of the answer, after a check that the rest of the row is as it is without reasoning."""
+    example = read(row, **options)
+    assert [(message.role, message.content) for message in example.messages] == PAIR
+    assert example.completion in ("4.", None) and not example.messages[0].extra
+    return dict(example.messages[1].extra), example.notices
+
+
+@pytest.mark.parametrize(("row", "columns"), ROWS)
+@pytest.mark.parametrize("name", [
+    "reasoning", "reasoning_content", "thinking", "cot", "CoT", "Complex_CoT", "chain_of_thought", "rationale", "think",
+    "thoughts", "assistantReasoning", "reasoning_steps",
+])  # fmt: skip
+def test_a_column_of_reasoning_is_the_reasoning_of_the_answer(row, columns, name):
+    assert reasoned(row | {name: "Two and two."}, columns=columns) == ({"reasoning_content": "Two and two."}, set())
+    assert reasoned(row | {name: ["Two", "and two."]}, columns=columns)[0] == {"reasoning_content": "Two\n\nand two."}
+    for nothing in (None, " ", []):
+        assert reasoned(row | {name: nothing}, columns=columns) == ({}, set())
+
+
+@pytest.mark.parametrize(("row", "columns"), ROWS)
+def test_data_columns_names_the_column_of_reasoning_or_leaves_it_out(row, columns):
+    row = row | {"why": "Two and two.", "thinking": "Hm."}
+    named = reasoned(row, columns=columns | {"reasoning": "why"})
+    assert named == ({"reasoning_content": "Two and two."}, {"unread_column: thinking"})
+    assert reasoned(row, columns=columns | {"reasoning": None}) == ({}, set())
+
+
+def test_of_several_columns_of_reasoning_a_usual_name_is_read_and_the_others_are_named():
+    row = PROMPT | {"gemini_reasoning": "Hm.", "qwen_reasoning": "Ho."}
+    assert reasoned(row) == ({}, {"unread_column: gemini_reasoning", "unread_column: qwen_reasoning"})
+    assert reasoned(row | {"cot": "Ha."})[0] == {"reasoning_content": "Ha."}
+    assert reasoned(row, columns={"reasoning": "qwen_reasoning"})[0] == {"reasoning_content": "Ho."}
+
+
+@pytest.mark.parametrize("column", [
+    {"reasoning_effort": "high"}, {"thinking_mode": "on"}, {"enable_thinking": True}, {"reasoning_tokens": 7},
+    {"reasoning_model": "r1"},
+])  # fmt: skip
+def test_what_is_said_about_the_reasoning_is_none(column):
+    assert reasoned(PROMPT | column) == ({}, set())
+
+
+def test_reasoning_stands_in_the_last_answer_behind_a_history():
+    example = read(ALPACA | {"history": [["Hi.", "Ho."]], "thinking": "Hm."})
+    assert [dict(message.extra) for message in example.messages] == [{}, {}, {}, {"reasoning_content": "Hm."}]
+
+
+OWN = {"prompt": [ASK], "completion": [SAY | {"thinking": "Two and two."}]}
+INLINE = {"prompt": "2+2?", "completion": "<think>\nTwo and two.\n</think>\n\n4."}
+MANY = {"prompt": [ASK], "completion": [SAY, ASK, SAY]}
+
+
+@pytest.mark.parametrize("row", [OWN, INLINE, {"prompt": "2+2?", "completion": "Two and two. 4."}])
+def test_reasoning_that_the_answer_has_already_is_not_added(row):
+    assert read(row | {"reasoning": "Two and two."}) == read(row)
+    assert read(row | {"reasoning": "Two and two."}).notices == frozenset()
+
+
+@pytest.mark.parametrize("row", [OWN, INLINE, MANY])
+def test_other_reasoning_than_that_of_the_answer_is_named_or_refused_where_it_is_asked_for(row):
+    row = row | {"reasoning": "Hm."}
+    assert read(row).notices == {"unread_column: reasoning"}
+    assert result(row, columns={"reasoning": "reasoning"}).reason.startswith("reasoning: the")
+    assert read(row, columns={"reasoning": None}).notices == frozenset()
+
+
+def test_a_word_that_answer_and_reasoning_share_is_no_repetition():
+    example = read({"prompt": "2+2?", "completion": "It is four.", "reasoning": "four"})
+    assert example.messages[1].extra == {"reasoning_content": "four"}
+
+
+def test_null_leaves_out_a_key_of_any_format_but_not_one_that_its_rows_need():
+    assert said(ALPACA | {"input": "Sums.", "system": "Be brief."}, columns={"input": None, "system": None}) == PAIR
+    assert said(CHAT | {"chosen": "4.", "rejected": "5."}, columns={"rejected": None}) == PAIR
+    with pytest.raises(DataError, match="got null for 'prompt', which the format prompt_completion needs"):
+        result(PROMPT, format="prompt_completion", columns={"prompt": None})
+    with pytest.raises(DataError, match="no known format"):
+        result(PROMPT, columns={"prompt": None})
 
 
 # --- values of other kinds -------------------------------------------------------------------------------------------

@@ -245,9 +245,9 @@ def test_columns_map_our_keys_to_the_file_s():
 @pytest.mark.parametrize(("format", "key", "message"), [
     ("prompt_completion", "question",
      "data.columns: got 'question', the format prompt_completion has: prompt, completion, "
-     "system, tools, functions, context, history"),
+     "system, tools, functions, context, history, reasoning"),
     ("auto", "input", "data.columns: got 'input', the format prompt_completion has: prompt, completion, "
-     "system, tools, functions, context, history"),
+     "system, tools, functions, context, history, reasoning"),
     ("text", "prompt", "data.columns: got 'prompt', the format text has: text"),
 ])  # fmt: skip
 def test_a_column_key_that_the_format_lacks_is_refused(format, key, message):

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from dualtune.data import documents as data_documents
-from dualtune.data.chat.formats import Example, Message
+from dualtune.data.chat.formats import Example, Message, to_examples
 from dualtune.data.documents import Data
-from dualtune.data.sources.rows import BadRow
+from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.lost_text import check_lost_text
+from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError
@@ -125,6 +126,20 @@ def test_short_reasoning_is_not_taken_for_a_part_of_the_content(with_template):
     assert notices(tokenizer, (asks(), says("It is four.", reasoning_content="four"))) == {"reasoning_content"}
 
 
+@pytest.mark.parametrize(("template", "kinds", "text"), [
+    (TEMPLATES["qwen3"], NONE, "<think>\nTwo and two.\n</think>\n\n4.<|im_end|>"),
+    (TEMPLATES["chatml"], {"reasoning_content"}, "4.<|im_end|>"),
+    (None, {"reasoning_content"}, "4."),  # plain text: without it
+])  # fmt: skip
+@pytest.mark.parametrize("row", [{"prompt": "2+2?", "completion": "4."}, {"instruction": "2+2?", "output": "4."}])
+def test_a_column_of_reasoning_is_a_target_or_lost(with_template, tiny_llama, row, template, kinds, text):
+    (example,) = to_examples([RawRow("f", 1, row | {"thinking": "Two and two."})], "auto", {})
+    tokenizer = with_template(template) if template else Tokenizer(tiny_llama, "none")
+    rendered = render_example(example, tokenizer, "assistant")
+    assert [rendered.text[slice(*place)] for place in rendered.ranges] == [text]
+    assert rendered.notices == kinds
+
+
 # --- a data set ------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +176,24 @@ def test_lost_text_is_counted_over_the_whole_source_and_an_error_above_its_share
         assert data_documents.notices(*documents(accepting, tiny_llama))[0].startswith("6 of 100 rows")
     with pytest.raises(DataError):  # the accepted store is in the cache
         documents(with_lost(6), tiny_llama)
+
+
+def test_a_column_of_reasoning_that_the_template_drops_is_an_error_until_it_is_left_out(
+    make_config, write_rows, tmp_path, tiny_llama, dualtune_main
+):
+    (tmp_path / "t.jinja").write_text(TEMPLATES["chatml"])
+    data = write_rows([{"question": f"q{i}", "answer": "Ho", "thinking": "Hm"} for i in range(100)])
+    columns = {"prompt": "question", "completion": "answer"}
+
+    def config(columns):
+        return make_config(data, {"data.template": tmp_path / "t.jinja", "data.columns": columns})
+
+    with pytest.raises(DataError, match=r"100 of 100 rows: reasoning_content is not .*columns: {reasoning: null}"):
+        documents(config(columns), tiny_llama)
+    assert data_documents.notices(*documents(config(columns | {"reasoning": None}), tiny_llama)) == []
+    names = ("--column", "prompt=question", "--column", "completion=answer", "--column", "reasoning=")
+    found = dualtune_main("check-data", data, "--json", *names)
+    assert (found.returncode, json.loads(found.stdout)["sources"][0]["notices"]) == (0, {})
 
 
 def test_what_a_template_leaves_out_by_design_is_no_error():

@@ -7,11 +7,13 @@ import stat
 import sys
 import threading
 from hashlib import sha1
+from pathlib import Path
 
 import pytest
 
+from dualtune.data.sources import hub
 from dualtune.data.sources.readers import has_role, open_source
-from dualtune.errors import DataError, EnvironmentFault
+from dualtune.errors import DataError, EnvironmentFault, FormatError
 
 KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, .text, .md; "
@@ -181,6 +183,7 @@ def test_a_directory_without_the_role_says_what_it_holds(folder):
 # --- datasets of the hub ---------------------------------------------------------------------------------------------
 
 COMMIT = "1" * 40
+LOCAL = Path(__file__).parents[2] / "constraints.txt"
 CARD = """---
 configs:
 - {config_name: main, data_files: [{split: train, path: train.jsonl}, {split: dev, path: dev.jsonl}]}
@@ -192,7 +195,19 @@ BROKEN = "---\nconfigs: [{config_name: main, data_files: broken.jsonl}]\n---\n"
 DATASETS = {
     "me/tiny": {"README.md": CARD, "train.jsonl": "\n".join(map(json.dumps, TRAIN)), "dev.jsonl": '{"q": "dev"}\n'},
     "me/broken": {"README.md": BROKEN, "broken.jsonl": '{"q": 1}\n{"q": }\n'},
+    "me/damaged": {"README.md": "", "train.jsonl": '{"q": 1}\n'},
+    "me/named": {"README.md": "", "train.jsonl": '{"q": 2}\n'},
+    "me/pictures": {"README.md": "", "train.tar": "x"},
+    "me/away": {"README.md": f"---\nconfigs: [{{config_name: a, data_files: {LOCAL}}}]\n---\n", "a.txt": "a"},
+    "me/borrowed": {
+        "README.md": f"---\nconfigs: [{{config_name: a, data_files: 'hf://datasets/me/tiny@{COMMIT}/dev.jsonl'}}]\n---\n",
+    },
 }
+ANNOUNCED = {"me/damaged": sha1(b"other").hexdigest(), "me/named": "../../../../outside"}  # of train.jsonl
+
+
+def git_hash(data: bytes) -> str:
+    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -212,20 +227,20 @@ class Hub(http.server.BaseHTTPRequestHandler):
             body = dataset.get(place[2])
         elif dataset and place[0] == "tree":
             files = [
-                {"type": "file", "path": f, "size": len(d), "oid": sha1(d.encode()).hexdigest()}
-                for f, d in dataset.items()
+                {"type": "file", "path": f, "size": len(d), "oid": git_hash(d.encode())} for f, d in dataset.items()
             ]
             body = json.dumps(files)
         elif dataset and place[0] == "revision":
             body = json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": []})
-        return self.answer(404 if body is None else 200, body, "EntryNotFound" if dataset else "RepoNotFound")
+        etag = ANNOUNCED.get(f"{owner}/{name}") if place[-1:] == ["train.jsonl"] else None
+        return self.answer(404 if body is None else 200, body, "EntryNotFound" if dataset else "RepoNotFound", etag)
 
-    def answer(self, status, body, error):
+    def answer(self, status, body, error, etag=None):
         data = (body or "").encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{sha1(data).hexdigest()}"')
+        self.send_header("ETag", f'"{etag or git_hash(data)}"')
         if body is None:
             self.send_header("X-Error-Code", error)
         self.end_headers()
@@ -250,6 +265,7 @@ def ask(tmp_path_factory, python):
     def evaluate_each(*expressions: str, offline: bool = False) -> list:
         code = f"""
 import json
+from dualtune.data.sources import hub
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DualtuneError
 for expression in {expressions!r}:
@@ -319,6 +335,38 @@ def test_a_dataset_that_cannot_be_loaded_names_both_possibilities(ask):
         name = call.split("'")[1]
         expected = f"{name}: no such file or directory, and it cannot be loaded as a dataset of the hub: {reason}"
         assert (kind, message[: len(expected)]) == ("DataError", expected)
+
+
+UNSAFE = {
+    "me/damaged": "are not those that the hub announced",
+    "me/named": "sent the header etag",
+    "me/pictures": "me/pictures: its files are read as webdataset, allowed: arrow, csv, json, parquet, text",
+}
+
+
+def test_an_unsafe_dataset_is_refused_before_its_files_are_read(ask):
+    names = [ROWS.format(f"'{name}'") for name in UNSAFE]
+    for (name, part), (kind, message) in zip(UNSAFE.items(), ask.each(*names), strict=True):
+        assert (name, kind, part in message) == (name, "FormatError", True), message
+        assert "\n" not in message
+
+
+def test_a_dataset_whose_card_names_files_of_other_places_is_refused(ask):
+    names = ("me/away", "me/borrowed")
+    for name, (kind, message) in zip(names, ask.each(*(ROWS.format(f"'{name}'") for name in names)), strict=True):
+        assert kind in ("FormatError", "DataError") and message.startswith(f"{name}: ")  # newer libraries look, too
+
+
+@pytest.mark.parametrize("file", [
+    str(LOCAL), f"hf://datasets/me/tinier@{COMMIT}/a.jsonl", "https://127.0.0.1/a.jsonl",
+    f"zip://a.jsonl::hf://datasets/me/tiny@{COMMIT}/a.zip", f"hf://me/tiny@{COMMIT}/a.jsonl",
+    *(f"hf://datasets/me/tiny@{COMMIT}/{path}" for path in ("../x", "a/../../x", "a//x", "./x", "a\\..\\x", "a\nb")),
+])  # fmt: skip
+def test_a_file_of_a_dataset_is_in_its_repository(file):
+    assert hub._place("me/tiny", f"hf://datasets/me/tiny@{COMMIT}/a/b.jsonl") == (COMMIT, "a/b.jsonl")
+    assert hub._place("me/tiny", "hf://datasets/Me/Tiny@refs%2Fpr%2F1/b.jsonl") == ("refs/pr/1", "b.jsonl")
+    with pytest.raises(FormatError, match="not in its repository"):
+        hub._place("me/tiny", file)
 
 
 def test_a_split_that_is_missing_for_the_role_is_named_with_those_that_there_are(ask):

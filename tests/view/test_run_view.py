@@ -13,7 +13,7 @@ from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, Sample
 from dualtune.view.lines import RunLog
 from dualtune.view.notebook import curve
 from dualtune.view.panel import panel, sparkline
-from dualtune.view.run_view import TIMED_STEPS, RunView, Thinned
+from dualtune.view.run_view import MAX_EVALS, TIMED_STEPS, RunView, Thinned
 
 
 def step_record(step, loss=2.0, step_s=2.0):
@@ -206,3 +206,14 @@ def test_a_run_keeps_one_log_over_a_resume(trained, tmp_path):
     said = [line.split()[1:3] for line in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert [step for what, step in said if what == "step"] == ["1/2", "2/2", "3/4", "4/4"]
     assert ["resumed", "after"] in said
+
+
+def test_a_view_keeps_a_bounded_number_of_evaluations_and_samples(tmp_path):
+    view = RunView(1, 1)
+    for step in range(MAX_EVALS + 3):
+        view.on_eval(EvalRecord(step, 1.0 + (step != 1), 1))
+    assert (len(view.evals), view.evals[0][0]) == (MAX_EVALS, 3)
+    assert view.best.step == 1  # also if it is none of those
+    for number in range(20):
+        view.on_sample(SampleRecord(1, "ask", str(number)))
+    assert [sample.answer for sample in view.samples] == [str(number) for number in range(12, 20)]

@@ -46,6 +46,23 @@ def note_of(path, **changes):
     (path / "lock").write_text(json.dumps(note))
 
 
+def test_a_long_file_is_read_in_parts_that_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "CHUNK", 100)
+    path = tmp_path / "rows"
+    path.write_text("".join(f"row {number}\n" for number in range(1000)))
+    read = []
+    followed = follow.Followed(path)
+    chunk = followed._chunk
+    monkeypatch.setattr(followed, "_chunk", lambda file: read.append(1) or chunk(file))
+    lines, is_new = followed.new_lines()
+    assert is_new and next(lines) == "row 0" and len(read) == 1
+    assert [*lines] == [f"row {number}" for number in range(1, 1000)] and len(read) > 50
+    with path.open("a") as file:
+        file.write("one more\nhalf of")
+    lines, is_new = followed.new_lines()
+    assert ([*lines], is_new) == (["one more"], False)
+
+
 def test_a_run_is_followed_while_it_trains_is_killed_and_resumed(trained, tmp_path):
     run_dir = tmp_path / "run"
     watching = Watching(run_dir, dies_at=5)

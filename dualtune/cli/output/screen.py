@@ -120,10 +120,10 @@ class Phases:
         """Return the seconds since the phase began."""
         return time.monotonic() - self.now.began
 
-    def finish(self, past: str) -> None:
-        """Say what was done, and in how many seconds."""
+    def finish(self, past: str, what: str = "") -> None:
+        """Say what was done, and in how many seconds. `what` adds to what the phase is about."""
         if self._live or not self._err:  # with JSON, for scripts, only the live line
-            what = f"{self.now.what} " if self.now.what else ""
+            what = "".join(f"{each} " for each in (self.now.what, what) if each)
             self.tell(f"{past:<11} {what}in {in_time(self.seconds, 1)}")
         self.now = Phase()
 

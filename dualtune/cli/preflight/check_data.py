@@ -52,7 +52,7 @@ column_option = click.option(
     "columns",
     multiple=True,
     metavar="OURS=YOURS",
-    help="A column with another name, such as prompt=question.",
+    help="A column with another name, such as prompt=question; OURS= leaves one out.",
 )
 
 
@@ -103,7 +103,7 @@ def command(
     )
 
 
-def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str]:
+def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str | None]:
     """Return the options --column as data.columns. UsageError for one of another form, or an unknown --format."""
     from dualtune.data.chat.formats import FORMATS
 
@@ -112,14 +112,16 @@ def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str]:
     return dict(map(_column, columns))
 
 
-def _column(text: str) -> tuple[str, str]:
+def _column(text: str) -> tuple[str, str | None]:
     ours, equals, yours = text.partition("=")
-    if not (ours and equals and yours):
-        raise click.UsageError(f"--column: got '{text}', allowed: OURS=YOURS, such as prompt=question")
-    return ours, yours
+    if not (ours and equals):
+        raise click.UsageError(
+            f"--column: got '{text}', allowed: OURS=YOURS, such as prompt=question, and OURS= to leave one out"
+        )
+    return ours, yours or None
 
 
-def _of_data(path: str, format: str, columns: Mapping[str, str]) -> list[Stream]:
+def _of_data(path: str, format: str, columns: Mapping[str, str | None]) -> list[Stream]:
     """Return the streams of a data path; of a directory, those of every role."""
     from dualtune.config.data_section import SourceConfig
     from dualtune.data.sources.readers import ROLE_NAMES, has_role

@@ -74,7 +74,7 @@ def clean_command(
     say(json.dumps(asdict(found), indent=2) if as_json else _in_words(found, out))
 
 
-def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str]) -> dict[str, OpenedSource]:
+def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:
     """Return the sources by the name of their new file; of a directory one for each role, held-out rows first."""
     from itertools import chain, count
 

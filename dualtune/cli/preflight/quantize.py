@@ -13,7 +13,7 @@ from dualtune.cli.output.terminal import say
 from dualtune.io.disk import expanded
 
 if TYPE_CHECKING:
-    from dualtune.evaluate.base_formats import FormatComparison
+    from dualtune.evaluate.base_formats import FormatComparison, FormatLoss
 
 
 @click.command("quantize")
@@ -57,11 +57,20 @@ def command(
         for name in wanted:
             check_value(backend, "model.quantization", name)
         with explained(backend, settings, "while a format of the base was measured"):
-            found = compare_formats(settings, backend, rows, wanted, lambda name: shown.begin("measuring", name))
+            found = compare_formats(
+                settings, backend, rows, wanted, lambda name: shown.begin("measuring", name),
+                lambda each: shown.finish("measured", _result(each)), shown.update,
+            )  # fmt: skip
     kept = _keep(expanded(settings.run.dir), found)
     if as_json:
         return say(to_json(found.as_json()))
     return say(_as_text(found) + (f"\n\nkept in {kept}" if kept else ""))
+
+
+def _result(measured: FormatLoss) -> str:
+    from dualtune.text.redaction import redact
+
+    return redact(f"not: {measured.problem}," if measured.loss is None else f"loss {measured.loss:.4f}")
 
 
 def _keep(run_dir: Path, found: FormatComparison) -> Path | None:

@@ -65,7 +65,9 @@ def _table(found: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
 
     paths = [Path(run.path) for run in found]
     rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
-    rows += [(name, *(_cell(getattr(run, name)) for run in found)) for name in NUMBERS]
+    rows += [
+        ("train_loss" if name == "loss" else name, *(_cell(getattr(run, name)) for run in found)) for name in NUMBERS
+    ]
     rows += [(shown(key), *map(_cell, values)) for key, values in differs.items()]
     return in_columns(rows)
 

@@ -32,7 +32,7 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda run: _lowest_first(None if run.seconds is None else -run.seconds),
 }
 # The columns that a narrow terminal omits, in this order.
-LEAST_IMPORTANT = ("start", "saved", "time", "model", "lr", "best", "date", "eval", "verdict")
+LEAST_IMPORTANT = ("start", "saved", "time", "model", "lr", "best eval", "date", "eval loss", "verdict")
 MIN_NAME = 12
 STATES = ("running", "done", "preempted", "killed", "failed", "unreadable")
 NO_LIMIT = 10_000  # columns, for output to a file or another program
@@ -55,8 +55,9 @@ def command(
 ) -> None:
     """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
 
-    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `loss` is that of
-    the last step (a verdict and a report smooth it, and say how), `eval` that of the last evaluation, `time` the time
+    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `train
+    loss` is that of the last step (a verdict and a report smooth it, and say how), `eval loss` that of the last
+    evaluation, `time` the time
     spent in steps, `date` the end (the start, if it runs or was killed), `saved` the step of the last checkpoint.
 
     `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
@@ -125,9 +126,9 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "state": run.state,
         "verdict": shown(run.verdict or "-", 20),
         "step": _number(run.step) + (f"/{run.num_steps}" if run.num_steps else ""),
-        "loss": _loss(run.loss),
-        "eval": _loss(run.eval_loss),
-        "best": _loss(run.best_eval_loss),
+        "train loss": _loss(run.loss),
+        "eval loss": _loss(run.eval_loss),
+        "best eval": _loss(run.best_eval_loss),
         "lr": "-" if run.learning_rate is None else f"{run.learning_rate:g}",
         "model": shown(Path(run.model).name, 30) if run.model else "-",
         "start": _minute(run.start),

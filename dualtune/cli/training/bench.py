@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
 
 PHASES = {
-    "data": "waiting for the batches; preparing them takes {making_ms:.1f} ms, during the previous step",
+    "data": "waiting for the batches; preparing them takes {making}, during the previous step",
     "forward": "as in evaluation: without dropout, keeping nothing for the backward pass",
     "backward": "the rest of forward and backward",
     "optimizer": "clipping and the update",
@@ -124,7 +124,7 @@ def _beside(settings: Config, platform: str, result: BenchResult) -> str:
 
 
 def _lines(result: BenchResult) -> Iterator[str]:
-    from dualtune.text.show import in_bytes, in_columns, in_time
+    from dualtune.text.show import in_bytes, in_columns, in_short_time
 
     engine, step_s = result.environment["engine"], result.step_s
     mean_s = sum(step_s) / len(step_s)
@@ -135,10 +135,10 @@ def _lines(result: BenchResult) -> Iterator[str]:
     )
     if "kernels" in engine:
         yield f"kernels     {engine['kernels']}"
-    yield f"start       {in_time(result.load_s, 1)} to load, {in_time(result.first_step_s, 2)} for the first step"
+    yield f"start       {in_short_time(result.load_s)} to load, {in_short_time(result.first_step_s)} for the first step"
     yield (
-        f"steps       {mean_s:.3f} s each ({min(step_s):.3f} to {max(step_s):.3f}), {len(step_s)} measured after "
-        f"{result.warmup} warm-up steps"
+        f"steps       {in_short_time(mean_s)} each ({in_short_time(min(step_s))} to {in_short_time(max(step_s))}), "
+        f"{len(step_s)} measured after {result.warmup} warm-up steps"
     )
     yield (
         f"speed       {result.tokens_per_s:,.0f} tokens/s, {result.target_tokens_per_s:,.0f} target tokens/s; padding, "
@@ -157,16 +157,16 @@ def _lines(result: BenchResult) -> Iterator[str]:
         f"of {in_bytes(result.total_bytes)}"
     )
     yield "\nwhere the time of a step goes"
-    making_ms = 1000 * result.making_data_s
+    making = in_short_time(result.making_data_s)
     yield in_columns([
-        (f"  {name}", f"{1000 * s:9.1f} ms", f"{s / mean_s:6.1%}", PHASES[name].format(making_ms=making_ms))
+        (f"  {name}", f"{in_short_time(s):>12}", f"{s / mean_s:6.1%}", PHASES[name].format(making=making))
         for name, s in result.phases_s.items()
     ])  # fmt: skip
     profile = result.profile
     if profile.shares and profile.step_s:
         yield (
-            f"\nwhat the device does: {profile.operations_s:.3f} s in operations, of the {profile.step_s:.3f} s that "
-            "a step of one micro-batch took under the profiler"
+            f"\nwhat the device does: {in_short_time(profile.operations_s)} in operations, of the "
+            f"{in_short_time(profile.step_s)} that a step of one micro-batch took under the profiler"
         )
         yield in_columns([(f"  {kind}", f"{share:6.1%}") for kind, share in profile.shares.items()])
     yield f"\nprofile     {f'{profile.trace} ({profile.note})' if profile.trace else f'none: {profile.note}'}"

@@ -60,7 +60,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
 def _lines(settings: Config, name: str, memory: MemoryNeed, found: StepTime, limits: MachineLimits) -> Iterator[str]:
     from dualtune.performance.prediction import SAID
     from dualtune.text.redaction import redact
-    from dualtune.text.show import in_bytes, in_columns
+    from dualtune.text.show import in_bytes, in_columns, in_short_time
 
     yield f"{redact(settings.model.name)} on {name}: {SAID}\n"
     header = ("part", "TFLOP", "GB", "launches", "ms", "share", "bound")
@@ -72,18 +72,14 @@ def _lines(settings: Config, name: str, memory: MemoryNeed, found: StepTime, lim
     ]  # fmt: skip
     yield in_columns([header, *rows])
     peak, has = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
-    times = f"device {_ms(found.device_s)}, host {_ms(found.host_s)}, transfers {_ms(found.transfer_s)}"
-    waits = f"{found.waits} waits, {_ms(found.waits_s)}"
+    device, host, transfers, waits = map(in_short_time, (found.device_s, found.host_s, found.transfer_s, found.waits_s))
+    times = f"device {device}, host {host}, transfers {transfers}; {found.waits} waits, {waits}"
     share = f"{found.utilisation:.1%} of {found.peak_flops / 1e12:.4g} TFLOP/s (MFU)"
     yield ""
     yield in_columns([
-        ("step", f"{found.step_s:.4g} s, bound by {found.bound}: {times}; {waits}"),
+        ("step", f"{in_short_time(found.step_s)}, bound by {found.bound}: {times}"),
         ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {share}"),
         ("memory", f"{peak} at the peak, has {has}" + ("" if memory.plan.fits else ": it does not fit")),
         ("step of", f"{found.tokens:,} tokens; lengths: {found.documents}"),
         ("limits", f"{limits.source}; the shares that are reached are assumptions of dualtune/platform/rates.py"),
     ])  # fmt: skip
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"

@@ -5,12 +5,15 @@ Based on transformers/training_args.py of transformers 5; axolotl, LLaMA-Factory
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dualtune.config.importing.table import Given, Note, Rule, Settings, absent, is_off, needless, shown, translated
 from dualtune.config.importing.trackers import NAMED_OUTSIDE, trackers_of_transformers
+from dualtune.config.values import RESERVED_VARIABLES
 
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -23,6 +26,27 @@ _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
 _MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 _PEFT_CHOOSES = "no names are listed, so PEFT chooses by architecture; here the default of adapter.targets is used"
 GPUS = "multiply it by the number of GPUs that you used"
+
+
+def template_variables(given: Given, *names: str) -> Settings:
+    """Translate keyword arguments of the chat template: each name holds a mapping."""
+    variables: dict[str, Any] = {}
+    for name in filter(given.__contains__, names):
+        variables |= variables_in(given, name, given.get(name))
+    return {"data.template_variables": given.note(variables, *names)} if variables else {}
+
+
+def variables_in(given: Given, where: str, value: Any) -> dict[str, Any]:
+    """Return the variables of a mapping, which may be JSON in a text; those that every template is given are lost."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, dict):
+        raise given.wrong(where, "must be a mapping, such as {enable_thinking: false}")
+    variables = cast(dict[str, Any], value)
+    for name in variables.keys() & RESERVED_VARIABLES:
+        given.lose(f"{where}.{name}", "every template is given it", variables[name])
+    return {name: each for name, each in variables.items() if name not in RESERVED_VARIABLES}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 from typing import Any, cast
 
 from dualtune.config.importing.arguments import EIGHT_BITS, NO_PREFERENCES, Arguments
-from dualtune.config.importing.axolotl_data import data, dedup, template
+from dualtune.config.importing.axolotl_data import data, dedup, template, template_variables
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
 from dualtune.config.importing.trackers import NAMED_OUTSIDE, OTHERS, TRACKER_KEYS, trackers_of_axolotl
 
@@ -173,6 +173,7 @@ RULES = (
     translated("chat_template chat_template_jinja", "data.template", template,
                "`auto` is the tokenizer's own; llama3, qwen_25, gemma and gemma3 become `llama-3`, `qwen-2.5`, "
                "`gemma-2` and `gemma-3`; for one that has no name here, name a Jinja file"),
+    translated("chat_template_kwargs", "data.template_variables", template_variables, "also those of a dataset"),
     translated("datasets test_datasets val_set_size", "data.train, data.eval", data,
                "type: alpaca is `alpaca`, chat_template is `messages` (or `sharegpt`), completion is `text`; "
                "val_set_size is a fraction, as here"),
@@ -219,7 +220,7 @@ RULES = (
            "guards.on_spike, guards.spike_threshold"),
     absent("tokens added_tokens_overrides tokenizer_config resize_token_embeddings_to_32x eot_tokens",
            "the model's own tokenizer and embeddings are always used"),
-    absent("default_system_message chat_template_kwargs", "write a system message into the rows"),
+    absent("default_system_message", "write a system message into the rows"),
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
            "documents are shuffled anew in each epoch"),

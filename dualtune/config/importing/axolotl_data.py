@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from dualtune.config.importing.arguments import variables_in
 from dualtune.config.importing.table import Given, Note, Settings, is_off
 
 _FORMATS = {
@@ -13,7 +14,8 @@ _FORMATS = {
 _OWN_TYPE = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
              "field_system": "system"}  # fmt: skip
 _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "field_tools",
-         "message_field_role", "message_field_content", "message_property_mappings"}  # fmt: skip
+         "message_field_role", "message_field_content", "message_property_mappings",
+         "chat_template_kwargs"}  # fmt: skip
 # Values that match our behaviour, so nothing is lost.
 _SAME_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
@@ -67,6 +69,25 @@ def template(given: Given) -> Settings:
         reason = "the tokenizer's own template is used; data.template takes a name such as chatml, or a Jinja file"
         given.lose("chat_template", reason)
     return {}
+
+
+def template_variables(given: Given) -> Settings:
+    """Translate `chat_template_kwargs`, of the file and of its datasets: here all sources have the same."""
+    key = "chat_template_kwargs"
+    variables = variables_in(given, key, given.get(key)) if key in given else {}
+    origins = [key] if variables else []
+    for name in ("datasets", "test_datasets"):
+        for index, entry in enumerate(cast(list[dict[str, Any]], given.get(name) or [])):
+            if entry.get(key) is None:
+                continue
+            where = f"{name}[{index}].{key}"
+            own = variables_in(given, where, entry[key])
+            if any(variables.get(each, value) != value for each, value in own.items()):
+                given.lose(where, "data.template_variables are those of all sources", own)
+            else:
+                variables |= own
+                origins.append(where)
+    return {"data.template_variables": Note(variables, ", ".join(origins))} if variables else {}
 
 
 def dedup(given: Given) -> Settings:

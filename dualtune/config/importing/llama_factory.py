@@ -194,6 +194,16 @@ def _template(given: Given) -> Settings:
     return {}
 
 
+def _thinking(given: Given) -> Settings:
+    """Translate the switches of data_args.py: enable_thinking, whose null mixes both modes, and preserve_thinking."""
+    names = [name for name in ("enable_thinking", "preserve_thinking") if name in given]
+    variables = {name: given.flag(name) for name in names}
+    if variables.get("enable_thinking") is False:
+        reason = "LLaMA-Factory also takes reasoning out of the rows: remove it, or data.columns: {reasoning: null}"
+        given.lose("enable_thinking (rows)", reason, value=False)
+    return {"data.template_variables": given.note(variables, *names)} if variables else {}
+
+
 def _steps(given: Given) -> Settings:
     if given.flag("neat_packing") or given.flag("packing") or ("packing" not in given and given.get("stage") == "pt"):
         each, accumulated = given.count("per_device_train_batch_size"), given.count("gradient_accumulation_steps")
@@ -246,6 +256,8 @@ RULES = (
     translated("dataset eval_dataset dataset_dir val_size", "data.train, data.eval", _data,
                "the names are looked up in dataset_info.json, if it is here; else write paths"),
     translated("template", "data.template", _template, "the tokenizer's own, a name such as `qwen-3`, or a Jinja file"),
+    translated("enable_thinking preserve_thinking", "data.template_variables", _thinking,
+               "variables of the template; remove them if yours does not read them"),
     translated("cutoff_len", "data.max_length", lambda given: {
         "data.max_length": given.note(given.count("cutoff_len", 2), "cutoff_len")}, "longer documents are cut"),
     translated("per_device_train_batch_size gradient_accumulation_steps packing neat_packing",
@@ -280,7 +292,7 @@ RULES = (
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
     absent("adapter_folder ignore_pad_token_for_loss eval_on_each_dataset eval_num_beams", "there is nothing like it"),
     absent("streaming", "rows are always read as a stream, and shuffled as a whole"),
-    absent("tool_format default_system enable_thinking preserve_thinking",
+    absent("tool_format default_system",
            "the tokenizer's own template writes tools and system messages; write a system message into the rows"),
     absent("disable_shuffling", "documents are shuffled anew in each epoch"),
     absent("use_swanlab swanlab_*", "run.track knows trackio, wandb, mlflow and tensorboard"),

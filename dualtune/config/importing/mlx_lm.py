@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from dualtune.config.importing.arguments import template_variables
 from dualtune.config.importing.table import Given, Note, Settings, absent, needless, translated
 from dualtune.config.importing.trackers import trackers_of_mlx_lm
 
@@ -235,6 +236,9 @@ RULES = (
     translated("lora_parameters.rank lora_parameters.scale lora_parameters.dropout",
                "adapter.rank, adapter.alpha, adapter.dropout", _adapter,
                "alpha is scale × rank: mlx-lm multiplies by scale, dualtune by alpha / rank"),
+    translated("chat_template_args chat_template_config", "data.template_variables",
+               lambda given: template_variables(given, "chat_template_args", "chat_template_config"),
+               "options of mlx_lm.server and mlx_lm.generate: here the training has them too"),
     translated("lora_parameters.keys num_layers", "adapter.targets", _targets,
                "num_layers counts from the last layer: the targets name these layers one by one"),
     translated("resume_adapter_file", "adapter.init_from", _init_from, "the directory of the file"),

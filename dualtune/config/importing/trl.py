@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 from dualtune.config.importing import arguments
-from dualtune.config.importing.arguments import EIGHT_BITS, NO_PREFERENCES, Arguments, module_names, nf4_only
+from dualtune.config.importing.arguments import (
+    EIGHT_BITS,
+    NO_PREFERENCES,
+    Arguments,
+    module_names,
+    nf4_only,
+    template_variables,
+)
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
 
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
@@ -188,6 +195,8 @@ RULES = (
     translated("assistant_only_loss completion_only_loss", "data.loss_on", _loss_on,
                "`assistant`; templates need no `generation` tag"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
+    translated("chat_template_kwargs", "data.template_variables",
+               lambda given: template_variables(given, "chat_template_kwargs"), "for all rows"),
     translated("max_length truncation_mode", "data.max_length", _max_length, "longer documents are cut at the end"),
     translated("per_device_train_batch_size gradient_accumulation_steps packing packing_strategy",
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -25,6 +25,7 @@ import numpy as np
 from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.notices import JOINED, KEPT, NULLS, SCALAR
 from dualtune.data.chat.row_values import (
+    KEYS_OF_REASONING,
     as_list,
     as_object,
     check_texts,
@@ -74,6 +75,7 @@ class RowReading:
 
     roles: Mapping[str, str] = field(default_factory=lambda: MappingProxyType[str, str]({}))  # data.roles
     consecutive: Consecutive = "join"  # data.consecutive
+    columns: Collection[str] = ()  # keys that data.columns names a column for
     notices: set[str] = field(default_factory=set[str])
 
 
@@ -233,6 +235,27 @@ def fold_system(messages: Sequence[Message]) -> Sequence[Message]:
     return messages if waiting or all(message.role != "system" for message in messages) else tuple(turns)
 
 
+def with_reasoning(messages: tuple[Message, ...], value: Any, reading: RowReading) -> tuple[Message, ...]:
+    """Return messages with one answer, which gets the reasoning of a column; not if the answer repeats it.
+
+    If the answer has other reasoning, or there are several, the column stays unread; RowError if data.columns names it.
+    """
+    thought = "\n\n".join(texts_of(value, "reasoning", reading))
+    answers = [message for message in messages if message.role == "assistant"]
+    own = [str(each.extra[key]) for each in answers for key in KEYS_OF_REASONING if each.extra.get(key)]
+    own += [thoughts for each in answers if (thoughts := each.content.rpartition("</think>")[0])]
+    wanted, *texts = ("".join(text.split()) for text in (thought, *own, *(each.content for each in answers)))
+    if any(wanted in text and (own or len(wanted) > len(text) / 2) for text in texts):  # not a word that both have
+        return messages
+    if len(answers) == 1 and not own:
+        thinking = replace(answers[0], extra={**answers[0].extra, "reasoning_content": thought})
+        return tuple(thinking if message is answers[0] else message for message in messages)
+    if "reasoning" in reading.columns:
+        reason = "there are several answers" if len(answers) > 1 else "the answer has other reasoning already"
+        raise RowError(f"reasoning: {reason}; keep one of them, or set data.columns: {{reasoning: null}}")
+    return messages
+
+
 def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:
     if not calls:
         raise RowError(
@@ -355,3 +378,9 @@ def text_of(value: Any, at: str, reading: RowReading) -> str:
         return text(value, at)
     reading.notices.add(SCALAR)
     return json.dumps(value)
+
+
+def texts_of(value: Any, at: str, reading: RowReading) -> list[str]:
+    """Return the texts of a text, or of a list of texts."""
+    values = cast(list[Any], value) if isinstance(value, list) else [value]
+    return [text_of(each, at, reading) for each in values]

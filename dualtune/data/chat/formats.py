@@ -5,8 +5,8 @@
 | preference        | chosen, rejected [prompt or messages]: strings, or lists of messages                  |
 | messages          | messages: [{role, content}, …]                                                        |
 | sharegpt          | conversations: [{from, value}, …]                                                     |
-| prompt_completion | prompt, completion [context, history]: two strings, or two lists of messages          |
-| alpaca            | instruction, output (or response) [input (or context), history]                       |
+| prompt_completion | prompt, completion [context, history, reasoning]: two strings or lists of messages    |
+| alpaca            | instruction, output (or response) [input (or context), history, reasoning]            |
 | text              | text                                                                                  |
 
 All but text may have system (or system_prompt, system_message), and tools or OpenAI's older functions.
@@ -14,8 +14,9 @@ All but text may have system (or system_prompt, system_message), and tools or Op
 Null counts as absent everywhere, a blank string only for an optional key. A string in place of a list or an object is
 parsed as JSON. An answer or a text must not be blank; a prompt may be.
 
-`history` is a list of [question, answer] or of messages, before the question; `context` is text before it. Other
-columns that seem to hold a part of the conversation are named in a notice (`notices.py`).
+`history` is a list of [question, answer] or of messages, before the question; `context` is text before it. `reasoning`
+is that of the answer, and may have any name that says so (`row_values.py`). `data.columns` names a column for a key, or
+null, which leaves it out. Other columns that seem to hold a part of the conversation are named (`notices.py`).
 
 A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
 with `system` and a blank line before the prompt; the plain form cannot include tools. If the messages come in two
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.conversations import (
@@ -39,9 +40,22 @@ from dualtune.data.chat.conversations import (
     read_messages,
     read_tools,
     text_of,
+    texts_of,
+    with_reasoning,
 )
 from dualtune.data.chat.notices import unread
-from dualtune.data.chat.row_values import is_scalar, listed
+from dualtune.data.chat.row_values import (
+    KEYS_OF_REASONING,
+    REASONING,
+    SYSTEM_NAMES,
+    Columns,
+    check_columns,
+    column_of,
+    has_value,
+    is_scalar,
+    left_out,
+    listed,
+)
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
@@ -76,9 +90,6 @@ class Example:
         return f"{self.path}:{self.line}"
 
 
-SYSTEM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"system": ("system_prompt", "system_message")})
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     convert: Callable[[RawRow, Mapping[str, Any], RowReading], Example]
@@ -91,48 +102,43 @@ class Format:
     def all_keys(self) -> tuple[str, ...]:
         return self.keys + self.optional
 
-    def column(self, key: str, fields: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-        """Return the name of the column that holds a key in this row."""
-        name = columns.get(key, key)
-        if key in columns or key not in self.aliases or _has(fields, name):
-            return name
-        taken = columns.values()
-        return next((each for each in self.aliases[key] if each not in taken and _has(fields, each)), name)
+    def column(self, key: str, fields: Mapping[str, Any], columns: Columns) -> str:
+        return column_of(key, self.all_keys, self.aliases, fields, columns)
 
 
 def to_examples(
     rows: Iterable[RawRow | BadRow],
     format: str,
-    columns: Mapping[str, str],
+    columns: Columns,
     roles: Mapping[str, str] = MappingProxyType({}),
     consecutive: Consecutive = "join",
 ) -> Iterator[Example | BadRow]:
     """Convert rows of a named format, or of the format detected from the first good row ("auto").
 
-    `columns` maps our key to the file's, for instance {"prompt": "question", "completion": "answer"}.
+    `columns` maps our key to the file's, such as {"prompt": "question", "completion": "answer"}; null leaves it out.
     `roles` maps further names of roles to ours, `consecutive` says what becomes of two turns of one role in a row.
     Raises DataError for faults of all rows: `columns` that do not fit the format, a first row in no known format.
     """
     name = "" if format == "auto" else format
     if name:
-        _check_columns(columns, FORMATS[name].all_keys, f"the format {name} has")
+        _check_columns(columns, name)
     for row in rows:
         if isinstance(row, BadRow):
             yield row
             continue
         name = name or detect_format(row, columns)
-        yield _convert(row, name, columns, RowReading(roles, consecutive))
+        yield _convert(row, name, columns, RowReading(roles, consecutive, columns))
 
 
-def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
+def detect_format(row: RawRow, columns: Columns) -> str:
     """Return the first format with all keys in the row, after the column mapping. Raises DataError if none fits."""
+    _check_columns(columns)
     names = _formats_of(row, columns)
     for name in names:
-        if columns.keys() <= set(FORMATS[name].all_keys):
+        if columns.keys() - left_out(columns) <= set(FORMATS[name].all_keys):
             return name
     if names:
-        _check_columns(columns, FORMATS[names[0]].all_keys, f"the format {names[0]} has")
-    _check_columns(columns, [key for format in FORMATS.values() for key in format.all_keys], "the formats have")
+        _check_columns(columns, names[0])
     known = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
     raise DataError(
         f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {known}. "
@@ -140,44 +146,45 @@ def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
     )
 
 
-def _formats_of(row: RawRow, columns: Mapping[str, str]) -> list[str]:
+def _formats_of(row: RawRow, columns: Columns) -> list[str]:
     return [
         name
         for name, format in FORMATS.items()
-        if all(row.fields.get(format.column(key, row.fields, columns)) is not None for key in format.keys)
+        if not left_out(columns) & set(format.keys)
+        and all(row.fields.get(format.column(key, row.fields, columns)) is not None for key in format.keys)
     ]
 
 
-def _check_columns(columns: Mapping[str, str], known: Iterable[str], owner: str) -> None:
-    known = dict.fromkeys(known)
-    if unknown := sorted(columns.keys() - known.keys()):
-        raise DataError(f"data.columns: got '{unknown[0]}', {owner}: {', '.join(known)}")
+def _check_columns(columns: Columns, name: str | None = None) -> None:
+    every = [key for format in FORMATS.values() for key in format.all_keys]
+    if name is None:
+        check_columns(columns, every, "the formats have", every)
+    else:
+        check_columns(columns, every, f"the format {name} has", FORMATS[name].all_keys, FORMATS[name].keys)
 
 
-def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowReading) -> Example | BadRow:
-    format = FORMATS[name]
+def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> Example | BadRow:
+    format, without = FORMATS[name], left_out(columns)
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
         for key in format.keys:
             if row.fields.get(places[key]) is None:
                 raise RowError(_lacks(row, name, places[key]))
         fields = {
-            key: row.fields[place] for key, place in places.items() if key in format.keys or _has(row.fields, place)
+            key: row.fields[place]
+            for key, place in places.items()
+            if key in format.keys or (key not in without and has_value(row.fields, place))
         }
         example = format.convert(row, fields, reading)
         texts = [message.content for message in example.messages] or [example.completion or ""]
-        kinds = reading.notices | unread(row.fields, {*places.values()}, texts)
+        thoughts = [str(message.extra.get(key, "")) for message in example.messages for key in KEYS_OF_REASONING]
+        read = {place for key, place in places.items() if key != REASONING or key in columns} | without
+        kinds = reading.notices | unread(row.fields, read, texts, thoughts)
         return replace(example, notices=frozenset(kinds)) if kinds else example
     except RowError as reason:
         return BadRow(row.path, row.line, str(reason))
     except RecursionError:
         return BadRow(row.path, row.line, "is nested too deeply")
-
-
-def _has(fields: Mapping[str, Any], key: str) -> bool:
-    """Return whether a row has a value for a key that may be absent; null, [] and blank text are none."""
-    value = fields.get(key)
-    return value is not None and value != [] and not _is_blank(value)
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
@@ -203,7 +210,7 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
     if _are_strings(fields, "prompt", "completion"):
         prompt = text_of(fields["prompt"], "prompt", reading)
         if "context" in fields:
-            prompt = "\n\n".join([*_texts(fields["context"], "context", reading), prompt])
+            prompt = "\n\n".join([*texts_of(fields["context"], "context", reading), prompt])
         return _pair(row, fields, prompt, prompt, "completion", reading)
     if "context" in fields:
         raise RowError("context: is read only beside a prompt that is a text; put it into a message of the prompt")
@@ -211,13 +218,15 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
     answer = read_messages(fields["completion"], "completion", reading, "completion: message")
     if all(message.role != "assistant" for message in answer):
         raise RowError("completion: has no assistant message, so there is nothing to train on")
+    if REASONING in fields:
+        answer = with_reasoning(answer, fields[REASONING], reading)
     messages = _history(fields, reading) + _not_trained_on(before) + answer
     return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     instruction = text_of(fields["instruction"], "instruction", reading)
-    given = "\n\n".join(_texts(fields.get("input", ""), "input", reading))
+    given = "\n\n".join(texts_of(fields.get("input", ""), "input", reading))
     plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
     return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
 
@@ -289,9 +298,11 @@ FORMATS = {
     "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "messages", *_COMMON)),
     "messages": Format(_messages, ("messages",), _COMMON),
     "sharegpt": Format(_sharegpt, ("conversations",), _COMMON),
-    "prompt_completion": Format(_prompt_completion, ("prompt", "completion"), (*_COMMON, "context", "history")),
+    "prompt_completion": Format(
+        _prompt_completion, ("prompt", "completion"), (*_COMMON, "context", "history", REASONING)
+    ),
     "alpaca": Format(
-        _alpaca, ("instruction", "output"), ("input", *_COMMON, "history"),
+        _alpaca, ("instruction", "output"), ("input", *_COMMON, "history", REASONING),
         {**SYSTEM_NAMES, "output": ("response",), "input": ("context",)},
     ),
     "text": Format(_text, ("text",)),
@@ -318,6 +329,8 @@ def _pair(
     """
     answer = _answer(fields, answer_key, reading)
     turns = (Message("user", question), Message("assistant", answer))
+    if REASONING in fields:
+        turns = with_reasoning(turns, fields[REASONING], reading)
     if "history" in fields:
         return _chat(row, fields, _history(fields, reading) + turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
@@ -327,12 +340,6 @@ def _pair(
 
 def _history(fields: Mapping[str, Any], reading: RowReading) -> tuple[Message, ...]:
     return read_history(fields["history"], "history", reading) if "history" in fields else ()
-
-
-def _texts(value: Any, key: str, reading: RowReading) -> list[str]:
-    """Read a text, or a list of texts."""
-    values = cast(list[Any], value) if isinstance(value, list) else [value]
-    return [text_of(each, key, reading) for each in values]
 
 
 def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:

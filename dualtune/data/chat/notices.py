@@ -27,19 +27,23 @@ TEXTS = {
 }
 _INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-_CONTENT = frozenset({
-    "answer", "answers", "audio", "chat", "chosen", "completion", "content", "context", "contexts", "conversation",
-    "conversations", "cot", "dialog", "dialogue", "document", "documents", "function", "functions", "history",
-    "image", "images", "input", "inputs", "instruction", "instructions", "knowledge", "message", "messages",
-    "output", "outputs", "passage", "persona", "prompt", "prompts", "query", "question", "questions", "rationale",
-    "reasoning", "rejected", "response", "responses", "system", "text", "thinking", "thought", "thoughts", "tool",
-    "tools", "turns", "video",
+# Words of names of columns with the reasoning of an answer.
+REASONING_WORDS = frozenset({
+    "cot", "rationale", "rationales", "reasoning", "scratchpad", "think", "thinking", "thought", "thoughts",
 })  # fmt: skip
+CONTENT = REASONING_WORDS | {
+    "answer", "answers", "audio", "chat", "chosen", "completion", "content", "context", "contexts", "conversation",
+    "conversations", "dialog", "dialogue", "document", "documents", "function", "functions", "history", "image",
+    "images", "input", "inputs", "instruction", "instructions", "knowledge", "message", "messages", "output",
+    "outputs", "passage", "persona", "prompt", "prompts", "query", "question", "questions", "rejected", "response",
+    "responses", "system", "text", "tool", "tools", "turns", "video",
+}  # fmt: skip
 # Words of names that say something about a text, such as prompt_id, and hold none.
-_ABOUT = frozenset({
-    "category", "count", "date", "domain", "hash", "id", "ids", "idx", "index", "key", "lang", "language", "len",
-    "length", "level", "model", "name", "num", "number", "rating", "score", "scores", "size", "source", "split",
-    "subset", "tag", "tags", "time", "timestamp", "tokens", "topic", "type", "url", "uuid", "version",
+ABOUT = frozenset({
+    "budget", "category", "count", "date", "domain", "effort", "hash", "id", "ids", "idx", "index", "key", "lang",
+    "language", "len", "length", "level", "mode", "model", "name", "num", "number", "rating", "score", "scores",
+    "size", "source", "split", "subset", "tag", "tags", "time", "timestamp", "tokens", "topic", "type", "url",
+    "uuid", "version",
 })  # fmt: skip
 
 
@@ -49,10 +53,13 @@ def sentence(kind: str) -> str:
     return TEXTS.get(word, "").format(column)
 
 
-def unread(fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str]) -> set[str]:
+def unread(
+    fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str], reasoning: Iterable[str] = ()
+) -> set[str]:
     """Return the kinds of the columns that are not in `read` and seem to hold a part of the conversation.
 
-    `texts` are what was read: a column that only repeats them, or that is all of them with a frame, is no loss.
+    `texts` and `reasoning` are what was read: a column that only repeats them, or that is all the texts with a frame,
+    is no loss.
     """
     kinds: set[str] = set()
     whole: str | None = None
@@ -68,7 +75,7 @@ def unread(fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str
             continue
         if whole is None:
             parts = [text.strip() for text in texts]
-            whole = "\n".join(parts)
+            whole = "\n".join([*parts, *reasoning])
         if all(leaf in whole for leaf in leaves) or all(part in "\n".join(leaves) for part in parts):
             continue
         kinds.add(f"{UNREAD}: {name}")
@@ -76,9 +83,14 @@ def unread(fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str
 
 
 @functools.lru_cache(maxsize=1024)
+def words_of(name: str) -> frozenset[str]:
+    """Return the words of a column's name in lower case: {complex, cot} of Complex_CoT."""
+    return frozenset(word.lower() for word in _WORD.findall(name.replace("CoT", "Cot")))
+
+
 def _is_content(name: str) -> bool:
-    words = {word.lower() for word in _WORD.findall(name)}
-    return bool(words & _CONTENT) and not words & _ABOUT
+    words = words_of(name)
+    return bool(words & CONTENT) and not words & ABOUT
 
 
 def _holds_messages(value: Any) -> bool:

@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from dualtune.adapter.formats.chat_template import hash_of
 from dualtune.data.chat.call_form import CallForm, call_form
+from dualtune.data.chat.row_values import KEYS_OF_REASONING
 from dualtune.data.chat.template_meter import TemplateLimit
 from dualtune.data.chat.template_sandbox import Sandbox
 from dualtune.data.sources.rows import RowError
@@ -27,8 +28,6 @@ from dualtune.io.fields import shown
 MAX_SOURCE = 1 << 18  # characters; the longest in use have 25,000
 SHOWN_CHARACTERS = 300
 TODAY = datetime(2024, 7, 26)  # the default date of Llama's templates
-# Keys for the reasoning of an answer. Whichever a row uses, the template gets it under the first two.
-REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a broken template can raise. RuntimeError includes RecursionError.
 _REFUSALS = (
     TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError,
@@ -159,7 +158,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     may_be_null = {"content"} if message.get("tool_calls") else ()
     fields = {key: _plain(value) for key, value in message.items() if value is not None or key in may_be_null}
-    for name in REASONING:
+    for name in KEYS_OF_REASONING:
         if name in fields:
             return {"thinking": fields[name]} | fields | {"reasoning_content": fields[name]}
     return fields

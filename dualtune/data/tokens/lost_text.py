@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.notices import sentence
-from dualtune.data.chat.template import REASONING
+from dualtune.data.chat.row_values import KEYS_OF_REASONING
 from dualtune.errors import DataError
 
 MOST_LOST = 0.05  # the share of the rows of a source that may lose text of a kind in LOST
@@ -24,7 +24,7 @@ EARLIER, CONTEXT, PROMPT, UNEVEN, NO_END = (
     "earlier_reasoning", "untrained_content", "generation_prompt", "uneven_start", "no_end_token"
 )  # fmt: skip
 # Kinds are keys in `--json`, so these words stay.
-LOST = {key: f"{key} is not in the text of a trained turn" for key in (CONTENT, *REASONING, CALLS)} | {
+LOST = {key: f"{key} is not in the text of a trained turn" for key in (CONTENT, *KEYS_OF_REASONING, CALLS)} | {
     THOUGHT: f"the reasoning in content, up to {THOUGHT_END}, is not in the text of a trained turn"
 }
 TOLD = {
@@ -44,7 +44,7 @@ def lost_in(message: Message, turn: str, *, is_earlier: bool) -> set[str]:
     """
     before, end, answer = message.content.rpartition(THOUGHT_END)
     said = {CONTENT: answer, THOUGHT: before.replace("<think>", "") if end else ""}
-    key = next((key for key in REASONING if message.extra.get(key) is not None), None)
+    key = next((key for key in KEYS_OF_REASONING if message.extra.get(key) is not None), None)
     if key is not None:
         said[key] = "\n".join(_leaves(message.extra[key]))
     lost: set[str] = set()
@@ -68,7 +68,9 @@ def is_uneven(turns: Sequence[tuple[Message, str]]) -> bool:
     heads = {
         "".join(turn.partition(content)[0].split())
         for message, turn in turns
-        if (content := message.content.strip()) and content in turn and not {*REASONING, CALLS} & {*message.extra}
+        if (content := message.content.strip())
+        and content in turn
+        and not {*KEYS_OF_REASONING, CALLS} & {*message.extra}
     }
     return len(heads) > 1
 
@@ -83,10 +85,13 @@ def check_lost_text(counts: Mapping[str, int], num_rows: int, name: str, *, acce
     """Raise DataError if more than MOST_LOST of the rows lose text of a kind in LOST."""
     lost = {kind: number for kind, number in counts.items() if kind in LOST and number > MOST_LOST * num_rows}
     if lost and not accept:
+        column = (
+            " (data.columns: {reasoning: null} leaves a column of it out)" if {*KEYS_OF_REASONING} & {*lost} else ""
+        )
         raise DataError(
             f"{name}: {'; '.join(sentences(lost, num_rows))}. The chat template does not write it, so it would not be "
             f"learned; allowed: {MOST_LOST:.0%} of the rows. Use a data.template that writes it, remove it from the "
-            "rows, or set data.on_lost_text: accept"
+            f"rows{column}, or set data.on_lost_text: accept"
         )
 
 

@@ -25,7 +25,7 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.chat.named import TEMPLATES_WITH_TOOLS
 from dualtune.data.chat.notices import FOLDED
-from dualtune.data.chat.template import REASONING
+from dualtune.data.chat.row_values import KEYS_OF_REASONING
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens import lost_text
 from dualtune.data.tokens.lost_text import THOUGHT_END
@@ -69,6 +69,8 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
         prompt = example.prompt or ""
         text = prompt + example.completion
         ranges, weights = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))], [1.0]
+        if example.messages:  # only a chat template writes the reasoning of the answer
+            notices = frozenset(lost_text.lost_in(example.messages[-1], example.completion, is_earlier=False))
         control = tokenizer.masked_text(text)
     else:
         raise RowError(
@@ -225,7 +227,7 @@ class _Chat:
     def _by_own_text(self, i: int) -> Range | None:
         """Find a turn with tool calls or reasoning: its text without later turns, around a sentinel in the text."""
         message, rendered = self.messages[i], self._rendered_until(i)
-        if rendered is None or not {"tool_calls", *REASONING} & {*message.extra}:
+        if rendered is None or not {"tool_calls", *KEYS_OF_REASONING} & {*message.extra}:
             return None
         turn = rendered[1][rendered[0] :]
         turn = turn[: _end(turn, message.content)]
