@@ -6,7 +6,7 @@ The next token is chosen here, in NumPy, so that both backends sample alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -159,19 +159,21 @@ def stream_text(
     cache: GenerationCache | None = None,
     progress: GenerationProgress | None = None,
     shown: frozenset[int] = frozenset(),
+    first: Sequence[Sequence[int]] = (),
 ) -> Generator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
 
-    `shown`: special tokens that are written, not left out. `cache`: of the text before this prompt, by the same model
-    and adapter; it is updated. Generation ends where a table of positions ends; ConfigError for a longer prompt, and
-    for one without tokens.
+    `shown`: special tokens that are written, not left out. `first`: texts as token ids, with one of which it begins.
+    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
+    of positions ends; ConfigError for a longer prompt, and for one without tokens.
     """
     max_tokens = allowed_tokens(model, prompt, max_tokens)
     progress = progress or GenerationProgress()
     progress.max_tokens = max_tokens
     choose = chooser(
-        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties
-    )
+        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties,
+        first=first,
+    )  # fmt: skip
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
     before = decode(ids)
@@ -203,26 +205,31 @@ def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> i
 
 def chooser(
     max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
-    row: int = 0, penalties: Penalties | None = None,
+    row: int = 0, penalties: Penalties | None = None, first: Sequence[Sequence[int]] = (),
 ) -> Callable[[np.ndarray], int | None]:  # fmt: skip
     """Return a function from logits float32 [V] to the next token id, or None to stop.
 
-    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others.
+    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others. `first`:
+    texts as token ids, with one of which the continuation begins; the most probable tokens decide with which.
 
     Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
     least `top_p`.
     """
     counts: Counter[int] = Counter()  # how often a token was chosen
     rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
-    produced = 0
+    produced, begins = 0, first
 
     def choose(logits_V: np.ndarray) -> int | None:
-        nonlocal produced
+        nonlocal produced, begins
         if produced == max_tokens:
             return None
         produced += 1
         logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
+        allowed = [each[0] for each in begins] if all(begins) else []  # one of the texts is whole: all is free
+        if allowed:
+            logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
         token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
+        begins = [each[1:] for each in begins if each[0] == token] if allowed else ()
         counts[token] += 1
         return None if token in stop_ids else token
 

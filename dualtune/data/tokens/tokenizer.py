@@ -23,7 +23,8 @@ import numpy as np
 from dualtune.base_model import vocabulary_size
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
-from dualtune.data.chat.call_text import CallNotation, call_notation
+from dualtune.data.calls.learning import TemplateCalls, template_calls
+from dualtune.data.calls.notation import IN_TEXT
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.named import chosen_template
 from dualtune.data.chat.row_values import text as valid_text
@@ -137,15 +138,17 @@ class Tokenizer:
         return "".join(self.decode_all(run) if is_shown else self._loaded.decode(run) for is_shown, run in runs)
 
     @cached_property
-    def call_notation(self) -> CallNotation | None:
-        """How answers with tool calls are written; None if that does not show in what the template writes."""
-        return call_notation(self.template.render, self.template.call_form) if self.template else None
+    def calls(self) -> TemplateCalls | None:
+        """How answers with tool calls are written; None if the template does not write tools."""
+        return template_calls(self.template.render, self.template.call_form) if self.template else None
 
     @cached_property
     def call_marks(self) -> frozenset[int]:
         """The special tokens that are a part of a written call."""
-        written = self.call_notation.written if self.call_notation else ""
-        return frozenset(self._specials_in(written)) - self.stop_ids
+        if self.calls is None:
+            return frozenset()
+        texts = (self.calls.written, *(mark for each in IN_TEXT for mark in each.texts))
+        return frozenset(id for text in texts for id in self._specials_in(text)) - self.stop_ids
 
     def stop_texts(self) -> list[str]:
         """Return the texts of the tokens that end an answer."""
