@@ -19,7 +19,7 @@ from dualtune.backend import NOISE, Engine
 from dualtune.backend.decoding import CannotBatch, Decoding
 from dualtune.evaluate.chat import Sampling
 from dualtune.evaluate.fingerprints import TOP_K, plain_batch
-from dualtune.evaluate.inference import LoadedModel, allowed_tokens, chooser
+from dualtune.evaluate.inference import LoadedModel, StopTexts, allowed_tokens, chooser
 
 MOST_ROWS = 32
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
@@ -59,8 +59,10 @@ class PromptedRow:
     prompt: np.ndarray  # int32 [T]
     limit: int  # tokens of the continuation
     choose: Callable[[np.ndarray], int | None]
+    ends: Callable[[list[int]], bool]  # whether these tokens end with the text that ends a turn
     tokens: list[int] = field(default_factory=list[int])
     has_ended: bool = False
+    is_whole: bool = False  # the model ended it
 
     @property
     def most_tokens(self) -> int:
@@ -70,7 +72,8 @@ class PromptedRow:
         """Append the token that was chosen; None ends the row, and so does the last token that is allowed."""
         if token is not None:
             self.tokens.append(token)
-        self.has_ended = token is None or len(self.tokens) == self.limit
+        self.is_whole = token is None or self.ends(self.tokens)
+        self.has_ended = self.is_whole or len(self.tokens) == self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,12 @@ def continue_all(
         interrupt.poll()
         text = model.tokenizer.decode([*row.prompt[-1:].tolist(), *row.tokens])
         start = len(model.tokenizer.decode(row.prompt[-1:].tolist()))  # as in `stream_text`
-        yield Continuation(row.number, text[start:], len(row.tokens), len(row.tokens) < row.limit)
+        said = StopTexts(_stops(model)).feed(text[start:]) if row.is_whole else text[start:]
+        yield Continuation(row.number, said, len(row.tokens), row.is_whole or len(row.tokens) < row.limit)
+
+
+def _stops(model: LoadedModel) -> tuple[str, ...]:
+    return (model.tokenizer.stop_text,) if model.tokenizer.stop_text else ()
 
 
 def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling) -> PromptedRow:
@@ -115,7 +123,10 @@ def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling
         limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
         row=number,
     )  # fmt: skip
-    return PromptedRow(number, prompt, limit, choose, has_ended=not limit)
+    stop, decode = model.tokenizer.stop_text, model.tokenizer.decode
+    # A character has at most four tokens of its own.
+    ends = (lambda tokens: stop in decode(tokens[-4 * len(stop) :])) if stop else (lambda _: False)
+    return PromptedRow(number, prompt, limit, choose, ends, has_ended=not limit)
 
 
 def _ended(
@@ -138,7 +149,9 @@ def _ended(
     for row in rows:
         for token in islice(engine.generate(row.prompt, choose=row.choose), row.limit):
             interrupt.poll()
-            row.tokens.append(token)
+            row.append(token)
+            if row.has_ended:
+                break
         yield row
 
 

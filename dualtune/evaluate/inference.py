@@ -128,6 +128,7 @@ class GenerationProgress:
 
     num_tokens: int = 0
     max_tokens: int = 0
+    is_ended: bool = False  # by the text with which the chat template ends a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,9 @@ def stream_text(
     """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
 
     `shown`: special tokens that are written, not left out. `first`: texts as token ids, with one of which it begins.
-    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
-    of positions ends; ConfigError for a longer prompt, and for one without tokens.
+    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends at the text
+    with which the chat template ends a turn, or where a table of positions ends; ConfigError for a longer prompt, and
+    for one without tokens.
     """
     max_tokens = allowed_tokens(model, prompt, max_tokens)
     progress = progress or GenerationProgress()
@@ -177,6 +179,7 @@ def stream_text(
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
     before = decode(ids)
+    cut = StopTexts((model.tokenizer.stop_text,) if model.tokenizer.stop_text else ())
     # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
     for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
         interrupt.poll()
@@ -185,9 +188,36 @@ def stream_text(
         text = decode(ids)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
             text = before
-        yield text[len(before) :]
+        yield cut.feed(text[len(before) :])
         before = text
-    yield decode(ids)[len(before) :]
+        if cut.found:
+            progress.is_ended = True
+            return
+    yield cut.feed(decode(ids)[len(before) :]) + cut.rest()
+
+
+class StopTexts:
+    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.found = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """Return what of the text so far can be passed on."""
+        text = self._held + piece
+        # The one that ends first, as if the text came character by character.
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest]
+
+    def rest(self) -> str:
+        """Return what was held back at the end of the text."""
+        held, self._held = self._held, ""
+        return held
 
 
 def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:

@@ -19,7 +19,7 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, Preempted
 from dualtune.evaluate.adapter_set import AdapterSet
-from dualtune.evaluate.inference import GenerationProgress, stream_text
+from dualtune.evaluate.inference import GenerationProgress, StopTexts, stream_text
 from dualtune.serve.requests import BadRequest, CompletionRequest
 
 POLL_S = 0.2
@@ -148,7 +148,7 @@ class Answers:
                 pieces.close()
                 break
         rest = text.end(cut.rest())
-        is_whole = cut.found or text.is_complete or not (is_late or progress.num_tokens >= progress.max_tokens)
+        is_whole = cut.found or text.is_complete or progress.is_ended or not (is_late or progress.num_tokens >= progress.max_tokens)
         if request.must_call and is_whole and not text.num_calls:
             said = "".join(piece for piece in rest if isinstance(piece, str))
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {said[:200]}. {FORCED}")
@@ -242,27 +242,3 @@ class AnswerText:
             self.num_calls += isinstance(piece, WrittenCall)
             allowed.append(piece)
         return allowed
-
-
-class StopTexts:
-    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self._held, self.found = stops, "", False
-
-    def feed(self, piece: str) -> str:
-        """Return what of the text so far can be passed on."""
-        text = self._held + piece
-        # The one that ends first, as if the text came character by character.
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
-        longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._held = text[len(text) - longest :]
-        return text[: len(text) - longest]
-
-    def rest(self) -> str:
-        """Return what was held back at the end of the text."""
-        held, self._held = self._held, ""
-        return held

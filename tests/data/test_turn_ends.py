@@ -9,6 +9,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dualtune.data.chat.formats import Example, Message
 from dualtune.data.documents import tokenize
+from dualtune.data.tokens.lost_text import NO_END
+from dualtune.data.tokens.tokenize import tokenize_rows
 
 END = 4  # <|im_end|>; the eos of the byte tokenizer is </s>, 2
 EOS = 2
@@ -159,3 +161,28 @@ def test_a_call_in_a_template_that_rewrites_earlier_turns_is_found_by_its_name(w
     assert learned(tokenizer, example) == [
         '[TOOL_CALLS]{"name": "add", "arguments": {"a": 2}}</s>', "Four</s>", "Ho</s>", "So long</s>"
     ]  # fmt: skip
+
+
+# --- an end that is several tokens -----------------------------------------------------------------------------------
+
+LINES = turns("### {{ m.role }}:\n", end="{{ '\n### End' }}\n")
+MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+GENERATED = LINES.replace("{{ m.content }}", MARKED)
+
+
+@pytest.mark.parametrize("source", [LINES, GENERATED, LINES.replace("m.content", "(m.content | trim)")])
+@pytest.mark.parametrize("example", [TWO, CALLED], ids=["answers", "a tool call"])
+def test_an_end_that_is_a_text_is_learned_and_stops(with_template, source, example):
+    tokenizer = with_template(source)
+    assert (tokenizer.stop_text, tokenizer.stop_ids) == ("\n### End", {EOS})
+    if source == GENERATED:  # what it marks of a turn with a call is its empty content
+        example = TWO
+    first, last = learned(tokenizer, example)
+    assert first.endswith("\n### End") and last.endswith("\n### End</s>")
+    (row,) = tokenize_rows([example], tokenizer, "assistant", 4096)
+    assert NO_END not in row.notices
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "\n### End<|im_end|>", "{{ eos_token }}", "", "\n\n"])
+def test_a_turn_that_ends_with_a_token_or_with_nothing_has_no_stop_text(with_template, end):
+    assert with_template(turns("### {{ m.role }}:\n", end=end)).stop_text == ""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import ConfigError, Preempted
 from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all
 from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model, stream_text
+from dualtune.evaluate.inference import BASE_ONLY, GenerationProgress, chooser, load_model, stream_text
 from dualtune.evaluate.kept_answers import KeptAnswers
 from dualtune.testing.conformance import random_adapter
 
@@ -98,7 +99,7 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
     with pytest.raises(ConfigError, match="has positions up to 3"):
         next(continue_all(replace(model, positions=3), prompts_of(model), GREEDY))
     first = next(iter(model.engine.generate(prompts_of(model)[0], choose=chooser(1, frozenset()))))
-    tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "decode": model.tokenizer.decode})()
+    tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "stop_text": "", "decode": model.tokenizer.decode})()
     stopped = {
         each.number: each for each in continue_all(replace(model, tokenizer=tokenizer), prompts_of(model), GREEDY)
     }
@@ -126,7 +127,7 @@ class Counted:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_batch_takes_a_forward_pass_per_token(model, sampling):
     """The texts themselves give the first tokens, and nothing is computed after the last ones."""
-    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    endless = type("Endless", (), {"stop_ids": frozenset(), "stop_text": "", "decode": model.tokenizer.decode})()
     check_decoding(model.engine, prompts_of(model)[:2])
     passes = []
     counted = Wrapped(model.engine, lambda: Counted(model.engine.decoding(), passes))
@@ -148,7 +149,7 @@ def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch)
     kind = type(model.engine.model)
     called = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args, **options: calls.append(1) or called(*args, **options))
-    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    endless = type("Endless", (), {"stop_ids": frozenset(), "stop_text": "", "decode": model.tokenizer.decode})()
     endless = replace(model, tokenizer=endless)
     check_decoding(model.engine, [prompt, prompt])
     for answers in (
@@ -298,3 +299,67 @@ def test_what_holds_no_prompt_is_refused(dualtune_main, tiny_softmax, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
     assert dualtune_main("generate", tiny_softmax, *args, "--platform", "numpy").returncode == code
+
+
+@pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(max_tokens=9, temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+def test_an_answer_ends_at_the_text_that_ends_a_turn(open_backend, tiny_softmax, tmp_path, monkeypatch, sampling, batches):
+    """The model counts through the bytes of a text, which it goes on with behind the end of its turn."""
+    template = tmp_path / "lines.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n# End\n{% endfor %}")
+    model = load_model(open_backend("numpy"), str(tiny_softmax), template=str(template))
+    says = model.tokenizer.encode("Hé\n# Endus", special=False).tolist()
+    start = next(id for id in range(5, 99) if id not in says)
+    following = dict(zip([start, *says[:-1]], says, strict=True))
+    prompts = [np.array([start], np.int32)] * 2
+
+    def logits(last):
+        row = np.full(model.tokenizer.vocabulary_size, -50, np.float32)
+        row[following[last]] = 50
+        return row
+
+    def generate(prompt, *, choose, cache=None):
+        last = int(prompt[-1])
+        while (last := choose(logits(last))) is not None:
+            yield last
+
+    monkeypatch.setattr(model.engine, "generate", generate)
+    if batches:
+        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", lambda *_: None)
+        monkeypatch.setattr(model.engine, "decoding", lambda: Scripted(logits))
+    else:
+        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", cannot)
+    long = replace(sampling, max_tokens=50)
+    progress = GenerationProgress()
+    pieces = [*stream_text(model, prompts[0], max_tokens=50, temperature=sampling.temperature, progress=progress)]
+    assert ("".join(pieces), progress.is_ended, progress.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
+    for each in continue_all(model, prompts, long):
+        assert (each.text, each.is_whole, each.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
+    (cut,) = continue_all(model, prompts[:1], replace(sampling, max_tokens=6))
+    assert (cut.text, cut.is_whole) == ("Hé\n# ", False)
+
+
+def cannot(*_):
+    raise CannotBatch("one by one")
+
+
+class Scripted:
+    """A batch of rows whose next token is a function of the last one."""
+
+    def __init__(self, logits):
+        self._logits, self._last = logits, []
+
+    def enter(self, texts):
+        self._last += [int(text[-1]) for text in texts]
+        return self._rows(self._last[-len(texts) :])
+
+    def advance(self, tokens):
+        self._last = tokens.tolist()
+        return self._rows(self._last)
+
+    def leave(self, staying):
+        self._last = [self._last[i] for i in staying]
+
+    def _rows(self, last):
+        rows = np.stack([self._logits(each) for each in last])
+        return SimpleNamespace(rows=lambda: rows, most_probable=lambda *, is_last: rows.argmax(1))

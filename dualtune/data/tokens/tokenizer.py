@@ -81,7 +81,8 @@ class Tokenizer:
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
         self._closing = self._after(Message("assistant", PROBE)) if self.template else ""
-        self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
+        self._model_ends = {id for id in (self.eos_id, *_generation_ends(model_dir)) if id is not None}
+        self.end_id, ends = self._turn_ends()
         self.stop_ids = frozenset(ends)  # tokens that end an answer
         self.warning = self._template_warning(self._closing)
 
@@ -150,9 +151,12 @@ class Tokenizer:
         texts = (self.calls.written, *(mark for each in IN_TEXT for mark in each.texts))
         return frozenset(id for text in texts for id in self._specials_in(text)) - self.stop_ids
 
-    def stop_texts(self) -> list[str]:
-        """Return the texts of the tokens that end an answer."""
-        return sorted(text for id in self.stop_ids if (text := self._rust.id_to_token(id)))
+    @cached_property
+    def stop_text(self) -> str:
+        """The text with which the template ends a turn, such as a line, if no token does; "" otherwise."""
+        closing = self._closing.rstrip()
+        has_token = {*self.encode(closing, special=False).tolist()} & (self.special_ids | self._model_ends)
+        return "" if has_token else closing
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens."""
@@ -272,10 +276,11 @@ class Tokenizer:
         _, masked = self.masked_text(valid_text(text, "the text"))
         return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
 
-    def encode_prompt(self, prompt: str) -> np.ndarray:
-        """Encode a user's prompt as in training: with the chat template, if there is one."""
+    def encode_prompt(self, prompt: str, system: str | None = None) -> np.ndarray:
+        """Encode a user's prompt as in training: with the chat template, if there is one, and a system message."""
+        messages = [*([] if system is None else [Message("system", system)]), Message("user", prompt)]
         try:
-            return self.encode_chat([Message("user", prompt)]) if self.template else self.encode_text(prompt)
+            return self.encode_chat(messages) if self.template else self.encode_text(prompt)
         except RowError as error:
             raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
 
@@ -292,12 +297,12 @@ class Tokenizer:
             "was trained with another template. Set data.template"
         )
 
-    def _turn_ends(self, generation_ends: Sequence[int]) -> tuple[int | None, set[int]]:
+    def _turn_ends(self) -> tuple[int | None, set[int]]:
         """Return the id that ends the last answer, and the ids that end any turn.
 
         They are read from rendered turns alone: a generation prompt may be longer than the head of a turn.
         """
-        ends = {id for id in (self.eos_id, *generation_ends) if id is not None}
+        ends = {*self._model_ends}
         if self.template is None:
             return self.eos_id, ends
         written = self._specials_in(self.turn_ends[0]) or self._specials_in(self.turn_ends[1])
@@ -311,8 +316,8 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> tuple[str, str]:
-        """What the template writes after the last answer, and after one that a question follows; "" if no token."""
-        closing = self._closing.rstrip() if self._specials_in(self._closing) else ""
+        """What the template writes after the last answer, and after one that a question follows; "" if no end."""
+        closing = self._closing.rstrip() if self._specials_in(self._closing) else self.stop_text
         after = self._after(Message("assistant", PROBE), Message("user", "?"))
         heads = {self._rust.id_to_token(id) for id in self._specials_in(self._before_question())}
         head = min((at for token in heads if (at := after.find(token)) >= 0), default=0)
