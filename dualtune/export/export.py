@@ -85,9 +85,9 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         exported.stops = stop_texts(expected.tokenizer)
         if (text := expected.tokenizer.stop_text) and request.target != "ollama":
             exported.notes.append(
-                f"note: a turn ends with the text {shown(text)}, which no single token is. A program that does not read "
-                "stop_strings of generation_config.json (vLLM, llama.cpp, LM Studio, mlx-lm) needs it as a stop text of "
-                "each request; transformers needs generate(..., tokenizer=tokenizer)"
+                f"note: a turn ends with the text {shown(text)}, which no single token is. A program that reads no "
+                "stop_strings of generation_config.json (vLLM, llama.cpp, LM Studio, mlx-lm) needs it as a stop text "
+                "of each request; transformers needs generate(..., tokenizer=tokenizer)"
             )
         if adapter is not None or not (directory / CARD).exists():  # the author's own one stays
             write_file(directory / CARD, card(request.name, _record(request, exported)))

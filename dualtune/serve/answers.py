@@ -148,7 +148,8 @@ class Answers:
                 pieces.close()
                 break
         rest = text.end(cut.rest())
-        is_whole = cut.found or text.is_complete or progress.is_ended or not (is_late or progress.num_tokens >= progress.max_tokens)
+        is_cut = is_late or progress.num_tokens >= progress.max_tokens
+        is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut
         if request.must_call and is_whole and not text.num_calls:
             said = "".join(piece for piece in rest if isinstance(piece, str))
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {said[:200]}. {FORCED}")

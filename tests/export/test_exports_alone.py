@@ -383,6 +383,30 @@ def test_chatml_with_a_system_message_of_its_own_is_recognized(tiny_llama, tmp_p
     assert found == (expected if is_known else None)
 
 
+def test_an_empty_thought_that_variables_of_the_template_bring_stands_behind_the_prompt(tiny_llama):
+    tokenizer = Tokenizer(tiny_llama, "qwen-3", template_variables={"enable_thinking": False})
+    assert template_for(tokenizer) == TEMPLATES["qwen-3"] + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ((), "Add."), (("--no-system",), None), (("--system", "Subtract."), "Subtract."),
+])  # fmt: skip
+def test_ollama_is_told_the_system_message_of_the_training(export, adapter, monkeypatch, options, expected):
+    tuned = read_adapter(adapter)
+    shutil.rmtree(adapter)
+    write_adapter(adapter, replace(tuned, metadata={"training": {"system_message": "Add."}}))
+    requests = []
+
+    def stop(request, *_):
+        requests.append(request)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
+    monkeypatch.setattr(module, "export", stop)
+    export("--to", "ollama", *options)
+    assert [request.system for request in requests] == [expected]
+
+
 def test_a_model_without_a_template_gets_the_prompt_and_an_unknown_one_nothing(tiny_llama, tmp_path):
     assert template_for(Tokenizer(tiny_llama, "none")) == "{{ .Prompt }}"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")

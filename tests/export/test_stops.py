@@ -195,6 +195,6 @@ def test_a_turn_that_ends_with_a_text_stops_there(base, dualtune_main, open_back
     assert stop_texts(tokenizer) == ["</s>", "\n### End"]
     text = modelfile("m.gguf", None, stop_texts(tokenizer), None)
     assert text == 'FROM ./m.gguf\nPARAMETER stop "</s>"\nPARAMETER stop """\n### End"""\n'
-    model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
-    prompt = loaded("### user:\nHi", return_tensors="pt")
-    model.generate(**prompt, tokenizer=loaded, max_new_tokens=2)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model.generate(**loaded("### user:\nHi", return_tensors="pt"), tokenizer=loaded, max_new_tokens=2)

@@ -302,8 +302,10 @@ def test_what_holds_no_prompt_is_refused(dualtune_main, tiny_softmax, tmp_path, 
 
 
 @pytest.mark.parametrize("batches", [True, False])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(max_tokens=9, temperature=1.0, seed=5)], ids=["greedy", "sampled"])
-def test_an_answer_ends_at_the_text_that_ends_a_turn(open_backend, tiny_softmax, tmp_path, monkeypatch, sampling, batches):
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_an_answer_ends_at_the_text_that_ends_a_turn(
+    open_backend, tiny_softmax, tmp_path, monkeypatch, sampling, batches
+):
     """The model counts through the bytes of a text, which it goes on with behind the end of its turn."""
     template = tmp_path / "lines.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n# End\n{% endfor %}")

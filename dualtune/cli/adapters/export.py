@@ -53,8 +53,8 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.request
 @interrupt.handled(interrupt.TERMINATION)
 def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
-    name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool, without_base: bool,
-    other_base: bool, platform: str, as_json: bool,
+    name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,
+    without_base: bool, other_base: bool, platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
 

@@ -26,7 +26,7 @@ _ANSWER = "Blue."
 
 
 def stop_texts(tokenizer: Tokenizer) -> list[str]:
-    """Return every text that ends an answer: that of each token, and the one with which the chat template ends turns."""
+    """Return every text that ends an answer: that of each token, and one with which the template ends turns."""
     return [*stop_tokens(tokenizer).texts, *([tokenizer.stop_text] if tokenizer.stop_text else [])]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -305,9 +306,11 @@ class Tokenizer:
         ends = {*self._model_ends}
         if self.template is None:
             return self.eos_id, ends
-        written = self._specials_in(self.turn_ends[0]) or self._specials_in(self.turn_ends[1])
-        if written:  # some templates end an answer only if another turn follows
-            ends.add(written[0])
+        last, earlier = (self._specials_in(end) for end in self.turn_ends)
+        written = last or earlier  # some templates end an answer only if another turn follows
+        ends.update(written[:1])
+        # gpt-oss ends an earlier turn with another token, which would cut an answer behind its thought.
+        ends.update({*earlier[:1]} - {*self._specials_in(self._before_answer())})
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
         after_call = self._specials_in(self._after(Message("assistant", "", extra={"tool_calls": [call]})))
         if after_call and not ends & {*after_call}:
@@ -332,6 +335,15 @@ class Tokenizer:
             with contextlib.suppress(RowError):
                 _, found, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
                 return rest if found else ""
+        return ""
+
+    def _before_answer(self) -> str:
+        """Return what stands in a turn with a thought before its content."""
+        thinking = Message("assistant", PROBE, extra={"reasoning_content": "?"})
+        with contextlib.suppress(RowError):
+            prompted = self.render([Message("user", "?")], add_generation_prompt=True)
+            before = self.render([Message("user", "?"), thinking]).rpartition(PROBE)[0]
+            return before[len(os.path.commonprefix([prompted, before])) :]  # noqa: RUF071
         return ""
 
     @cached_property
