@@ -187,7 +187,7 @@ def test_an_end_that_is_a_text_is_learned_and_stops(with_template, source, examp
     assert NO_END not in row.notices
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>\n", "\n### End<|im_end|>", "{{ eos_token }}", "", "\n\n"])
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "\n### End<|im_end|>", "{{ eos_token }}", "", "\n\n", "\n]]"])
 def test_a_turn_that_ends_with_a_token_or_with_nothing_has_no_stop_text(with_template, end):
     assert with_template(turns("### {{ m.role }}:\n", end=end)).stop_text == ""
 
@@ -204,7 +204,9 @@ HARMONY = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 PLAIN = HARMONY.replace("THOUGHT", "")
-THINKING = HARMONY.replace("THOUGHT", "{% if m.thinking %}<|im_start|>assistant analysis: {{ m.thinking }}<|im_end|>{% endif %}")
+THINKING = HARMONY.replace(
+    "THOUGHT", "{% if m.thinking %}<|im_start|>assistant analysis: {{ m.thinking }}<|im_end|>{% endif %}"
+)
 LONG = chat(("user", "Hi", {}), ("assistant", "Ho", {}), ("user", "Add", {}), ("assistant", "", CALL), ("tool", "4", {}),
             ("assistant", "Four", {}), tools=TOOLS)  # fmt: skip
 

@@ -37,6 +37,7 @@ from dualtune.data.tokens.tokenizer_vetting import rust_errors
 from dualtune.errors import ConfigError, DataError, FormatError
 from dualtune.io.untrusted import read_json, sha256_of
 
+LEAST_STOP = 3  # characters of a text that stops an answer
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
 # The files that determine the ids of a text, if the model has them.
@@ -154,10 +155,13 @@ class Tokenizer:
 
     @cached_property
     def stop_text(self) -> str:
-        """The text with which the template ends a turn, such as a line, if no token does; "" otherwise."""
+        """The text with which the template ends a turn, such as a line, if no token does; "" otherwise.
+
+        One or two characters, such as a bracket, are none: answers have them too.
+        """
         closing = self._closing.rstrip()
         has_token = {*self.encode(closing, special=False).tolist()} & (self.special_ids | self._model_ends)
-        return "" if has_token else closing
+        return "" if has_token or len(closing.strip()) < LEAST_STOP else closing
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens."""
