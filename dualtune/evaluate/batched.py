@@ -123,9 +123,11 @@ def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling
         limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
         row=number,
     )  # fmt: skip
-    stop, decode = model.tokenizer.stop_text, model.tokenizer.decode
-    # A character has at most four tokens of its own.
-    ends = (lambda tokens: stop in decode(tokens[-4 * len(stop) :])) if stop else (lambda _: False)
+    stop = model.tokenizer.stop_text
+
+    def ends(tokens: list[int]) -> bool:  # a character has at most four tokens
+        return bool(stop) and stop in model.tokenizer.decode(tokens[-4 * len(stop) :])
+
     return PromptedRow(number, prompt, limit, choose, ends, has_ended=not limit)
 
 

@@ -207,8 +207,10 @@ PLAIN = HARMONY.replace("THOUGHT", "")
 THINKING = HARMONY.replace(
     "THOUGHT", "{% if m.thinking %}<|im_start|>assistant analysis: {{ m.thinking }}<|im_end|>{% endif %}"
 )
-LONG = chat(("user", "Hi", {}), ("assistant", "Ho", {}), ("user", "Add", {}), ("assistant", "", CALL), ("tool", "4", {}),
-            ("assistant", "Four", {}), tools=TOOLS)  # fmt: skip
+LONG = chat(
+    ("user", "Hi", {}), ("assistant", "Ho", {}), ("user", "Add", {}), ("assistant", "", CALL), ("tool", "4", {}),
+    ("assistant", "Four", {}), tools=TOOLS,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "stops"), [(PLAIN, {EOS, END, 0}), (THINKING, {EOS, 0})], ids=["plain", "thinking"])
