@@ -59,9 +59,10 @@ class PromptedRow:
     limit: int  # tokens of the continuation
     choose: Callable[[np.ndarray], int | None]
     is_greedy: bool
-    has_stop_text: Callable[[list[int]], bool] = lambda tokens: False  # in the continuation so far
+    ends: Callable[[list[int]], bool]  # whether a text that ends the row is in these tokens
     tokens: list[int] = field(default_factory=list[int])
     has_ended: bool = False
+    is_whole: bool = False  # the model ended it
 
     @property
     def most_tokens(self) -> int:
@@ -71,7 +72,8 @@ class PromptedRow:
         """Append the token that was chosen; None ends the row, as do a stop text and the last token that is allowed."""
         if token is not None:
             self.tokens.append(token)
-        self.has_ended = token is None or len(self.tokens) == self.limit or self.has_stop_text(self.tokens)
+        self.is_whole = token is None or self.ends(self.tokens)
+        self.has_ended = self.is_whole or len(self.tokens) == self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +120,18 @@ def prompted_row(
         limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
         row=number if draws is None else draws,
     )  # fmt: skip
-    row = PromptedRow(number, prompt, limit, choose, is_greedy=sampling.temperature == 0, has_ended=not limit)
-    if stops:
+    texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
+    decode = model.tokenizer.decode
+
+    def ends(tokens: list[int]) -> bool:
         # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
-        most = 4 * max(map(len, stops)) + 4
-        decode = model.tokenizer.decode
-        row.has_stop_text = lambda tokens: (
-            _has_any(decode(tokens[-most:]), stops) and _has_any(_text(model, prompt, tokens), stops)
-        )
-    return row
+        most = 4 * max(map(len, texts), default=0) + 4
+        return _has_any(decode(tokens[-most:]), texts) and _has_any(_text(model, prompt, tokens), texts)
+
+    return PromptedRow(
+        number, prompt, limit, choose, sampling.temperature == 0, ends if texts else lambda _: False,
+        has_ended=not limit,
+    )  # fmt: skip
 
 
 def _has_any(text: str, stops: Sequence[str]) -> bool:
@@ -147,7 +152,7 @@ def continue_rows(
     is_shortage: Callable[[BaseException], bool] = lambda error: False,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Generator[Continuation]:
-    """Yield the continuation of each row as it ends; a stop text is still there.
+    """Yield the continuation of each row as it ends, without the text that ends a turn; a row's own stop text is there.
 
     If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that, and why
     rows follow each other if they must.
@@ -156,7 +161,9 @@ def continue_rows(
     for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
         interrupt.poll()
         text = _text(model, row.prompt, row.tokens)
-        yield Continuation(row.number, text, len(row.tokens), len(row.tokens) < row.limit)
+        if stop := model.tokenizer.stop_text:
+            text = text.partition(stop)[0]
+        yield Continuation(row.number, text, len(row.tokens), row.is_whole or len(row.tokens) < row.limit)
 
 
 def _ended(

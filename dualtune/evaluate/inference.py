@@ -6,7 +6,7 @@ The next token is chosen here, in NumPy, so that both backends sample alike.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -128,6 +128,7 @@ class GenerationProgress:
 
     num_tokens: int = 0
     max_tokens: int = 0
+    is_ended: bool = False  # by the text with which the chat template ends a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +160,26 @@ def stream_text(
     cache: GenerationCache | None = None,
     progress: GenerationProgress | None = None,
     shown: frozenset[int] = frozenset(),
+    first: Sequence[Sequence[int]] = (),
 ) -> Generator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
 
-    `shown`: special tokens that are written, not left out. `cache`: of the text before this prompt, by the same model
-    and adapter; it is updated. Generation ends where a table of positions ends; ConfigError for a longer prompt, and
+    `shown`: special tokens that are written, not left out. `first`: texts as token ids, with one of which it begins.
+    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends at the text
+    with which the chat template ends a turn, or where a table of positions ends; ConfigError for a longer prompt, and
     for one without tokens.
     """
     max_tokens = allowed_tokens(model, prompt, max_tokens)
     progress = progress or GenerationProgress()
     progress.max_tokens = max_tokens
     choose = chooser(
-        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties
-    )
+        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties,
+        first=first,
+    )  # fmt: skip
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
     before = decode(ids)
+    cut = StopTexts((model.tokenizer.stop_text,) if model.tokenizer.stop_text else ())
     # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
     for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
         interrupt.poll()
@@ -183,9 +188,36 @@ def stream_text(
         text = decode(ids)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
             text = before
-        yield text[len(before) :]
+        yield cut.feed(text[len(before) :])
         before = text
-    yield decode(ids)[len(before) :]
+        if cut.found:
+            progress.is_ended = True
+            return
+    yield cut.feed(decode(ids)[len(before) :]) + cut.rest()
+
+
+class StopTexts:
+    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.found = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """Return what of the text so far can be passed on."""
+        text = self._held + piece
+        # The one that ends first, as if the text came character by character.
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest]
+
+    def rest(self) -> str:
+        """Return what was held back at the end of the text."""
+        held, self._held = self._held, ""
+        return held
 
 
 def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
@@ -203,26 +235,31 @@ def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> i
 
 def chooser(
     max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
-    row: int = 0, penalties: Penalties | None = None,
+    row: int = 0, penalties: Penalties | None = None, first: Sequence[Sequence[int]] = (),
 ) -> Callable[[np.ndarray], int | None]:  # fmt: skip
     """Return a function from logits float32 [V] to the next token id, or None to stop.
 
-    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others.
+    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others. `first`:
+    texts as token ids, with one of which the continuation begins; the most probable tokens decide with which.
 
     Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
     least `top_p`.
     """
     counts: Counter[int] = Counter()  # how often a token was chosen
     rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
-    produced = 0
+    produced, begins = 0, first
 
     def choose(logits_V: np.ndarray) -> int | None:
-        nonlocal produced
+        nonlocal produced, begins
         if produced == max_tokens:
             return None
         produced += 1
         logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
+        allowed = [each[0] for each in begins] if all(begins) else []  # one of the texts is whole: all is free
+        if allowed:
+            logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
         token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
+        begins = [each[1:] for each in begins if each[0] == token] if allowed else ()
         counts[token] += 1
         return None if token in stop_ids else token
 

@@ -114,7 +114,7 @@ def identity(names: Sequence[str], model: LoadedModel, sampling: Sampling) -> di
         "quantization": description.quantization,
         "sampling": asdict(sampling),
         "stop_ids": sorted(model.tokenizer.stop_ids),
-    }
+    } | ({"stop_text": stop} if (stop := model.tokenizer.stop_text) else {})
 
 
 def hash_of(tensors: Tensors) -> str:

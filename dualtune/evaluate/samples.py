@@ -30,14 +30,17 @@ MAX_TOKENS = 64  # of an answer
 MAX_FILE_BYTES = 1 << 26  # that a resumed run reads
 
 
-def check_samples(prompts: Sequence[str], tokenizer: Tokenizer, positions: int | None, num_eval_documents: int) -> None:
-    """Raise ConfigError if a prompt of run.sample_prompts cannot be answered."""
+def check_samples(
+    prompts: Sequence[str], tokenizer: Tokenizer, positions: int | None, num_eval_documents: int,
+    system: str | None = None,
+) -> None:  # fmt: skip
+    """Raise ConfigError if a prompt of run.sample_prompts cannot be answered. `system`: the training's message."""
     if prompts and not num_eval_documents:
         raise ConfigError("run.sample_prompts: answers are given at evaluations, and data.eval holds out no document")
     for number, prompt in enumerate(prompts):
         where = f"run.sample_prompts[{number}]"
         try:
-            ids = tokenizer.encode_prompt(prompt)
+            ids = tokenizer.encode_prompt(prompt, system)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from error
         if not len(ids):
@@ -56,13 +59,15 @@ def check_not_split(engine: Engine) -> None:
 
 
 class Samples:
-    """Answers the prompts of run.sample_prompts, and keeps the answers in samples.jsonl."""
+    """Answers the prompts of run.sample_prompts, asked as the rows ask, and keeps the answers in samples.jsonl."""
 
     def __init__(
-        self, model: LoadedModel, optimizer: OptimizerSpec, prompts: Sequence[str], path: Path, first_step: int
-    ) -> None:
+        self, model: LoadedModel, optimizer: OptimizerSpec, prompts: Sequence[str], path: Path, first_step: int,
+        system: str | None = None,
+    ) -> None:  # fmt: skip
+        """`system`: the system message of the training."""
         self._model, self._optimizer, self._path = model, optimizer, path
-        self._prompts = [(prompt, model.tokenizer.encode_prompt(prompt)) for prompt in prompts]
+        self._prompts = [(prompt, model.tokenizer.encode_prompt(prompt, system)) for prompt in prompts]
         self._has_failed = False
         _keep_rows(path, first_step)
 

@@ -15,7 +15,7 @@ from typing import Any
 from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.backend import Backend, Engine
 from dualtune.base_model import copy_model, resolve_model
-from dualtune.data.tokens.stop_tokens import stop_tokens
+from dualtune.data.tokens.stop_tokens import stop_texts
 from dualtune.errors import ConfigError
 from dualtune.evaluate.fingerprints import without_adapter
 from dualtune.evaluate.inference import load_model
@@ -82,7 +82,13 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         if merged.exists():
             shutil.rmtree(merged)
         exported.notes += [note for note in (adapter and note_of_base(adapter), *made.notes) if note]
-        exported.stops = stop_tokens(expected.tokenizer).texts
+        exported.stops = stop_texts(expected.tokenizer)
+        if (text := expected.tokenizer.stop_text) and request.target != "ollama":
+            exported.notes.append(
+                f"note: a turn ends with the text {shown(text)}, which no single token is. A program that reads no "
+                "stop_strings of generation_config.json (vLLM, llama.cpp, LM Studio, mlx-lm) needs it as a stop text "
+                "of each request; transformers needs generate(..., tokenizer=tokenizer)"
+            )
         if adapter is not None or not (directory / CARD).exists():  # the author's own one stays
             write_file(directory / CARD, card(request.name, _record(request, exported)))
         exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dualtune.backend import Backend
 from dualtune.base_model import copy_model, read_config, stored_precision
-from dualtune.data.tokens.stop_tokens import stop_tokens
+from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens
 from dualtune.errors import EnvironmentFault
 from dualtune.evaluate.inference import load_model
 from dualtune.export import gguf_file
@@ -53,7 +53,7 @@ class Maker:
         result = self._convert(model, out / file)
         if self._request.target == "ollama":
             template = template_for(self._tokenizer)
-            text = modelfile(file, template, stop_tokens(self._tokenizer).texts, self._request.system)
+            text = modelfile(file, template, stop_texts(self._tokenizer), self._request.system)
             write_file(out / "Modelfile", text)
             if template is None:
                 self.notes.append(

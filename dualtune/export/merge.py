@@ -9,7 +9,8 @@ from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config, stored_precision
-from dualtune.data.tokens.stop_tokens import write_stop_tokens
+from dualtune.data.tokens.stop_tokens import stop_texts, write_stop_tokens
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.inference import inference_spec, load_adapter
 from dualtune.io.disk import write_whole
@@ -75,10 +76,11 @@ def write_merged(engine: Engine, adapter: Adapter, out: Path, tell: Callable[[st
 def named_stops(model: Path) -> str:
     """Name the tokens that end a trained turn in the files of a model directory; return them in words."""
     try:
-        stops = write_stop_tokens(model)
+        write_stop_tokens(model)
+        texts = stop_texts(Tokenizer(model))
     except EnvironmentFault as error:  # the base is without a tokenizer, or with one that only its own code can load
         return f"what the base's files say: {error}"
-    return ", ".join(map(shown, stops.texts)) or "nothing: neither the tokenizer nor the chat template names a token"
+    return ", ".join(map(shown, texts)) or "nothing: neither the tokenizer nor the chat template names a token"
 
 
 def note_of_base(adapter: Adapter) -> str | None:

@@ -1,8 +1,9 @@
 """A Modelfile for Ollama: the file of weights, the chat template in Ollama's language, stop texts, a system message.
 
 Ollama cannot read Jinja. The template of the training is recognized by what it writes: if that is what a template by
-name writes (`data.template`), or ChatML with a system message of its own, its twin below goes into the Modelfile,
-otherwise nothing does, and the caller says so. A model that was trained without a template gets prompts as they are.
+name writes (`data.template`), also with an empty thought behind the prompt, or ChatML with a system message of its own,
+its twin below goes into the Modelfile, otherwise nothing does, and the caller says so. A model that was trained without
+a template gets prompts as they are.
 The language is Go's text/template, with the fields of
 https://github.com/ollama/ollama/blob/main/docs/template.md.
 """
@@ -81,9 +82,10 @@ def template_for(tokenizer: Tokenizer) -> str | None:
     if template is None:
         return TEMPLATES[PLAIN]
     written = _written(template)
-    for name in NAMES:
-        if written == _written(ChatTemplate(named_template(name), tokenizer.special_tokens)):
-            return TEMPLATES[name]
+    tails = {name: _tail(written, ChatTemplate(named_template(name), tokenizer.special_tokens)) for name in NAMES}
+    if known := {name: tail for name, tail in tails.items() if tail is not None}:
+        name = min(known, key=lambda name: len(known[name]))
+        return TEMPLATES[name] + known[name]
     default = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", written[0] or "", re.DOTALL)
     if default is None or "{{" in default[0] or '"""' in default[0]:
         return None
@@ -112,6 +114,16 @@ def quoted(text: str, what: str) -> str:
     if '"""' in text or text.endswith('"'):
         raise ConfigError(f'{what}: got a text with """ or a " at its end, which a Modelfile cannot hold')
     return f'"""{text}"""'
+
+
+def _tail(written: list[str | None], named: ChatTemplate) -> str | None:
+    """Return what these prompts have behind those of a template, such as an empty thought; None if they are others."""
+    pairs = [*zip(written, _written(named), strict=True)]
+    if any((text is None) != (twin is None) or not (text or "").startswith(twin or "") for text, twin in pairs):
+        return None
+    tails = {text[len(twin) :] for text, twin in pairs if text is not None and twin is not None}
+    tail = tails.pop() if len(tails) == 1 else "{{"
+    return None if "{{" in tail or '"""' in tail else tail
 
 
 def _written(template: ChatTemplate) -> list[str | None]:

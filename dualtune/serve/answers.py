@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dualtune.data.chat.call_text import CallNotation, WrittenCall
+from dualtune.data.calls.learning import TemplateCalls
+from dualtune.data.calls.notation import WrittenCall
+from dualtune.data.calls.reader import CallReader
+from dualtune.data.calls.values import parameters_of
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.named import WITH_TOOLS
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, Preempted
 from dualtune.evaluate.adapter_set import AdapterSet
-from dualtune.evaluate.inference import GenerationProgress, stream_text
+from dualtune.evaluate.inference import GenerationProgress, StopTexts, stream_text
 from dualtune.serve.requests import BadRequest, CompletionRequest
 
 POLL_S = 0.2
+FORCED = "The name of a function is forced, its arguments are not: their schema is for the model alone"
+
+
+class _NoCall(Exception):
+    """An answer that had to be a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class Finish:
     completion_tokens: int
 
 
-Piece = str | list[WrittenCall] | Finish
+Piece = str | WrittenCall | Finish
 
 
 @dataclass(slots=True)
@@ -105,6 +113,8 @@ class Answers:
             self._answer(job)
         except (RowError, ConfigError, DataError) as error:  # the template refuses it, or it is too long
             job.pieces.put(BadRequest(400, str(error)))
+        except _NoCall as error:
+            job.pieces.put(BadRequest(500, str(error)))
         except Exception as error:  # such as a shortage of memory: the next request may be shorter
             is_over = isinstance(error, Preempted) or self._is_fatal(error)
             reason = "the server is stopping" if is_over else f"the answer failed: {type(error).__name__}"
@@ -115,9 +125,10 @@ class Answers:
     def _answer(self, job: PendingAnswer) -> None:
         request, progress = job.request, GenerationProgress()
         tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
-        text = AnswerText(request, _notation(request, tokenizer) if request.tools else None)
+        begun = _begun(request, tokenizer) if request.must_call else BegunAnswer()
+        text = AnswerText(request, _calls(request, tokenizer) if request.tools else None, begun.text)
         asked = _encoded(request, tokenizer, self._systems.get(request.model))
-        prompt = np.concatenate([asked, tokenizer.encode(text.begun, special=False)])
+        prompt = np.concatenate([asked, np.array(begun.ids, asked.dtype)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
@@ -125,26 +136,26 @@ class Answers:
             max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens), temperature=request.temperature,
             top_p=request.top_p, seed=request.seed, penalties=request.penalties, progress=progress,
             cache=self._adapters.use(request.model), shown=tokenizer.call_marks if request.tools else frozenset(),
+            first=begun.choices,
         )  # fmt: skip
         cut = StopTexts(request.stops)
         is_late = False
         for piece in pieces:
-            if ready := text.feed(cut.feed(piece)):
+            for ready in text.feed(cut.feed(piece)):
                 job.pieces.put(ready)
             is_late = time.monotonic() > ends
             if cut.found or text.is_complete or job.is_cancelled or is_late:
                 pieces.close()
                 break
-        rest, calls = text.end(cut.rest())
-        is_whole = cut.found or text.is_complete or not (is_late or progress.num_tokens >= progress.max_tokens)
-        if request.must_call and is_whole and not calls:
-            job.pieces.put(BadRequest(500, f"tool_choice: asks for a call, and the model wrote none: {rest[:200]}"))
-            return
-        if rest:
-            job.pieces.put(rest)
-        if calls:
-            job.pieces.put(calls)
-        reason = ("tool_calls" if calls else "stop") if is_whole else "length"
+        rest = text.end(cut.rest())
+        is_cut = is_late or progress.num_tokens >= progress.max_tokens
+        is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut
+        if request.must_call and is_whole and not text.num_calls:
+            said = "".join(piece for piece in rest if isinstance(piece, str))
+            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {said[:200]}. {FORCED}")
+        for piece in rest:
+            job.pieces.put(piece)
+        reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))
 
 
@@ -161,86 +172,74 @@ def _encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | Non
     return tokenizer.encode_chat(messages, tools=request.tools)
 
 
-def _notation(request: CompletionRequest, tokenizer: Tokenizer) -> CallNotation:
-    """Return how the model of a request writes calls. ConfigError if that is not known."""
-    notation = tokenizer.call_notation
-    if notation is None:
+def _calls(request: CompletionRequest, tokenizer: Tokenizer) -> TemplateCalls:
+    """Return how the model of a request writes calls. ConfigError if it is not told of tools."""
+    if tokenizer.calls is None:
         raise ConfigError(
-            f"tools: the chat template of '{request.model}' writes no tools, or calls in a form that cannot be read "
-            f"back. Serve it with --template: {', '.join(WITH_TOOLS)}, or a Jinja file, if it was trained with that"
+            f"tools: the chat template of '{request.model}' writes no tools. Serve it with --template: "
+            f"{', '.join(WITH_TOOLS)}, or a Jinja file, if it was trained with that"
         )
-    if request.must_call and notation.forced(request.function) is None:
-        raise ConfigError(f"tool_choice: an answer of '{request.model}' cannot be made to begin with a call")
-    return notation
+    return tokenizer.calls
+
+
+@dataclass(frozen=True, slots=True)
+class BegunAnswer:
+    """An answer that begins with a call: its tokens, their text, and those from which the model chooses the name."""
+
+    ids: Sequence[int] = ()
+    text: str = ""
+    choices: Sequence[Sequence[int]] = ()
+
+
+def _begun(request: CompletionRequest, tokenizer: Tokenizer) -> BegunAnswer:
+    """Begin an answer up to the arguments of its call, or up to where the functions differ that may be called."""
+    calls, names = _calls(request, tokenizer), [request.function] if request.function else request.names
+    heads = [calls.forced(name) for name in names]
+    if None in heads:
+        raise ConfigError(
+            f"tool_choice: an answer of '{request.model}' cannot be made to begin with a call: its chat template "
+            "writes none that can be read back, or another text before an answer than it asks with. tool_choice: auto"
+        )
+    texts: list[list[int]] = [tokenizer.encode(head or "", special=False).tolist() for head in heads]
+    same = next((i for i, tokens in enumerate(zip(*texts, strict=False)) if len({*tokens}) > 1), len(texts[0]))
+    text = tokenizer.decode(texts[0][:same], tokenizer.call_marks)
+    while text.endswith("\N{REPLACEMENT CHARACTER}"):  # a name has a character of several tokens
+        same -= 1
+        text = tokenizer.decode(texts[0][:same], tokenizer.call_marks)
+    return BegunAnswer(texts[0][:same], text, [each[same:] for each in texts] if len(texts) > 1 else ())
 
 
 class AnswerText:
-    """The text of an answer: what of it is said, and the calls in it. What may become a call is held back."""
+    """The text of an answer: what of it is said, and the calls in it."""
 
-    def __init__(self, request: CompletionRequest, notation: CallNotation | None) -> None:
-        self._notation, self._names = notation, request.names
-        self.begun = (notation.forced(request.function) or "") if notation and request.must_call else ""
+    def __init__(self, request: CompletionRequest, calls: TemplateCalls | None, begun: str) -> None:
+        """`begun`: how the answer begins with a call."""
+        self._reader = CallReader(calls.notations, parameters_of(request.tools)) if calls else None
         self._takes_one = not request.is_parallel or request.must_call
-        begin = self.begun.find(notation.opening or "{") if notation and self.begun else 0  # behind an empty thought
-        self._text, self._num_passed = self.begun[begin:], 0
-        self.is_complete = False  # it has the only call that it may have
+        self.num_calls = 0
+        if self._reader and calls:
+            self._reader.feed(begun[calls.num_common :])
 
-    def feed(self, text: str) -> str:
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has the only call that it may have."""
+        return self._takes_one and self.num_calls > 0
+
+    def feed(self, text: str) -> list[str | WrittenCall]:
         """Return what can be passed on when this text is added."""
-        self._text += text
-        if self._notation is None:
-            return text
-        self.is_complete = self._takes_one and "}" in text and bool(self._read()[1])
-        begin, end = self._num_passed, self._num_safe(self._notation)
-        self._num_passed = max(begin, end)
-        return self._text[begin:end]
+        if self._reader is None:
+            return [text] if text else []
+        return self._allowed(self._reader.feed(text))
 
-    def end(self, text: str) -> tuple[str, list[WrittenCall]]:
-        """Add the end of the text. Return what is still to be passed on, and the calls."""
-        self._text += text
-        if self._notation is None:
-            return text, []
-        said, calls = self._read()
-        if not calls:
-            return self._text[self._num_passed :], []
-        passed = self._text[: self._num_passed].lstrip()
-        return (said[len(passed) :] if said.startswith(passed) else ""), calls
+    def end(self, text: str) -> list[str | WrittenCall]:
+        """Add the end of the text. Return what is still to be passed on."""
+        return [*self.feed(text), *(self._allowed(self._reader.end()) if self._reader else [])]
 
-    def _read(self) -> tuple[str, list[WrittenCall]]:
-        assert self._notation is not None
-        said, calls = self._notation.read(self._text, self._names)
-        return said, calls[:1] if self._takes_one else calls
-
-    def _num_safe(self, notation: CallNotation) -> int:
-        """Return how many characters cannot be a part of a call, nor the white space before one."""
-        marks = [mark for mark in (notation.opening, notation.preamble) if mark]
-        if self.begun or (not marks and notation.may_begin(self._text)):
-            return 0
-        end = min((at for mark in marks if (at := self._text.find(mark)) >= 0), default=len(self._text))
-        parts = (n for mark in marks for n in range(1, len(mark)) if self._text.endswith(mark[:n]))
-        end = min(end, len(self._text) - max(parts, default=0))
-        return len(self._text[:end].rstrip())
-
-
-class StopTexts:
-    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self._held, self.found = stops, "", False
-
-    def feed(self, piece: str) -> str:
-        """Return what of the text so far can be passed on."""
-        text = self._held + piece
-        # The one that ends first, as if the text came character by character.
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
-        longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._held = text[len(text) - longest :]
-        return text[: len(text) - longest]
-
-    def rest(self) -> str:
-        """Return what was held back at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+    def _allowed(self, pieces: list[str | WrittenCall]) -> list[str | WrittenCall]:
+        allowed: list[str | WrittenCall] = []
+        for piece in pieces:
+            if self.is_complete:
+                break
+            self.num_calls += isinstance(piece, WrittenCall)
+            allowed.append(piece)
+        return allowed

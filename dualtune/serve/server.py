@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
 
-from dualtune.data.chat.call_text import WrittenCall
+from dualtune.data.calls.notation import WrittenCall
 from dualtune.serve.answers import Answers, Finish, PendingAnswer, Piece
 from dualtune.serve.limited import REQUEST_S, LimitedServer
 from dualtune.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
@@ -149,8 +149,8 @@ class Handler(BaseHTTPRequestHandler):
         for piece in job.answer(self._client_is_gone):
             if isinstance(piece, Finish):
                 finish = piece
-            elif isinstance(piece, list):
-                calls = piece
+            elif isinstance(piece, WrittenCall):
+                calls.append(piece)
             else:
                 text += piece
         assert finish is not None
@@ -169,14 +169,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self._has_begun = True
         head = _head(request)
-        finish = None
+        finish, num_calls = None, 0
         for piece in _chained(first, pieces):
             if isinstance(piece, Finish):
                 finish = piece
                 self._event(head | {"choices": [_delta(request, {}, piece.reason)]})
-            elif isinstance(piece, list):
-                for delta in _call_deltas(piece):
+            elif isinstance(piece, WrittenCall):
+                for delta in _call_deltas(piece, num_calls):
                     self._event(head | {"choices": [_delta(request, delta, None)]})
+                num_calls += 1
             else:
                 self._event(head | {"choices": [_delta(request, {"role": "assistant", "content": piece}, None)]})
         assert finish is not None
@@ -256,13 +257,13 @@ def _call(call: WrittenCall) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _call_deltas(calls: Sequence[WrittenCall]) -> Iterator[dict[str, Any]]:
-    """Yield for each call its name, then its arguments, as clients expect to join them."""
-    for index, call in enumerate(map(_call, calls)):
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        begin = call | {"index": index, "function": {"name": name, "arguments": ""}}
-        yield {"role": "assistant", "content": None, "tool_calls": [begin]}
-        yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+def _call_deltas(written: WrittenCall, index: int) -> Iterator[dict[str, Any]]:
+    """Yield the name of a call, then its arguments, as clients expect to join them."""
+    call = _call(written)
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    begin = call | {"index": index, "function": {"name": name, "arguments": ""}}
+    yield {"role": "assistant", "content": None, "tool_calls": [begin]}
+    yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
 
 
 def _delta(request: CompletionRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:

@@ -223,7 +223,9 @@ def _prepare(
     _check_targets(config, train, eval_)
     if team.is_first:
         check_installed(config.run.track)
-    check_samples(config.run.sample_prompts, tokenizer, position_table_size(read_config(model_dir)), len(eval_))
+    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
+    positions = position_table_size(read_config(model_dir))
+    check_samples(config.run.sample_prompts, tokenizer, positions, len(eval_), system)
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)
@@ -247,7 +249,6 @@ def _prepare(
         config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
     )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
     spec = _spec(config, start)
     return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 

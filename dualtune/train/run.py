@@ -216,12 +216,12 @@ def execute(
 
 def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) -> Samples | None:
     """Return what answers run.sample_prompts, in the first process."""
+    is_first, files = prepared.team.is_first, prepared.model
     if not (prompts := prepared.config.run.sample_prompts):
         return None
     check_not_split(engine)
-    positions = position_table_size(read_config(prepared.model.directory))
-    model = LoadedModel(engine, prepared.model.tokenizer, positions=positions)
-    return Samples(model, prepared.optimizer, prompts, path, first_step) if prepared.team.is_first else None
+    model = LoadedModel(engine, files.tokenizer, positions=position_table_size(read_config(files.directory)))
+    return Samples(model, prepared.optimizer, prompts, path, first_step, prepared.system_message) if is_first else None
 
 
 def _has_ended(resumed: Resumed, result: Path) -> bool:

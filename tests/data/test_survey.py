@@ -191,7 +191,7 @@ def test_rows_that_were_left_out_are_counted_once_with_their_reasons(make_config
 TEMPLATES = {
     "everything": "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}</s>{% endgeneration %}",
     "no end": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %} [END]{% endfor %}",
+    "{% else %}{{ m.content }}{% endif %} |{% endfor %}",  # [END] would be one: a text stops too,
 }
 
 

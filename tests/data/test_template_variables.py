@@ -3,13 +3,20 @@
 import json
 
 import pytest
+from safetensors.numpy import load_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.config import parse_config
 from dualtune.data.chat.formats import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
+from dualtune.evaluate.adapter_set import load_adapter_set
+from dualtune.evaluate.chat import Chat, Sampling
+from dualtune.serve.answers import Answers
+from dualtune.serve.requests import read_request
 
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -95,3 +102,34 @@ def test_any_json_value_is_read():
     values = {f"v{i}": "é 'x'" if isinstance(value, str) else value for i, value in enumerate(VALUES)}
     data = {"train": "t.jsonl", "template_variables": values}
     assert parse_config(json.dumps({"model": {"name": "m"}, "data": data})).data.template_variables == values
+
+
+@pytest.fixture
+def thoughtless(tiny_softmax, tmp_path):
+    """An adapter whose training had `enable_thinking: false`."""
+    (tmp_path / "qwen.jinja").write_text(QWEN)
+    tokenizer = Tokenizer(tiny_softmax, str(tmp_path / "qwen.jinja"), template_variables={"enable_thinking": False})
+    spec, tensors = AdapterSpec(2, 4.0, 0.0, ("head",)), init_adapter({"head": head_shape(tiny_softmax)}, 2, 0)
+    write_adapter(tmp_path / "tuned", Adapter(spec, tensors, template=tokenizer.template.source))
+    return tmp_path / "tuned"
+
+
+def head_shape(model):
+    return load_file(model / "model.safetensors")["head.weight"].shape
+
+
+def test_chat_and_serve_ask_with_the_variables_of_the_training(thoughtless, tiny_softmax, open_backend, monkeypatch):
+    adapters = load_adapter_set(open_backend("numpy"), str(tiny_softmax), {"tuned": thoughtless})
+    tokenizer, prompts = adapters.models["tuned"].tokenizer, []
+
+    def generate(prompt, *, choose, cache=None):
+        prompts.append(tokenizer.decode_all(prompt.tolist()))
+        yield from ()
+
+    monkeypatch.setattr(adapters.engine, "generate", generate)
+    list(Chat(adapters, "tuned", Sampling()).ask("Hi"))
+    answers = Answers(adapters, max_tokens=4, max_prompt=500, max_waiting=4, time_limit_s=60)
+    body = {"model": "tuned", "messages": [{"role": "user", "content": "Hi"}]}
+    answers.submit(read_request(json.dumps(body).encode(), is_chat=True))
+    answers.answer_next()
+    assert prompts == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"] * 2

@@ -9,6 +9,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dualtune.data.chat.formats import Example, Message
 from dualtune.data.documents import tokenize
+from dualtune.data.tokens.lost_text import NO_END
+from dualtune.data.tokens.stop_tokens import stop_tokens
+from dualtune.data.tokens.tokenize import tokenize_rows
 
 END = 4  # <|im_end|>; the eos of the byte tokenizer is </s>, 2
 EOS = 2
@@ -159,3 +162,71 @@ def test_a_call_in_a_template_that_rewrites_earlier_turns_is_found_by_its_name(w
     assert learned(tokenizer, example) == [
         '[TOOL_CALLS]{"name": "add", "arguments": {"a": 2}}</s>', "Four</s>", "Ho</s>", "So long</s>"
     ]  # fmt: skip
+
+
+# --- an end that is several tokens -----------------------------------------------------------------------------------
+
+LINES = turns("### {{ m.role }}:\n", end="{{ '\n### End' }}\n")
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
+GENERATED = LINES.replace("{{ m.content }}", MARKED)
+
+
+@pytest.mark.parametrize("source", [LINES, GENERATED, LINES.replace("m.content", "(m.content | trim)")])
+@pytest.mark.parametrize("example", [TWO, CALLED], ids=["answers", "a tool call"])
+def test_an_end_that_is_a_text_is_learned_and_stops(with_template, source, example):
+    tokenizer = with_template(source)
+    assert (tokenizer.stop_text, tokenizer.stop_ids) == ("\n### End", {EOS})
+    if source == GENERATED:  # what it marks of a turn with a call is its empty content
+        example = TWO
+    first, last = learned(tokenizer, example)
+    assert first.endswith("\n### End") and last.endswith("\n### End</s>")
+    (row,) = tokenize_rows([example], tokenizer, "assistant", 4096)
+    assert NO_END not in row.notices
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "\n### End<|im_end|>", "{{ eos_token }}", "", "\n\n", "\n]]"])
+def test_a_turn_that_ends_with_a_token_or_with_nothing_has_no_stop_text(with_template, end):
+    assert with_template(turns("### {{ m.role }}:\n", end=end)).stop_text == ""
+
+
+# --- as gpt-oss: the last answer ends with another token than earlier ones, a call with a third ----------------------
+
+RETURN, EARLIER, CALLING = "</s>", "<|im_end|>", "<pad>"
+HARMONY = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}"
+    "{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>"
+    "{% elif m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }} "
+    "{{ m.tool_calls[0].function.arguments | tojson }}<pad>"
+    "{% else %}THOUGHT<|im_start|>assistant: {{ m.content }}{{ '</s>' if loop.last else '<|im_end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+PLAIN = HARMONY.replace("THOUGHT", "")
+THINKING = HARMONY.replace(
+    "THOUGHT", "{% if m.thinking %}<|im_start|>assistant analysis: {{ m.thinking }}<|im_end|>{% endif %}"
+)
+LONG = chat(
+    ("user", "Hi", {}), ("assistant", "Ho", {}), ("user", "Add", {}), ("assistant", "", CALL), ("tool", "4", {}),
+    ("assistant", "Four", {}), tools=TOOLS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "stops"), [(PLAIN, {EOS, END, 0}), (THINKING, {EOS, 0})], ids=["plain", "thinking"])
+def test_every_token_that_ends_a_turn_stops_but_not_one_behind_a_thought(with_template, source, stops):
+    tokenizer = with_template(source)
+    assert tokenizer.decode_all([0, END]) == CALLING + EARLIER
+    assert tokenizer.stop_ids == stops
+    assert_as_transformers(tokenizer, LONG)
+    assert [run.rpartition("<")[2] for run in learned(tokenizer, LONG)] == [
+        end.removeprefix("<") for end in (EARLIER, CALLING, RETURN)
+    ]
+    (row,) = tokenize_rows([LONG], tokenizer, "assistant", 4096)
+    assert (NO_END in row.notices) == (source == THINKING)  # told: the earlier answer ends with what does not stop
+    assert (stop_tokens(tokenizer).ids[0], {*stop_tokens(tokenizer).ids}) == (EOS, stops)
+
+
+def test_a_thought_before_the_last_answer_is_learned_with_it(with_template):
+    thoughtful = chat(("user", "Hi", {}), ("assistant", "Ho", {"reasoning_content": "Hm"}))
+    assert learned(with_template(THINKING), thoughtful) == [" analysis: Hm<|im_end|><|im_start|>assistant: Ho</s>"]

@@ -16,13 +16,10 @@ from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adap
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.cli.adapters.export import TARGETS
 from dualtune.config import Config
-from dualtune.data.chat.named import NAMES, named_template
-from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
-from dualtune.export.ollama import TEMPLATES, modelfile, template_for
 from dualtune.export.request import KINDS
 from dualtune.train.run import run
 from dualtune_torch.weights.nf4 import unpack
@@ -365,36 +362,20 @@ def test_a_whole_answer_is_read(stub, tmp_path):
     assert found == pytest.approx(np.full((2, 3), -math.log(3)))
 
 
-# --- Ollama ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("options", "expected"), [
+    ((), "Add."), (("--no-system",), None), (("--system", "Subtract."), "Subtract."),
+])  # fmt: skip
+def test_ollama_is_told_the_system_message_of_the_training(export, adapter, monkeypatch, options, expected):
+    tuned = read_adapter(adapter)
+    shutil.rmtree(adapter)
+    write_adapter(adapter, replace(tuned, metadata={"training": {"system_message": "Add."}}))
+    requests = []
 
+    def stop(request, *_):
+        requests.append(request)
+        raise ConfigError("enough")
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_template_is_recognized_by_what_it_writes(tiny_llama, name):
-    assert template_for(Tokenizer(tiny_llama, name)) == TEMPLATES[name]
-
-
-@pytest.mark.parametrize(("system", "is_known"), [("You are SmolLM.", True), ("Not {{ this }}.", False)])
-def test_chatml_with_a_system_message_of_its_own_is_recognized(tiny_llama, tmp_path, system, is_known):
-    turn = f"<|im_start|>system\n{system}<|im_end|>\n"
-    guard = "{% if messages[0].role != 'system' %}{% raw %}" + turn + "{% endraw %}\n{% endif %}"
-    (tmp_path / "t.jinja").write_text(guard + named_template("chatml"))
-    found = template_for(Tokenizer(tiny_llama, str(tmp_path / "t.jinja")))
-    expected = "{{ if not .System }}" + turn + "{{ end }}" + TEMPLATES["chatml"]
-    assert found == (expected if is_known else None)
-
-
-def test_a_model_without_a_template_gets_the_prompt_and_an_unknown_one_nothing(tiny_llama, tmp_path):
-    assert template_for(Tokenizer(tiny_llama, "none")) == "{{ .Prompt }}"
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert template_for(Tokenizer(tiny_llama, str(tmp_path / "t.jinja"))) is None
-
-
-def test_a_modelfile_names_the_weights_the_template_and_where_to_stop():
-    found = modelfile("m.gguf", TEMPLATES["chatml"], ["<|im_end|>", "</s>"], "Be\nbrief.")
-    assert found.startswith('FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}\n')
-    assert found.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\nSYSTEM """Be\nbrief."""\n')
-    assert "TEMPLATE" not in modelfile("m.gguf", None, [], None)
-    assert modelfile("m.gguf", None, ['a"b'], "Be brief.").endswith('stop """a"b"""\nSYSTEM "Be brief."\n')
-    for stops, system in (([], 'say """'), (['"'], None)):
-        with pytest.raises(ConfigError, match="which a Modelfile cannot hold"):
-            modelfile("m.gguf", None, stops, system)
+    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
+    monkeypatch.setattr(module, "export", stop)
+    export("--to", "ollama", *options)
+    assert [request.system for request in requests] == [expected]

@@ -5,14 +5,16 @@ import os
 import shutil
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.base_model.gguf_model import interleaved
+from dualtune.data.chat.template import with_variables
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.export import llama_environment
 from dualtune.export.gguf_file import _rope_factors, check, problems_of, unpack, write
@@ -154,6 +156,17 @@ def test_the_package_alone_exports_and_computes_what_it_has_written(export, tmp_
     text = (tmp_path / "ollama/Modelfile").read_text()
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\n' in text
     assert np.abs(logits(tmp_path / "ollama", gguf_file="ollama-F32.gguf") - logits(llama)).max() > 0.1
+
+
+@needs_gguf
+def test_the_gguf_has_the_template_with_the_variables_of_the_training(export, tmp_path):
+    tuned = read_adapter(tmp_path / "tuned")
+    shutil.rmtree(tmp_path / "tuned")
+    source = with_variables(TURNS + "{{ '<think></think>' if quick is defined and quick }}", {"quick": True})
+    write_adapter(tmp_path / "tuned", replace(tuned, template=source))
+    done = export("--to", "gguf", "--quantize", "f32", "--without-base")
+    assert done.returncode == 0, done.stderr
+    assert fields(tmp_path / "out/out-F32.gguf")["tokenizer.chat_template"] == source
 
 
 def test_all_that_is_missing_is_named_before_the_merge(export, monkeypatch, tmp_path):

@@ -6,15 +6,16 @@ import shutil
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.base_model import copy_without_weights, untrained_rows
 from dualtune.config import Config, to_yaml
-from dualtune.data.tokens.stop_tokens import stop_tokens, write_stop_tokens
+from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.export.ollama import modelfile
 from dualtune.train.run import run
 
 EOS, END = 2, 4  # </s>, at which the base stops, and <|im_end|>, with which its chat template ends a turn
@@ -177,3 +178,23 @@ def test_rows_are_read_in_the_precision_of_the_file(dtype, base):
     tensors["lm_head.weight"][END] = 0
     save_torch(tensors, base / "model.safetensors", {"format": "pt"})
     assert untrained_rows(base, END, range(5)) == [("lm_head.weight", "it is zero")]
+
+
+LINES = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n### End\n{% endfor %}"
+
+
+def test_a_turn_that_ends_with_a_text_stops_there(base, dualtune_main, open_backend, tmp_path):
+    open_backend("torch")
+    (base / "chat_template.jinja").write_text(LINES)
+    done = dualtune_main("export", base, tmp_path / "out", "--to", "hf", "--platform", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "stop_strings" in done.stdout + done.stderr
+    assert GenerationConfig.from_pretrained(tmp_path / "out").stop_strings == ["\n### End"]
+    assert json.loads((tmp_path / "out/export.json").read_text())["stops"] == ["</s>", "\n### End"]
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert stop_texts(tokenizer) == ["</s>", "\n### End"]
+    text = modelfile("m.gguf", None, stop_texts(tokenizer), None)
+    assert text == 'FROM ./m.gguf\nPARAMETER stop "</s>"\nPARAMETER stop """\n### End"""\n'
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model.generate(**loaded("### user:\nHi", return_tensors="pt"), tokenizer=loaded, max_new_tokens=2)

@@ -10,8 +10,7 @@ import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.serve.answers import StopTexts
+from dualtune.evaluate.inference import StopTexts, load_model, stream_text
 
 PROMPT = "1 plus 1?"
 

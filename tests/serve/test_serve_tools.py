@@ -196,14 +196,78 @@ def test_a_choice_of_a_function_is_honoured(client, name, stream):
 
 def test_a_required_call_begins_for_the_model_and_ends_when_it_is_whole(client):
     ask = client("qwen-2.5", f'weather", "arguments": {BERN}}}\n</tool_call> and so on')
-    assert whole(ask(tools=[WEATHER], tool_choice="required")) == (None, [("weather", BERN)], "tool_calls")
+    assert whole(ask(tools=[WEATHER, TIME], tool_choice="required")) == (None, [("weather", BERN)], "tool_calls")
     assert ask.prompts[-1].endswith('<|im_start|>assistant\n<tool_call>\n{"name": "')
     named = {"type": "function", "function": {"name": "weather"}}
     ask = client("qwen-2.5", f"{BERN}}} and so on")
     assert streamed(ask(tools=[WEATHER], tool_choice=named, stream=True)) == ("", [("weather", BERN)], "tool_calls")
+    assert whole(ask(tools=[WEATHER], tool_choice="required")) == (None, [("weather", BERN)], "tool_calls")  # the only
     ask = client("qwen-2.5", "I will not.")
-    with pytest.raises(openai.InternalServerError, match="the model wrote none"):
+    with pytest.raises(openai.InternalServerError, match="arguments are not"):
         ask(tools=[WEATHER], tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("says", "name"), [("time", "time"), ("weather_at", "weather_at"), ("we", "weather"), ("zzzz", "time")]
+)
+def test_a_required_call_is_of_one_of_the_functions_whatever_the_model_would_write(client, says, name):
+    at = {"type": "function", "function": {"name": "weather_at", "parameters": PARAMETERS}}
+    begin = f'{name}", "arguments": '
+    says = says + "z" * (len(name) - len(says)) + begin[len(name) :]
+    ask = client("qwen-2.5", f"{says}{BERN}}}")
+    assert whole(ask(tools=[WEATHER, TIME, at], tool_choice="required")) == (None, [(name, BERN)], "tool_calls")
+
+
+GLM = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '\\n' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' + k + '</arg_key>\\n<arg_value>' }}"
+    "{{ v if v is string else v | tojson }}{{ '</arg_value>\\n' }}{% endfor %}</tool_call>{% endfor %}{{ m.content }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)  # fmt: skip
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
+    "a": {"type": "integer"}, "b": {"type": "string"}}}}}  # fmt: skip
+ARGUMENTS = "<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n<arg_value>3</arg_value>\n"
+ADDED = f"<tool_call>add\n{ARGUMENTS}</tool_call>"
+
+
+@pytest.mark.parametrize("text", [ADDED, "[add(a=2, b='3')]"])
+def test_calls_without_json_are_returned_with_the_types_of_their_tool(client, tmp_path, text):
+    (tmp_path / "glm.jinja").write_text(GLM)
+    ask = client(str(tmp_path / "glm.jinja"), f"So:\n{text}\n{text}")
+    expected = [("add", '{"a": 2, "b": "3"}')] * 2
+    assert whole(ask(tools=[ADD])) == ("So:", expected, "tool_calls")
+    assert streamed(ask(tools=[ADD], stream=True)) == ("So:", expected, "tool_calls")
+
+
+def test_a_call_streams_when_it_closes(client, tmp_path):
+    """Its deltas come before the text that the model says behind it, and that one before the next call."""
+    (tmp_path / "glm.jinja").write_text(GLM)
+    ask = client(str(tmp_path / "glm.jinja"), f"A {ADDED} B {ADDED}")
+    came = []
+    for chunk in ask(tools=[ADD], stream=True):
+        delta = chunk.choices[0].delta
+        came += [call.index for call in delta.tool_calls or []] if delta.tool_calls else [delta.content]
+    assert [each for each in came if each] == ["A", "B", 1, 1] and came.index(0) == 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_without_json_can_be_required(client, tmp_path, choice):
+    (tmp_path / "glm.jinja").write_text(GLM)
+    says = ADDED.removeprefix("<tool_call>add\n")
+    ask = client(str(tmp_path / "glm.jinja"), says if choice != "required" else f"add\n{says}")
+    tools = [ADD] if choice != "required" else [ADD, TIME]
+    assert whole(ask(tools=tools, tool_choice=choice)) == (None, [("add", '{"a": 2, "b": "3"}')], "tool_calls")
+
+
+def test_a_template_that_writes_no_calls_reads_those_in_a_text_and_can_require_none(client, tmp_path):
+    (tmp_path / "silent.jinja").write_text(
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    ask = client(str(tmp_path / "silent.jinja"), "[add(a=2, b='3')]")
+    assert whole(ask(tools=[ADD])) == (None, [("add", '{"a": 2, "b": "3"}')], "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        ask(tools=[ADD], tool_choice="required")
 
 
 @pytest.mark.parametrize(("options", "param"), [

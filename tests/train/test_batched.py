@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import ConfigError, Preempted
 from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
 from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.fingerprints import MOST_TOKENS, PROMPTS, fingerprints, gap, logprobs_of, plain_batch, recompute
-from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model, stream_text
+from dualtune.evaluate.inference import BASE_ONLY, GenerationProgress, chooser, load_model, stream_text
 from dualtune.evaluate.kept_answers import KeptAnswers
 from dualtune.testing.conformance import random_adapter
 
@@ -101,7 +99,7 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
     with pytest.raises(ConfigError, match="has positions up to 3"):
         next(continue_all(replace(model, positions=3), prompts_of(model), GREEDY))
     first = next(iter(model.engine.generate(prompts_of(model)[0], choose=chooser(1, frozenset()))))
-    tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "decode": model.tokenizer.decode})()
+    tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "stop_text": "", "decode": model.tokenizer.decode})()
     stopped = {
         each.number: each for each in continue_all(replace(model, tokenizer=tokenizer), prompts_of(model), GREEDY)
     }
@@ -112,7 +110,7 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
 def test_each_row_ends_at_its_own_stop_text(model, sampling):
     """The others go on with the tokens that they get without stop texts, each up to its own limit."""
     spelled = SimpleNamespace(  # a character is a token
-        stop_ids=model.tokenizer.stop_ids, decode=lambda ids: "".join(chr(0x4E00 + token) for token in ids),
+        stop_ids=model.tokenizer.stop_ids, stop_text=None, decode=lambda ids: "".join(chr(0x4E00 + token) for token in ids),
         encode_prompt=model.tokenizer.encode_prompt,
     )  # fmt: skip
     model = replace(model, tokenizer=spelled)
@@ -152,7 +150,7 @@ class Counted:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_batch_takes_a_forward_pass_per_token(model, sampling):
     """The texts themselves give the first tokens, and nothing is computed after the last ones."""
-    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    endless = type("Endless", (), {"stop_ids": frozenset(), "stop_text": "", "decode": model.tokenizer.decode})()
     check_decoding(model.engine, prompts_of(model)[:2])
     passes = []
     counted = Wrapped(model.engine, lambda: Counted(model.engine.decoding(), passes))
@@ -174,7 +172,7 @@ def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch)
     kind = type(model.engine.model)
     called = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args, **options: calls.append(1) or called(*args, **options))
-    endless = type("Endless", (), {"stop_ids": frozenset(), "decode": model.tokenizer.decode})()
+    endless = type("Endless", (), {"stop_ids": frozenset(), "stop_text": "", "decode": model.tokenizer.decode})()
     endless = replace(model, tokenizer=endless)
     check_decoding(model.engine, [prompt, prompt])
     for answers in (
@@ -185,62 +183,6 @@ def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch)
         calls.clear()
         assert len([*answers()])
         assert len(calls) == starts + GREEDY.max_tokens - 1
-
-
-# --- fingerprints ----------------------------------------------------------------------------------------------------
-
-
-def test_fingerprints_take_a_pass_per_batch_and_those_recorded_alone_are_verified(model, monkeypatch):
-    engine, tokenizer = model.engine, model.tokenizer
-    engine.load_adapter_state(random_adapter(engine.adapter_state(), 1))
-    texts = [tokenizer.encode(prompt, special=True) for prompt in PROMPTS]
-    alone = [engine.logprobs(plain_batch(ids))[0, -8:] for ids in texts]
-    batches, logprobs = [], engine.logprobs
-    monkeypatch.setattr(type(engine), "logprobs", lambda _, batch: batches.append(batch.tokens_BT) or logprobs(batch))
-    found = fingerprints(engine, tokenizer)
-    assert sum(map(len, batches)) == len(PROMPTS) > len(batches)
-    assert all(tokens_BT.size <= MOST_TOKENS for tokens_BT in batches)
-    recorded = []
-    for entry, ids, logprobs_PV in zip(found, texts, alone, strict=True):
-        tops = [[(i, float(logprobs_V[i])) for i in np.argsort(-logprobs_V)[:5]] for logprobs_V in logprobs_PV]
-        assert entry["tokens"] == ids.tolist() and len(tops) == 8
-        for top, expected in zip([*entry["earlier"], entry["top"]], tops, strict=True):
-            assert [i for i, _ in top] == [i for i, _ in expected]
-            assert [p for _, p in top] == pytest.approx([p for _, p in expected], abs=1e-5)
-        recorded.append({"tokens": entry["tokens"], "top": tops[-1], "earlier": tops[:-1]})
-    difference = gap(recorded, recompute(engine, recorded))
-    assert (difference.num_positions, difference.top1) == (40, 1.0)
-    assert difference.logprob < 1e-5 and difference.kl < 1e-8
-
-
-@pytest.mark.parametrize(("dtype", "winner"), [("float32", 3), ("bfloat16", 4)])
-def test_a_tie_in_a_batch_is_decided_by_the_text_alone(dtype, winner):
-    """Where rounding makes another token the most probable one. In 16 bits ties are everywhere, and limits are wide."""
-
-    class Rounding:
-        description = SimpleNamespace(dtype=dtype)
-        shapes: ClassVar = []
-
-        def logprobs(self, batch):
-            self.shapes.append(batch.tokens_BT.shape)
-            table = np.tile(-np.arange(9, dtype=np.float32), (*batch.tokens_BT.shape, 1))
-            table[..., [3, 4]] = (1.0, 1.0 - 2e-5) if len(batch.tokens_BT) == 1 else (1.0, 1.0 + 2e-5)
-            return table
-
-    found = logprobs_of(Rounding(), [[7], [1, 2, 3], [5, 6]], [2, 2, 2])
-    assert [each.shape for each in found] == [(1, 9), (2, 9), (2, 9)]
-    assert {int(i) for each in found for i in each.argmax(-1)} == {winner}
-    assert Rounding.shapes == [(3, 3), *([(1, 3), (1, 2), (1, 1)] if dtype == "float32" else [])]
-
-
-def test_long_texts_are_computed_alone(model):
-    """Records are not trusted: many long ones must not become one batch."""
-    texts = [[5] * MOST_TOKENS, [6] * 90, [7] * 4]
-    sizes = []
-    wide = Wrapped(model.engine, None)
-    wide.logprobs = lambda batch: sizes.append(batch.tokens_BT.size) or model.engine.logprobs(batch)
-    assert [len(each) for each in logprobs_of(wide, texts, [3, 90, 9])] == [3, 90, 4]
-    assert max(sizes) <= MOST_TOKENS
 
 
 # --- shortages, and models that cannot -------------------------------------------------------------------------------
@@ -380,3 +322,69 @@ def test_what_holds_no_prompt_is_refused(dualtune_main, tiny_softmax, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
     assert dualtune_main("generate", tiny_softmax, *args, "--platform", "numpy").returncode == code
+
+
+@pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_an_answer_ends_at_the_text_that_ends_a_turn(
+    open_backend, tiny_softmax, tmp_path, monkeypatch, sampling, batches
+):
+    """The model counts through the bytes of a text, which it goes on with behind the end of its turn."""
+    template = tmp_path / "lines.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n# End\n{% endfor %}")
+    model = load_model(open_backend("numpy"), str(tiny_softmax), template=str(template))
+    says = model.tokenizer.encode("Hé\n# Endus", special=False).tolist()
+    start = next(id for id in range(5, 99) if id not in says)
+    following = dict(zip([start, *says[:-1]], says, strict=True))
+    prompts = [np.array([start], np.int32)] * 2
+
+    def logits(last):
+        row = np.full(model.tokenizer.vocabulary_size, -50, np.float32)
+        row[following[last]] = 50
+        return row
+
+    def generate(prompt, *, choose, cache=None):
+        last = int(prompt[-1])
+        while (last := choose(logits(last))) is not None:
+            yield last
+
+    monkeypatch.setattr(model.engine, "generate", generate)
+    if batches:
+        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", lambda *_: None)
+        monkeypatch.setattr(model.engine, "decoding", lambda: Scripted(logits))
+    else:
+        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", cannot)
+    long = replace(sampling, max_tokens=50)
+    progress = GenerationProgress()
+    pieces = [*stream_text(model, prompts[0], max_tokens=50, temperature=sampling.temperature, progress=progress)]
+    assert ("".join(pieces), progress.is_ended, progress.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
+    for each in continue_all(model, prompts, long):
+        assert (each.text, each.is_whole, each.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
+    (cut,) = continue_all(model, prompts[:1], replace(sampling, max_tokens=6))
+    assert (cut.text, cut.is_whole) == ("Hé\n# ", False)
+
+
+def cannot(*_):
+    raise CannotBatch("one by one")
+
+
+class Scripted:
+    """A batch of rows whose next token is a function of the last one."""
+
+    def __init__(self, logits):
+        self._logits, self._last = logits, []
+
+    def enter(self, texts):
+        self._last += [int(text[-1]) for text in texts]
+        return self._rows(self._last[-len(texts) :])
+
+    def advance(self, tokens):
+        self._last = tokens.tolist()
+        return self._rows(self._last)
+
+    def leave(self, staying):
+        self._last = [self._last[i] for i in staying]
+
+    def _rows(self, last):
+        rows = np.stack([self._logits(each) for each in last])
+        return SimpleNamespace(rows=lambda: rows, most_probable=lambda *, is_last: rows.argmax(1))

@@ -56,7 +56,7 @@ def test_pieces_join_to_the_whole_and_split_no_character():
     """Two bytes of é in two tokens: shown when it is whole."""
 
     class Bytes:
-        stop_ids = frozenset()
+        stop_ids, stop_text = frozenset(), ""
 
         def decode(self, ids):
             return bytes(ids).decode(errors="replace")

@@ -125,6 +125,25 @@ def test_samples_that_cannot_be_given_are_refused_before_the_run(lab, settings, 
     assert not (lab.tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+@pytest.mark.parametrize("system", ["Add.", None])
+def test_prompts_are_asked_with_the_system_message_of_the_rows(lab, write_rows, monkeypatch, system):
+    before = [{"role": "system", "content": system}] if system else []
+    turns = [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]
+    lab.data = write_rows([{"messages": [*before, *turns]}] * 8)
+    asked = []
+
+    def answer(model, prompts, sampling):
+        asked.extend(model.tokenizer.decode_all(ids.tolist()) for ids in prompts)
+        yield from (Continuation(i, "2", 1, is_whole=True) for i in range(len(prompts)))
+
+    monkeypatch.setattr("dualtune.evaluate.samples.continue_all", answer)
+    lab.run(run__sample_prompts=PROMPTS[:1], **RUN | {"data__template": "chatml"})
+    tokenizer = Tokenizer(lab.model, "chatml")
+    assert asked and {*asked} == {tokenizer.decode_all(tokenizer.encode_prompt(PROMPTS[0], system).tolist())}
+    assert all(("Add." in text) == bool(system) for text in asked)
+
+
 def test_a_prompt_must_leave_room_for_an_answer(tiny_llama):
     tokenizer = Tokenizer(tiny_llama)
     length = len(tokenizer.encode_prompt(PROMPTS[1]))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import base_of
-from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option
+from dualtune.cli.adapters.adapter_sets import base_of, system_messages
+from dualtune.cli.options import backend_for, json_option, no_system_option, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.request
     help="The precision of the merged weights; auto is that of MODEL's files.",
 )  # fmt: skip
 @click.option("--name", help="The name of the model in the names of files.  [default: OUT's, else the run's]")
-@click.option("--system", metavar="TEXT", help="ollama: the system message.")
+@click.option("--system", metavar="TEXT", help="ollama: the system message.  [default: that of the training]")
+@no_system_option
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
     help="A checkout of llama.cpp, built or not, or an environment of scripts/interop_llama.sh.  [default: what is "
@@ -52,8 +53,8 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.request
 @interrupt.handled(interrupt.TERMINATION)
 def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
-    name: str | None, system: str | None, llama_cpp: Path | None, without_loss: bool, without_base: bool,
-    other_base: bool, platform: str, as_json: bool,
+    name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,
+    without_base: bool, other_base: bool, platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
 
@@ -73,10 +74,12 @@ def command(
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
         raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")
-    if system is not None:
-        if target != "ollama":
-            raise ConfigError("--system: is for --to ollama. Others take the system message in each conversation")
-        quoted(system, "--system")
+    if target == "ollama":
+        system = system_messages(system, {"adapter": directory}, no_system=no_system)["adapter"]
+        quoted(system or "", "--system")
+    elif system is not None or no_system:
+        option = "--system" if system is not None else "--no-system"
+        raise ConfigError(f"{option}: is for --to ollama. Others take the system message in each conversation")
     tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:

@@ -168,7 +168,7 @@ def warnings(
             continue
         if tokenizer.template is not None and config.data.loss_on != "all" and not masked[mine].any():
             texts.append(f"{source.path}: 100 % of the tokens are targets, prompts too; check the template")
-        if not any(_ends(train[int(i)], tokenizer.stop_ids) for i in mine[:PROBED_DOCUMENTS]):
+        if not any(_ends(train[int(i)], tokenizer) for i in mine[:PROBED_DOCUMENTS]):
             advice = "check the template and data.max_length"
             texts.append(f"{source.path}: no end token is a target, so the model would not learn to stop; {advice}")
     if tokenizer.warning is not None:
@@ -349,9 +349,13 @@ def first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.where(known[at] == wanted, first[at], -1)
 
 
-def _ends(document: Document, stop_ids: frozenset[int]) -> bool:
-    """Return whether the last target ends an answer."""
-    return int(document.tokens[np.flatnonzero(document.loss_mask)[-1]]) in stop_ids
+def _ends(document: Document, tokenizer: Tokenizer) -> bool:
+    """Return whether the last targets end an answer."""
+    targets = document.tokens[np.flatnonzero(document.loss_mask)].tolist()
+    if targets[-1] in tokenizer.stop_ids:
+        return True
+    stop = tokenizer.stop_text
+    return bool(stop) and tokenizer.decode_all(targets[-4 * len(stop) :]).rstrip().endswith(stop)
 
 
 def _over_long(found: Survey) -> str:

@@ -25,6 +25,11 @@ _EOS_OF_TEMPLATE = "eos_token"  # the variable of chat templates
 _ANSWER = "Blue."
 
 
+def stop_texts(tokenizer: Tokenizer) -> list[str]:
+    """Return every text that ends an answer: that of each token, and one with which the template ends turns."""
+    return [*stop_tokens(tokenizer).texts, *([tokenizer.stop_text] if tokenizer.stop_text else [])]
+
+
 class StopTokens(NamedTuple):
     """The ids of the tokens that end an answer: first the one that ends a turn of the chat template."""
 
@@ -60,7 +65,7 @@ def write_stop_tokens(model: Path) -> StopTokens:
     """
     tokenizer = Tokenizer(model)
     stops = stop_tokens(tokenizer)
-    if not stops.ids:
+    if not stops.ids and not tokenizer.stop_text:
         return stops
     config = read_json(model / "config.json", max_bytes=MAX_CONFIG_BYTES, strict=False)
     generation = model / GENERATION_CONFIG
@@ -68,6 +73,11 @@ def write_stop_tokens(model: Path) -> StopTokens:
         table = read_json(generation, max_bytes=MAX_GENERATION_CONFIG_BYTES, strict=False)
     else:  # what transformers takes from config.json where this file is missing
         table = {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
+    if tokenizer.stop_text:  # transformers stops at it if `generate` is given the tokenizer
+        table["stop_strings"] = [tokenizer.stop_text]
+    if not stops.ids:
+        _write(generation, table)
+        return stops
     named = stops.ids if len(stops.ids) > 1 else stops.ids[0]
     _write(generation, table | {"eos_token_id": named})
     for part in (config, config.get("text_config")):  # the latter of a model that takes images too

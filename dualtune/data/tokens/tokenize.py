@@ -121,7 +121,10 @@ def _finish(
         tokens, mask = _with_mask(rendered, *next(encoded), tokenizer)
         state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
         notices = rendered.notices
-        if loss_on != "all" and rendered.is_chat and not _earlier_end(tokens, mask, tokenizer.stop_ids):
+        stop = tokenizer.stop_text
+        has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)
+        has_ends = has_ends or _earlier_end(tokens, mask, tokenizer.stop_ids)
+        if loss_on != "all" and rendered.is_chat and not has_ends:
             notices |= {NO_END}
         if not rendered.is_chat and tokenizer.bos_id not in (None, *tokens[:1].tolist()):
             notices |= {NO_BOS}

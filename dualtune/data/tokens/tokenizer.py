@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ import numpy as np
 from dualtune.base_model import vocabulary_size
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
-from dualtune.data.chat.call_text import CallNotation, call_notation
+from dualtune.data.calls.learning import TemplateCalls, template_calls
+from dualtune.data.calls.notation import IN_TEXT
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.named import chosen_template
 from dualtune.data.chat.row_values import text as valid_text
@@ -35,6 +37,7 @@ from dualtune.data.tokens.tokenizer_vetting import rust_errors
 from dualtune.errors import ConfigError, DataError, FormatError
 from dualtune.io.untrusted import read_json, sha256_of
 
+LEAST_STOP = 3  # characters of a text that stops an answer
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
 # The files that determine the ids of a text, if the model has them.
@@ -80,7 +83,8 @@ class Tokenizer:
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
         self._closing = self._after(Message("assistant", PROBE)) if self.template else ""
-        self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
+        self._model_ends = {id for id in (self.eos_id, *_generation_ends(model_dir)) if id is not None}
+        self.end_id, ends = self._turn_ends()
         self.stop_ids = frozenset(ends)  # tokens that end an answer
         self.warning = self._template_warning(self._closing)
 
@@ -137,19 +141,27 @@ class Tokenizer:
         return "".join(self.decode_all(run) if is_shown else self._loaded.decode(run) for is_shown, run in runs)
 
     @cached_property
-    def call_notation(self) -> CallNotation | None:
-        """How answers with tool calls are written; None if that does not show in what the template writes."""
-        return call_notation(self.template.render, self.template.call_form) if self.template else None
+    def calls(self) -> TemplateCalls | None:
+        """How answers with tool calls are written; None if the template does not write tools."""
+        return template_calls(self.template.render, self.template.call_form) if self.template else None
 
     @cached_property
     def call_marks(self) -> frozenset[int]:
         """The special tokens that are a part of a written call."""
-        written = self.call_notation.written if self.call_notation else ""
-        return frozenset(self._specials_in(written)) - self.stop_ids
+        if self.calls is None:
+            return frozenset()
+        texts = (self.calls.written, *(mark for each in IN_TEXT for mark in each.texts))
+        return frozenset(id for text in texts for id in self._specials_in(text)) - self.stop_ids
 
-    def stop_texts(self) -> list[str]:
-        """Return the texts of the tokens that end an answer."""
-        return sorted(text for id in self.stop_ids if (text := self._rust.id_to_token(id)))
+    @cached_property
+    def stop_text(self) -> str:
+        """The text with which the template ends a turn, such as a line, if no token does; "" otherwise.
+
+        One or two characters, such as a bracket, are none: answers have them too.
+        """
+        closing = self._closing.rstrip()
+        has_token = {*self.encode(closing, special=False).tolist()} & (self.special_ids | self._model_ends)
+        return "" if has_token or len(closing.strip()) < LEAST_STOP else closing
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens."""
@@ -269,10 +281,11 @@ class Tokenizer:
         _, masked = self.masked_text(valid_text(text, "the text"))
         return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
 
-    def encode_prompt(self, prompt: str) -> np.ndarray:
-        """Encode a user's prompt as in training: with the chat template, if there is one."""
+    def encode_prompt(self, prompt: str, system: str | None = None) -> np.ndarray:
+        """Encode a user's prompt as in training: with the chat template, if there is one, and a system message."""
+        messages = [*([] if system is None else [Message("system", system)]), Message("user", prompt)]
         try:
-            return self.encode_chat([Message("user", prompt)]) if self.template else self.encode_text(prompt)
+            return self.encode_chat(messages) if self.template else self.encode_text(prompt)
         except RowError as error:
             raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
 
@@ -289,17 +302,19 @@ class Tokenizer:
             "was trained with another template. Set data.template"
         )
 
-    def _turn_ends(self, generation_ends: Sequence[int]) -> tuple[int | None, set[int]]:
+    def _turn_ends(self) -> tuple[int | None, set[int]]:
         """Return the id that ends the last answer, and the ids that end any turn.
 
         They are read from rendered turns alone: a generation prompt may be longer than the head of a turn.
         """
-        ends = {id for id in (self.eos_id, *generation_ends) if id is not None}
+        ends = {*self._model_ends}
         if self.template is None:
             return self.eos_id, ends
-        written = self._specials_in(self.turn_ends[0]) or self._specials_in(self.turn_ends[1])
-        if written:  # some templates end an answer only if another turn follows
-            ends.add(written[0])
+        last, earlier = (self._specials_in(end) for end in self.turn_ends)
+        written = last or earlier  # some templates end an answer only if another turn follows
+        ends.update(written[:1])
+        # gpt-oss ends an earlier turn with another token, which would cut an answer behind its thought.
+        ends.update({*earlier[:1]} - {*self._specials_in(self._before_answer())})
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
         after_call = self._specials_in(self._after(Message("assistant", "", extra={"tool_calls": [call]})))
         if after_call and not ends & {*after_call}:
@@ -308,8 +323,8 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> tuple[str, str]:
-        """What the template writes after the last answer, and after one that a question follows; "" if no token."""
-        closing = self._closing.rstrip() if self._specials_in(self._closing) else ""
+        """What the template writes after the last answer, and after one that a question follows; "" if no end."""
+        closing = self._closing.rstrip() if self._specials_in(self._closing) else self.stop_text
         after = self._after(Message("assistant", PROBE), Message("user", "?"))
         heads = {self._rust.id_to_token(id) for id in self._specials_in(self._before_question())}
         head = min((at for token in heads if (at := after.find(token)) >= 0), default=0)
@@ -324,6 +339,15 @@ class Tokenizer:
             with contextlib.suppress(RowError):
                 _, found, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
                 return rest if found else ""
+        return ""
+
+    def _before_answer(self) -> str:
+        """Return what stands in a turn with a thought before its content."""
+        thinking = Message("assistant", PROBE, extra={"reasoning_content": "?"})
+        with contextlib.suppress(RowError):
+            prompted = self.render([Message("user", "?")], add_generation_prompt=True)
+            before = self.render([Message("user", "?"), thinking]).rpartition(PROBE)[0]
+            return before[len(os.path.commonprefix([prompted, before])) :]  # noqa: RUF071
         return ""
 
     @cached_property
