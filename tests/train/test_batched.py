@@ -110,8 +110,8 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
 def test_each_row_ends_at_its_own_stop_text(model, sampling):
     """The others go on with the tokens that they get without stop texts, each up to its own limit."""
     spelled = SimpleNamespace(  # a character is a token
-        stop_ids=model.tokenizer.stop_ids, stop_text=None, decode=lambda ids: "".join(chr(0x4E00 + token) for token in ids),
-        encode_prompt=model.tokenizer.encode_prompt,
+        stop_ids=model.tokenizer.stop_ids, decode=lambda ids: "".join(chr(0x4E00 + token) for token in ids),
+        encode_prompt=model.tokenizer.encode_prompt, stop_text=None,
     )  # fmt: skip
     model = replace(model, tokenizer=spelled)
     whole = together(model, sampling)
