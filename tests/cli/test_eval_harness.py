@@ -102,7 +102,10 @@ def test_generation_ends_before_the_first_stop_text(loaded, model):
 
 def test_of_two_stop_texts_in_one_piece_the_first_counts(loaded):
     pieces = SimpleNamespace(
-        stop_ids=frozenset(), encode_text=lambda text: np.array([5], np.int32), decode=lambda ids: "ab|cd" * len(ids)
+        stop_ids=frozenset(),
+        stop_text=None,
+        encode_text=lambda text: np.array([5], np.int32),
+        decode=lambda ids: "ab|cd" * len(ids),
     )
     model = HarnessModel(replace(loaded[0], tokenizer=pieces), loaded[1], max_tokens=64, show=lambda *_: None)
     assert model.generate_until([asked("x", {"until": ["d", "|"]})]) == ["ab"]
