@@ -305,6 +305,7 @@ def tables(draw):
 
 @given(tables())
 @example(("messages", [{None: ["a column too many"]}]))
+@example(("prompt_completion", [{"prompt": "2+2=", "completion": "4", "id": []}]))
 def test_any_row_gives_one_example_or_one_reason(table):
     format, rows = table
     results = convert(*rows, format=format)

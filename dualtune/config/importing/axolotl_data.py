@@ -77,8 +77,9 @@ def template_variables(given: Given) -> Settings:
     variables = variables_in(given, key, given.get(key)) if key in given else {}
     origins = [key] if variables else []
     for name in ("datasets", "test_datasets"):
-        for index, entry in enumerate(cast(list[dict[str, Any]], given.get(name) or [])):
-            if entry.get(key) is None:
+        entries: Any = given.get(name)  # what is not a list of mappings is refused with the sources
+        for index, entry in enumerate(cast("list[Any]", entries) if isinstance(entries, list) else []):
+            if not isinstance(entry, dict) or entry.get(key) is None:
                 continue
             where = f"{name}[{index}].{key}"
             own = variables_in(given, where, entry[key])

@@ -95,7 +95,7 @@ def _is_content(name: str) -> bool:
 
 def _holds_messages(value: Any) -> bool:
     """Return whether a value is a list of messages, or one."""
-    first = cast(list[Any], value)[0] if isinstance(value, list) else value
+    first = next(iter(cast(list[Any], value)), None) if isinstance(value, list) else value
     return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
 
 

@@ -160,7 +160,7 @@ class Tokenizer:
         One or two characters, such as a bracket, are none: answers have them too.
         """
         closing = self._closing.rstrip()
-        has_token = {*self.encode(closing, special=False).tolist()} & (self.special_ids | self._model_ends)
+        has_token = {*self._rust.encode(closing, add_special_tokens=False).ids} & (self.special_ids | self._model_ends)
         return "" if has_token or len(closing.strip()) < LEAST_STOP else closing
 
     def decode_all(self, ids: Sequence[int]) -> str:
