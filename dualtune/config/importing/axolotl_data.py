@@ -79,10 +79,11 @@ def template_variables(given: Given) -> Settings:
     for name in ("datasets", "test_datasets"):
         entries: Any = given.get(name)  # what is not a list of mappings is refused with the sources
         for index, entry in enumerate(cast("list[Any]", entries) if isinstance(entries, list) else []):
-            if not isinstance(entry, dict) or entry.get(key) is None:
+            table = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+            if table.get(key) is None:
                 continue
             where = f"{name}[{index}].{key}"
-            own = variables_in(given, where, entry[key])
+            own = variables_in(given, where, table[key])
             if any(variables.get(each, value) != value for each, value in own.items()):
                 given.lose(where, "data.template_variables are those of all sources", own)
             else:
