@@ -15,7 +15,15 @@ from dualtune.base_model.config_file import (
 from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
 from dualtune.base_model.embeddings import untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
-from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, is_elsewhere, model_here, plain_name, resolve_model
+from dualtune.base_model.resolve import (
+    HUB_PATTERNS,
+    find_weights,
+    is_elsewhere,
+    is_here,
+    model_here,
+    plain_name,
+    resolve_model,
+)
 from dualtune.base_model.weights import BaseWeights, check_complete, has_weights
 from dualtune.io.inside import file_in
 
@@ -32,6 +40,7 @@ __all__ = [
     "fingerprint",
     "has_weights",
     "is_elsewhere",
+    "is_here",
     "longest_text",
     "model_here",
     "plain_name",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualtune.base_model.gguf_tokenizer import GgufFile, tokenizer_files, tokens_of
-from dualtune.errors import FormatError
+from dualtune.errors import DiskError, FormatError
 from dualtune.extras import import_extra
 from dualtune.io.announced import Tell
 from dualtune.io.disk import cache_dir, json_bytes, write_whole
@@ -78,9 +78,13 @@ def model_from_gguf(file: Path, tell: Tell = lambda share: None) -> Path:
     """
     stat = file.stat()
     identity = f"1 {file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    directory = cache_dir() / "gguf" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    directory = cache_dir() / "gguf" / f"{file.stem[:40]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if not directory.is_dir():
-        write_whole(directory, lambda place: _unpack(_read(file), place, tell))
+        try:
+            write_whole(directory, lambda place: _unpack(_read(file), place, tell))
+        except DiskError:
+            if not directory.is_dir():  # another process of the run may have made it meanwhile
+                raise
     return directory
 
 

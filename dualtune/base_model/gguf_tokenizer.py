@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 from dualtune.errors import FormatError
 from dualtune.io.fields import shown
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # llama.cpp's types of tokens
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # llama.cpp's types of tokens
+END_KEYS = ("eos", "eot", "eom")  # of tokenizer.ggml.…_token_id: llama.cpp stops at each
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -47,19 +48,21 @@ def tokenizer_files(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if build is None:
         raise file.refused(f"its tokenizer is of the kind {shown(str(kind))}, which is not read")
-    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     model = build(file, tokens, types)
     added = [
         {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kind == _CONTROL}
-        for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (_CONTROL, _USER)
+         "special": kind == CONTROL}
+        for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER)
     ]  # fmt: skip
     names: dict[str, Any] = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             names[f"{name}_token"] = tokens[token]
-    begins = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names
+    # Files of Llama 3 have no such key: llama.cpp knows by the name of the splitting that texts begin with BOS.
+    usual = kind == "llama" or _splitting(file) == IGNORES_MERGES
+    begins = metadata.get("tokenizer.ggml.add_bos_token", usual) and "bos_token" in names
     ends = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in names
     table = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **model}
     if begins or ends:
@@ -69,7 +72,7 @@ def tokenizer_files(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
                 "model_max_length": config["max_position_embeddings"]}  # fmt: skip
     if template := metadata.get("tokenizer.chat_template"):
         settings["chat_template"] = template
-    stops = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    stops = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in END_KEYS)
     generation: dict[str, Any] = {"eos_token_id": sorted({token for token in stops if token is not None}),
                                   "bos_token_id": config["bos_token_id"]}  # fmt: skip
     return {"tokenizer.json": table, "tokenizer_config.json": settings, "generation_config.json": generation}
@@ -85,10 +88,15 @@ def _template(tokens: list[str], first: str | None, last: str | None) -> dict[st
     return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": used}
 
 
+def _splitting(file: GgufFile) -> str:
+    """Return llama.cpp's name for the way in which a tokenizer splits texts, one of several for the same."""
+    name = str(file.metadata.get("tokenizer.ggml.pre", "default"))
+    return _SAME.get(name, name)
+
+
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Return GPT-2's kind of tokenizer: byte pairs in the file's order, over pieces that a regular expression cuts."""
-    named = str(file.metadata.get("tokenizer.ggml.pre", "default"))
-    pre = _SAME.get(named, named)
+    pre = _splitting(file)
     steps: list[dict[str, Any]] = [
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre not in REGEX}
     ]
@@ -97,7 +105,7 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> dict[str
     elif pre == "smollm":
         steps.insert(0, {"type": "Digits", "individual_digits": True})
     elif pre != "gpt-2":
-        raise file.refused(f"its tokenizer splits texts as {shown(named)}, which is not read")
+        raise file.refused(f"its tokenizer splits texts as {shown(pre)}, which is not read")
     return {
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -122,7 +130,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> dict[
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip: list[dict[str, Any]] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-    unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *(strip if has_prefix else [])]
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*(prefix if has_prefix else []), spaces]},
@@ -131,7 +139,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> dict[
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": _BYTE in types, "ignore_merges": False,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": BYTE in types, "ignore_merges": False,
             "vocab": {text: i for i, text in enumerate(tokens)},
             "merges": list(_merges(tokens, cast("list[float]", scores), types)),
         },
@@ -143,7 +151,7 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> Iterato
     ids = {text: i for i, text in enumerate(tokens)}
     joins = list[tuple[float, int, int]]()
     for text, score, kind in zip(tokens, scores, types, strict=True):
-        if kind in (_NORMAL, _USER):
+        if kind in (NORMAL, USER):
             pairs = ((ids.get(text[:i]), ids.get(text[i:])) for i in range(1, len(text)))
             joins += [(-score, left, right) for left, right in pairs if left is not None and right is not None]
     for _, left, right in sorted(joins):

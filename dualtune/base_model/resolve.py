@@ -48,27 +48,28 @@ def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share:
 def model_here(name: str, tell: Tell = lambda share: None) -> Path | None:
     """Return the directory of a model that is named by its path on this machine, as a directory or a GGUF file."""
     path = expanded(name)
-    if is_gguf(name) and path.is_file():
-        return model_from_gguf(path, tell)
-    return path if path.is_dir() else None
+    if not is_here(name):
+        return None
+    return model_from_gguf(path, tell) if path.is_file() else path
+
+
+def is_here(name: str) -> bool:
+    """Return whether a name is the path of a directory or a GGUF file."""
+    path = expanded(name)
+    return path.is_dir() or (is_gguf(name) and path.is_file())
 
 
 def is_elsewhere(name: str) -> bool:
-    """Return whether a name is a path, of this machine or another, at which there is no directory."""
+    """Return whether a name is a path, of this machine or another, at which there is no model."""
     looks_local = _LOCAL.match(name) or name.count("/") > 1 or "\\" in name or "…" in name
-    return bool(looks_local) and not _is_here(name)
+    return bool(looks_local) and not is_here(name)
 
 
 def plain_name(name: str) -> str:
     """Return a name without the ending of a copy in few bits, as `unsloth/llama-3-8b-bnb-4bit` has one."""
-    if _is_here(name):
+    if is_here(name):
         return name
     return _FEW_BITS.sub("", name)
-
-
-def _is_here(name: str) -> bool:
-    path = expanded(name)
-    return path.is_dir() or (is_gguf(name) and path.is_file())
 
 
 def find_weights(path: Path) -> BaseWeights:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualtune.adapter.formats.containers import check_shard, shards_of
+from dualtune.base_model.gguf_model import is_gguf
 from dualtune.errors import EnvironmentFault, FormatError
 from dualtune.io.fields import shown
 from dualtune.io.inside import file_in
@@ -103,7 +104,7 @@ def _no_weights(directory: Path) -> EnvironmentFault:
     found = sorted(path.name for path in directory.iterdir())
     unsafe = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
     hint = f" It has {', '.join(unsafe[:3])}: convert to safetensors, other formats are not loaded." if unsafe else ""
-    if files := [name for name in found if name.endswith(".gguf")]:
+    if files := [name for name in found if is_gguf(name)]:
         hint = f" To train on a GGUF file, name the file: model.name: {directory / files[0]}."
     holds = f"{', '.join(found[:20])}{', …' if len(found) > 20 else ''}" if found else "nothing"
     return EnvironmentFault(

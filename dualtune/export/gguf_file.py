@@ -17,7 +17,7 @@ import numpy as np
 
 from dualtune.base_model import BaseWeights, copy_without_weights, find_weights, read_config
 from dualtune.base_model.gguf_model import FAMILIES, heads_of, interleaved, llama3_factors
-from dualtune.base_model.gguf_tokenizer import IGNORES_MERGES, REGEX
+from dualtune.base_model.gguf_tokenizer import CONTROL, END_KEYS, IGNORES_MERGES, NORMAL, REGEX, UNUSED, USER
 from dualtune.base_model.weights import StoredTensor
 from dualtune.data.tokens.stop_tokens import StopTokens, stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -31,8 +31,6 @@ from dualtune.io.untrusted import read_json
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 BLOCK = 32  # numbers that share a scale in q8_0
-END_KEYS = ("eos", "eot", "eom")  # of tokenizer.ggml.…_token_id: llama.cpp stops at each
-_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
 # llama.cpp's name for the way in which a regular expression splits a text.
 _REGEX = {regex: name for name, regex in REGEX.items()}
 
@@ -268,13 +266,13 @@ def _tokenizer_json(model: Path) -> dict[str, Any]:
 def _add_vocabulary(writer: Any, model: Path, size: int) -> None:
     table: Any = _tokenizer_json(model)
     tokenizer = Tokenizer(model)
-    texts, kinds = [f"[PAD{i}]" for i in range(size)], [_UNUSED] * size
+    texts, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for text, token in table["model"]["vocab"].items():
-        texts[token], kinds[token] = text, _NORMAL
+        texts[token], kinds[token] = text, NORMAL
     added: list[Any] = table.get("added_tokens") or []
     for entry in added:
         texts[entry["id"]] = entry["content"]
-        kinds[entry["id"]] = _CONTROL if entry["id"] in tokenizer.special_ids else _USER
+        kinds[entry["id"]] = CONTROL if entry["id"] in tokenizer.special_ids else USER
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_splitting(table))
     writer.add_token_list(texts)

@@ -12,8 +12,8 @@ from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.targets import OUTPUT_HEAD, is_target, select_modules
 from dualtune.base_model import (
     has_weights,
+    is_here,
     longest_text,
-    model_here,
     position_table_size,
     read_config,
     resolve_model,
@@ -48,7 +48,7 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded."""
     name = config.model.name
     directory = local_model(name)
-    if directory is not None and (model_here(name) or (directory / "config.json").is_file()):
+    if directory is not None and (is_here(name) or (directory / "config.json").is_file()):
         return _on_this_machine(config, directory)
     if not is_hub_name(name) or Path(name).exists():
         found = f"there is no model directory {expanded(name)}"
@@ -65,7 +65,7 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
 def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
     """Check the files of a local model. Missing ones fail, except in the hub cache, which a run completes."""
     name, weights = config.model.name, config.model.init == "pretrained"
-    named = model_here(name) is not None
+    named = is_here(name)
     try:
         missing = missing_files(directory, weights=weights)
         resolve_model(str(directory), weights=weights and (named or not missing))
@@ -115,7 +115,7 @@ def decoder_to_plan(config: Config) -> Decoder:
 def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
     """Load the tokenizer and the chat template, if the model is here."""
     if model.directory is None or not list(model.directory.glob("tokenizer*")):
-        if model.directory is None or model_here(config.model.name) is None:
+        if model.directory is None or not is_here(config.model.name):
             return None, Check("tokenizer", "skipped", "not downloaded yet")
         found = f"{model.directory} has no tokenizer.json"
         return None, _fails("tokenizer", found, "Copy the whole model directory")

@@ -3,12 +3,14 @@
 import itertools
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
 
 from dualtune.base_model import find_weights, model_here, read_config, resolve_model
 from dualtune.base_model.gguf_model import model_from_gguf
+from dualtune.base_model.gguf_tokenizer import GgufFile, tokenizer_files
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import FormatError
 from dualtune.export.gguf_file import write
@@ -63,6 +65,15 @@ def test_a_file_is_unpacked_once_and_again_when_it_has_changed(make_model, tmp_p
     write(make_model(num_hidden_layers=1), file, "f32")
     second = model_from_gguf(file)
     assert second != first and read_config(second)["num_hidden_layers"] == 1
+
+
+def test_what_another_process_has_made_meanwhile_is_taken(make_model, tmp_path):
+    file = tmp_path / "m.gguf"
+    write(make_model(), file, "f32")
+    found = model_from_gguf(file)
+    others = shutil.move(found, tmp_path / "others")
+    assert model_from_gguf(file, lambda share: share == 1.0 and shutil.copytree(others, found)) == found
+    assert [path.name for path in found.parent.iterdir()] == [found.name] and find_weights(found).tensors
 
 
 def test_a_run_trains_on_a_file(make_model, write_rows, dualtune_main, tmp_path):
@@ -136,8 +147,6 @@ def by_score(text, scores):
 
 
 def test_a_sentencepiece_vocabulary_joins_by_score_and_falls_back_to_bytes(tmp_path):
-    from dualtune.base_model.gguf_tokenizer import GgufFile, tokenizer_files
-
     random.seed(0)
     letters = ["▁", *"abc"]
     longer = {"".join(random.choices(letters, k=random.randint(2, 4))) for _ in range(60)}
@@ -165,3 +174,29 @@ def test_a_sentencepiece_vocabulary_joins_by_score_and_falls_back_to_bytes(tmp_p
         read.encode("a", special=True).tolist()[0] == 1
         and read.decode_all(read.encode("ab é c", special=False)) == "ab é c"
     )
+
+
+# --- where texts begin -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pre", "keys", "begins"),
+    [("llama-bpe", {}, True), ("gpt-2", {}, False), ("qwen2", {}, False),
+     ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+     ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, True)],
+)  # fmt: skip
+def test_texts_begin_with_bos_as_in_llama_cpp(pre, keys, begins, tmp_path):
+    """Files of Llama 3 do not say so: it follows from the name of the splitting."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = ["<s>", "</s>", *sorted(ByteLevel.alphabet())]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [3, 3] + [1] * 256,
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, **keys,
+    }  # fmt: skip
+    write_tiny_llama(tmp_path / "model", vocab_size=len(tokens))
+    config = {"max_position_embeddings": 64, "bos_token_id": 0}
+    for name, table in tokenizer_files(GgufFile(tmp_path, gguf, metadata, {}), config).items():
+        (tmp_path / "model" / name).write_text(json.dumps(table))
+    assert Tokenizer(tmp_path / "model").encode("a", special=True).tolist() == [0] * begins + [tokens.index("a")]
