@@ -65,8 +65,8 @@ def compare_formats(
     """Measure the loss of the base, without an adapter, on the first usable rows in each format; one after another.
 
     `tell` hears each format before it is loaded, `show` the micro-batches that are done of how many, and `told` the
-    result of the format. A format that this device or model cannot have gives a problem
-    and no loss. DataError if no row has a target.
+    result of the format. A format that this device or model cannot have gives a problem and no loss. DataError if no
+    row has a target.
     """
     examples = list(islice(_examples(Data(config)), rows))
     losses: list[FormatLoss] = []

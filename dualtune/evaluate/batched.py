@@ -122,10 +122,10 @@ def prompted_row(
     )  # fmt: skip
     texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
     decode = model.tokenizer.decode
+    # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
+    most = 4 * max(map(len, texts), default=0) + 4
 
     def ends(tokens: list[int]) -> bool:
-        # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
-        most = 4 * max(map(len, texts), default=0) + 4
         return _has_any(decode(tokens[-most:]), texts) and _has_any(_text(model, prompt, tokens), texts)
 
     return PromptedRow(

@@ -76,11 +76,14 @@ def write_merged(engine: Engine, adapter: Adapter, out: Path, tell: Callable[[st
 def named_stops(model: Path) -> str:
     """Name the tokens that end a trained turn in the files of a model directory; return them in words."""
     try:
-        write_stop_tokens(model)
-        texts = stop_texts(Tokenizer(model))
+        tokenizer = Tokenizer(model)
+        write_stop_tokens(model, tokenizer)
     except EnvironmentFault as error:  # the base is without a tokenizer, or with one that only its own code can load
         return f"what the base's files say: {error}"
-    return ", ".join(map(shown, texts)) or "nothing: neither the tokenizer nor the chat template names a token"
+    return (
+        ", ".join(map(shown, stop_texts(tokenizer)))
+        or "nothing: neither the tokenizer nor the chat template names a token"
+    )
 
 
 def note_of_base(adapter: Adapter) -> str | None:

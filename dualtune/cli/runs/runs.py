@@ -55,10 +55,10 @@ def command(
 ) -> None:
     """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
 
-    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `train
-    loss` is that of the last step (a verdict and a report smooth it, and say how), `eval loss` that of the last
-    evaluation, `time` the time
-    spent in steps, `date` the end (the start, if it runs or was killed), `saved` the step of the last checkpoint.
+    A run is running, done, preempted or killed (run its command again), failed, or unreadable.
+    `train loss` is that of the last step (a verdict and a report smooth it, and say how), `eval loss` that of the last
+    evaluation, `time` the time spent in steps, `date` the end (the start, if it runs or was killed), `saved` the step
+    of the last checkpoint.
 
     `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
     more; both have a help of their own.

@@ -58,12 +58,13 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
     return next((token for token in tokens if token in tokenizer.stop_ids), None)
 
 
-def write_stop_tokens(model: Path) -> StopTokens:
+def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTokens:
     """Name the stop tokens of a model directory, which holds the chat template of its training, in all of its files.
 
     The tokenizer's `eos_token` becomes the end of a turn only if the template does not write `eos_token` itself.
+    `tokenizer`: that of the directory, if it is loaded already.
     """
-    tokenizer = Tokenizer(model)
+    tokenizer = tokenizer or Tokenizer(model)
     stops = stop_tokens(tokenizer)
     if not stops.ids and not tokenizer.stop_text:
         return stops

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from dualtune.base_model import vocabulary_size
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
 from dualtune.data.calls.learning import TemplateCalls, template_calls
-from dualtune.data.calls.notation import IN_TEXT
+from dualtune.data.calls.notation import IN_TEXT, common_prefix
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.named import chosen_template
 from dualtune.data.chat.row_values import text as valid_text
@@ -347,7 +346,7 @@ class Tokenizer:
         with contextlib.suppress(RowError):
             prompted = self.render([Message("user", "?")], add_generation_prompt=True)
             before = self.render([Message("user", "?"), thinking]).rpartition(PROBE)[0]
-            return before[len(os.path.commonprefix([prompted, before])) :]  # noqa: RUF071
+            return before[len(common_prefix(prompted, before)) :]
         return ""
 
     @cached_property
