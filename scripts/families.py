@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _preload() -> None:
-    """Import once what every family needs: its process is a copy of this one. MLX has threads, so each loads its own."""
+    """Import once what every family needs: its process is a copy of this one. MLX has threads, so each imports it."""
     import peft
     import torch
     import transformers

@@ -1,1 +1,1 @@
-"""What scripts/families.py is made of: tiny models of every family, the stages they go through, and the page of results."""
+"""What scripts/families.py is made of: tiny models, the stages that each goes through, and the page."""

@@ -1,7 +1,7 @@
 """A tiny model of a family with random weights, saved as transformers saves it, with a tokenizer and data.
 
-The weights are larger than those of a new model: with an initial deviation of 0.02 a model computes nearly the same with
-a wrong norm, mask or position as with a right one.
+The weights are larger than those of a new model: with a deviation of 0.02 a model computes nearly the same with a wrong
+norm, mask or position as with a right one.
 """
 
 from __future__ import annotations

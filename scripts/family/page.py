@@ -34,7 +34,7 @@ crash, wrong, lost: a fault of ours, listed at the end.
 
 | column | what is compared |
 |---|---|
-| torch, MLX | the base computes what transformers does (log p within 1e-3), and four steps train with the default targets |
+| torch, MLX | the base computes what transformers does (log p within 1e-3), and four steps train |
 | packs | the losses of packed rows are those of single ones, within 1e-4 |
 | same steps | both backends adapt the same layers, and their step losses agree within 1e-4 |
 | torch → MLX, MLX → torch | `verify` accepts the adapter on the other backend |

@@ -7,7 +7,7 @@ each layer keep one entry of each kind, so that a hybrid stays a hybrid. Familie
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 VOCAB, WINDOW, POSITIONS = 320, 16, 512
@@ -78,7 +78,7 @@ SIZES = {False: _table(TEXT), True: _table(TOWER)}
 def shrink(config: Mapping[str, Any], *, tower: bool = False) -> dict[str, Any]:
     """Return the values of a config (from `to_dict`) that make a tiny model of the same structure."""
     small = {name: _small(name, value, config, tower) for name, value in config.items()}
-    small |= _layers(config, small, tower)
+    small |= _layers(config, small)
     return small | _rope(small)
 
 
@@ -108,9 +108,7 @@ def _heads_alike(name: str, config: Mapping[str, Any], tower: bool) -> int | Non
     return SIZES[tower]["num_attention_heads"]
 
 
-def _layers(
-    config: Mapping[str, Any], small: Mapping[str, Any], tower: bool
-) -> Iterator[tuple[str, Any]] | dict[str, Any]:
+def _layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of layers, and what the config says of each, for a few layers of every kind."""
     name = next((each for each in LAYERS if isinstance(config.get(each), int)), None)
     if name is None:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from family.case import Case, Differs, Lost, Needs, check_close, stored
-from family.make import make, write_data
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.spec import modules_of
@@ -21,6 +19,8 @@ from dualtune.errors import ConfigError, DualtuneError
 from dualtune.export.merge import load_to_merge, write_merged
 from dualtune.train.run import run
 from dualtune.verify.verify import verify
+from family.case import Case, Differs, Lost, Needs, check_close, stored
+from family.make import make, write_data
 
 LOGPROBS, MERGED, STEP = 1e-3, 2e-3, 1e-4
 NEW_TOKENS, TIE = 12, 1e-3
@@ -228,7 +228,7 @@ def outcome(stage: Stage, case: Case, name: str) -> dict[str, object]:
         return {"outcome": "LOST", "why": str(error)}
     except DualtuneError as error:
         return {"outcome": "refused", "error": type(error).__name__, "why": _line(error)}
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a crash is what it looks for
         return {"outcome": "CRASH", "error": type(error).__name__, "why": _line(error), "where": _place(error)}
     return {"outcome": "ok"} | ({} if value is None else {"value": value})
 
