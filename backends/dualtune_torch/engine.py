@@ -45,10 +45,12 @@ from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
+from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
+from dualtune_torch.runtime.documents import DocumentRows
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.merged import MergedTensor, merged_tensors, write_merged
@@ -79,6 +81,7 @@ class TorchEngine:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+        DocumentRows(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
@@ -120,6 +123,10 @@ class TorchEngine:
         if weight is None or not weight.requires_grad:
             return None
         return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
+
+    @cached_property
+    def _needs_masks(self) -> bool:
+        return needs_masks(self.model)
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
@@ -352,6 +359,8 @@ class TorchEngine:
             options["position_ids"] = inputs.positions_BT
         if self._kernels.attention:
             options["documents"] = inputs.documents
+        elif inputs.positions_BT is not None and self._needs_masks:
+            options["attention_mask"] = document_masks(self.model, inputs.positions_BT)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return model(inputs.tokens_BT, **options)
 

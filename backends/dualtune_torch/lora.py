@@ -52,7 +52,8 @@ class LoRALinear(AdaptedLayer):
             return self.group(self, x_BTI)
         y_BTO = self.base(x_BTI)
         if self.dropout_seeds.seeds_BT is not None and self.dropout:
-            x_BTI = dropped(x_BTI, self.dropout_seeds.seeds_BT, self.keys_I, *drop_rule(self.dropout))
+            seeds = self.dropout_seeds.seeds_BT.reshape(x_BTI.shape[:-1])  # an MLP beside experts gets [B · T, I]
+            x_BTI = dropped(x_BTI, seeds, self.keys_I, *drop_rule(self.dropout))
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 

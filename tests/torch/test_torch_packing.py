@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
@@ -25,14 +26,38 @@ SHAPE = {
     "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
 }  # fmt: skip
 GROUPED = {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
-REFUSED = {
-    "a state": lambda: transformers.MambaConfig(state_size=8, **SHAPE),
+GATED_DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WITH_STATE = {
+    "gated delta rule": lambda: transformers.Qwen3NextConfig(
+        **GATED_DELTA, **EXPERTS, shared_expert_intermediate_size=16, **SHAPE, **GROUPED
+    ),
     "convolutions": lambda: transformers.Lfm2Config(
         layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, **SHAPE, **GROUPED
     ),
-    "a mask that positions do not reach": lambda: transformers.GptOssConfig(
-        num_local_experts=4, num_experts_per_tok=2, sliding_window=8, head_dim=8, **SHAPE, **GROUPED
+    "mamba": lambda: transformers.MambaConfig(state_size=8, **SHAPE),
+    "mamba 2": lambda: transformers.Mamba2Config(
+        state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=8, expand=2, **SHAPE
     ),
+    "attention and mamba 2 in a layer": lambda: transformers.FalconH1Config(
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_n_groups=2,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+        head_dim=8,
+        **SHAPE,
+        **GROUPED,
+    ),
+    "recurrent gates": lambda: transformers.RecurrentGemmaConfig(
+        lru_width=32, attention_window_size=64, block_types=["recurrent", "attention"], head_dim=8, **SHAPE, **GROUPED
+    ),
+}
+REFUSED = {
     "no positions at all": lambda: transformers.BloomConfig(**SHAPE),
 }
 
@@ -99,6 +124,7 @@ def test_absolute_positions_begin_anew_in_each_document(kind, load):
 
 def test_one_document_a_row_is_computed_without_a_mask(load, monkeypatch):
     engine, calls = load(kernels="reference"), []
+    engine.evaluate(pack(DOCUMENTS, ROWS))  # tries once whether the model needs masks
     forward = engine.model.forward
     monkeypatch.setattr(
         engine.model, "forward", lambda *args, **kwargs: calls.append(kwargs) or forward(*args, **kwargs)
@@ -106,6 +132,30 @@ def test_one_document_a_row_is_computed_without_a_mask(load, monkeypatch):
     for batch in (DOCUMENTS, pack(DOCUMENTS, ROWS)):
         engine.evaluate(batch)
     assert [sorted(call) for call in calls] == [["use_cache"], ["position_ids", "use_cache"]]
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_state_begins_anew_in_each_document(kind, kernels, load):
+    """Adapters, dropout and recomputed layers included: the layers of a document see it alone."""
+    config = WITH_STATE[kind]()
+    targets = ("in_proj", "out_proj") if kind == "mamba" else ("all-linear",)
+    engine = load(config, spec=replace(SPEC, targets=targets, dropout=0.25), kernels=kernels)
+    check_packing(engine)
+    assert_packed_is_separate(engine)
+    engine.set_checkpointing(ActivationCheckpointing(2))
+    assert_packed_is_separate(engine)
+
+
+@pytest.mark.parametrize("window", [8, 64])
+def test_a_model_that_hides_positions_from_its_masks_is_given_them(window, load):
+    """gpt-oss: attention sinks are beyond our kernel, and its class makes masks without positions."""
+    config = transformers.GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=window, head_dim=8, **SHAPE, **GROUPED
+    )
+    engine = load(config, spec=replace(SPEC, targets=("q_proj", "o_proj")))
+    check_packing(engine)
+    assert_packed_is_separate(engine)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

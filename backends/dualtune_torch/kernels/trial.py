@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
@@ -56,15 +57,42 @@ def own_results(model: PreTrainedModel) -> TrialResults:
         return TrialResults(run(), None)
 
 
-def packed(model: nn.Module, where: DocumentBorders | None) -> Tensor:
+def packed(model: nn.Module, where: DocumentBorders | None, *, masks: bool = False) -> Tensor:
     """Return logits, or the last hidden state of a model without a head, of all documents in one row.
 
     Gradients are on, so that this compiles the code that training runs.
     """
-    options = {} if where is None else {"documents": where}
+    options: dict[str, Any] = {} if where is None else {"documents": where}
     positions_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(_tokens(model).device)
+    if masks:
+        options["attention_mask"] = document_masks(model, positions_1T)
     output = model(_tokens(model), position_ids=positions_1T, use_cache=False, **options)
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def needs_masks(model: PreTrainedModel) -> bool:
+    """Return whether the model, by its own code, keeps documents apart if it is given masks, and only then.
+
+    Most classes of transformers derive the masks from the positions; some do not pass the positions on.
+    """
+    with torch.no_grad():
+        expected_1TV = own_results(model).logits_1TV
+        for masks in (False, True):
+            try:
+                gap = largest_gap(packed(model, None, masks=masks), expected_1TV)
+            except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+                if allocator.is_out_of_memory(error):
+                    raise
+                continue
+            if gap <= ROUNDING[compute_dtype(model)]:
+                return masks
+    return False  # `dualtune.train.packing` refuses a model that mixes documents
+
+
+def document_masks(model: Any, positions_BT: Tensor) -> Any:
+    """Return the masks by kind of layer, or the only one, by which transformers keeps the documents of a row apart."""
+    like_BT1 = torch.empty(*positions_BT.shape, 1, dtype=compute_dtype(model), device=positions_BT.device)
+    return create_masks_for_generate(model.config, like_BT1, None, None, position_ids=positions_BT)
 
 
 def document_borders(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
