@@ -18,6 +18,8 @@
 # make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make docs    the site of the documentation, in build/docs/site; a broken link is an error
+# make families   every family of transformers, tiny, through all that is promised of it, and docs/families.md anew
+#              (FAMILIES="gemma3 qwen3_5" for some); it goes on where it was stopped
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
 PYTHON ?= python3
@@ -32,7 +34,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -120,6 +122,9 @@ wheel: .venv/.dev
 
 docs: .venv/.dev
 	$(BIN)/python scripts/site
+
+families: .venv/.dev
+	$(BIN)/python scripts/families.py $(if $(FAMILIES),--again $(FAMILIES))
 
 reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py

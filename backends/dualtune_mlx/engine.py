@@ -12,7 +12,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
@@ -28,22 +27,30 @@ from dualtune.backend import (
     StepOutput,
     needs_positions,
 )
-from dualtune.backend.checks import check_mergeable, check_slots, check_state
+from dualtune.backend.checks import check_mergeable, check_slots, check_state, merge_base
 from dualtune.backend.generation_cache import GenerationCache, continue_prompt
-from dualtune.base_model import copy_without_weights, position_table_size, read_config
-from dualtune.errors import ConfigError
-from dualtune_mlx import gpt2
+from dualtune.base_model import position_table_size, read_config
+from dualtune.base_model.merging import write_merged
+from dualtune.base_model.places import canonical_names, check_places
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
-from dualtune_mlx.host.merged import write_weights
+from dualtune_mlx.host.places import find_places
 from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.losses import loss_sum, target_logprobs
-from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
-from dualtune_mlx.model import DTYPES, check_names
+from dualtune_mlx.methods import (
+    AdaptedLayers,
+    DropoutSeeds,
+    add_layers,
+    linear_layers,
+    linear_shape,
+    storage,
+    weight_of,
+)
+from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache, separate_documents
 from dualtune_mlx.streaming.passes import Streaming
@@ -60,9 +67,12 @@ class MlxEngine:
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups)
+        places = find_places(model, weights, linear_layers(model)) if weights is not None else {}
+        names = canonical_names(places)
+        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
+        self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
         if weights is not None:
-            check_names(weights, list(self._layers))
+            check_places(self._layers, self._places, "mlx-lm")
         fresh = self.neutral_state()
         self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
@@ -209,19 +219,8 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        if self._request.resident_layers is not None:
-            raise ConfigError("memory.resident_layers: merging needs the whole base in memory. Set it to all")
-        adapted = {id(layer) for layer in self._layers.values()}
-        layers = {path: layer for path, layer in self.model.named_modules() if id(layer) in adapted}
-        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
-        weights: dict[str, Any] = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
-        for module, layer in layers.items():
-            base: Any = layer.base.weight
-            weights[f"{module}.weight"] = (base.astype(mx.float32) + layer.delta()).astype(base.dtype)
-        if isinstance(self.model, gpt2.Model):
-            weights = gpt2.as_stored(weights)
-        copy_without_weights(self._request.model_dir, path)
-        write_weights(path, weights)
+        dtype = self.description.dtype
+        write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
 
     def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""

@@ -58,9 +58,3 @@ def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             "4 x n_embd. Train it with --platform cpu or cuda"
         )
     return {"n_ctx": config.get("n_ctx", config["n_positions"])}
-
-
-def as_stored(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights with the names and orientation of OpenAI's files, which transformers and mlx-lm both read."""
-    bare = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    return {n: w.T if n.startswith("h.") and w.ndim == 2 else w for n, w in bare.items()}

@@ -107,14 +107,23 @@ class AdaptedLayers:
             layer.forget()
 
 
-def add_layers(model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool) -> dict[str, AdaptedLayer]:
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the paths of all linear layers."""
+    return [path for path, module in model.named_modules() if isinstance(module, LINEAR)]
+
+
+def add_layers(
+    model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool, names: Mapping[str, str] | None = None
+) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
+
+    `names`: the canonical name of each path that has one in the base's files.
 
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
     separate product.
     """
     make = import_module(f"dualtune_mlx.{spec.method}").LAYER
-    paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, LINEAR)}
+    paths = {(names or {}).get(path, canonical_name(path)): path for path in linear_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}

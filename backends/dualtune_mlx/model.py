@@ -14,7 +14,6 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes, load_model, quantize_model
 
-from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.base_model.int8 import is_quantized
@@ -158,17 +157,6 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
     if "tie_word_embeddings" not in config and weights is not None and "lm_head.weight" in weights.tensors:
         keys["tie_word_embeddings"] = False
     return keys | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
-
-
-def check_names(weights: BaseWeights, modules: list[str]) -> None:
-    """Raise ConfigError if MLX names the adapted modules differently from the weight files: no adapter could move."""
-    known = {canonical_layer(name.removesuffix(".weight"), None)[0] for name in weights.tensors}
-    renamed = [module for module in modules if module not in known]
-    if renamed:
-        raise ConfigError(
-            f"adapter.targets: mlx-lm has other names than the model's files for {len(renamed)} of the adapted modules "
-            f"(for example {renamed[0]}), so no other program could load the adapter. Choose other targets"
-        )
 
 
 def refuse_beyond_window(request: LoadRequest) -> None:

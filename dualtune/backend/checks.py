@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import Backend, EngineDescription, OptimizerState
+from dualtune.backend import Backend, EngineDescription, LoadRequest, OptimizerState
+from dualtune.base_model import BaseWeights
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.io.fields import shown
 from dualtune.optimizer import OptimizerSpec
@@ -40,6 +41,14 @@ def check_mergeable(description: EngineDescription) -> None:
             f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
             "adapter. Load the plain base with model.quantization: none"
         )
+
+
+def merge_base(request: LoadRequest) -> BaseWeights:
+    """Return the files of the base into which an adapter is merged. ConfigError if it is in no file."""
+    weights = request.base_weights()
+    if weights is None:
+        raise ConfigError("merge: the base was initialized at random (model.init: random), and is in no file")
+    return weights
 
 
 @contextmanager

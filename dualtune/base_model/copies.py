@@ -18,8 +18,9 @@ from pathlib import Path
 from dualtune.base_model.config_file import check_storage, config_for_loaders, read_config
 from dualtune.base_model.weights import INDEX, SINGLE, BaseWeights, weights_in
 from dualtune.errors import FormatError
+from dualtune.io.disk import json_bytes
 from dualtune.io.inside import file_in
-from dualtune.io.untrusted import open_file
+from dualtune.io.untrusted import open_file, parse_object
 from dualtune.text.redaction import SecretSearch
 
 # The files of a model besides its weights, wherever a model directory is copied. No other file is.
@@ -76,6 +77,14 @@ def copy_without_weights(source: Path, target: Path) -> None:
     FormatError for a link that leaves `source`, and for a file that contains a secret: the copy will be shared.
     """
     _copy(source, target, _names(source))
+
+
+def copy_index(source: Path, target: Path, num_bytes: int) -> None:
+    """Copy the index of a model in shards, if it has one, for files of the same names with `num_bytes` of tensors."""
+    if os.path.lexists(source / INDEX):
+        index = parse_object(_content(source, INDEX), source / INDEX)
+        metadata: dict[str, object] = index.get("metadata") or {}
+        (target / INDEX).write_bytes(json_bytes(index | {"metadata": metadata | {"total_size": num_bytes}}))
 
 
 def copy_model(source: Path, target: Path, *, link_weights: bool = False) -> list[str]:

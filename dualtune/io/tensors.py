@@ -19,8 +19,8 @@ SHARD_BYTES = 50 * 10**9  # of tensors in a file of a model
 
 # Bytes of a number, by its name in the format, in the order in which the library writes them.
 SIZES = {
-    "U64": 8, "I64": 8, "F64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2, "I8": 1,
-    "U8": 1, "BOOL": 1,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
+    "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _RANK = {dtype: rank for rank, dtype in enumerate(SIZES)}
 _OF_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16"}

@@ -150,6 +150,13 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         return {entry.name: _read_tensor(file, entry) for entry in entries}
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the notes in the header of a safetensors file that `read_header` has accepted."""
+    with open_file(path) as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        return parse_object(file.read(header_bytes), f"{path}: header").get("__metadata__") or {}
+
+
 def sha256_of(path: Path) -> str:
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,104 @@
+"""Where the linear layers of an mlx-lm model lie in the files of its base: what its own `sanitize` does, followed.
+
+`sanitize` renames, transposes, splits and joins what the files hold. It gets arrays of the files' names and shapes that
+take no memory: what comes out as the same object was renamed, and of the rest, numbers that count tensors and rows
+tell where it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from dualtune.base_model.places import FilePlace
+from dualtune.base_model.weights import BaseWeights
+
+DTYPES = {
+    "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F64": mx.float32, "U32": mx.uint32, "U8": mx.uint8,
+    "I8": mx.int8, "I32": mx.int32, "I64": mx.int64,
+}  # fmt: skip
+
+
+def find_places(model: nn.Module, base: BaseWeights, modules: Iterable[str]) -> dict[str, FilePlace]:
+    """Return the place of each module (by its path in the model) whose weight is one matrix of the files, or a part.
+
+    A module that `sanitize` computes in another way, such as from several tensors or times a factor, has none.
+    """
+    names, marks = list(modules), _marks(base)
+    sources = {id(array): name for name, array in marks.items()}
+    sanitized = _sanitized(model, marks)
+    found: dict[str, FilePlace] = {}
+    other: list[str] = []
+    for module in names:
+        array = sanitized.get(f"{module}.weight")
+        if array is not None and id(array) in sources:
+            found[module] = FilePlace(sources[id(array)])
+        elif array is not None:
+            other.append(module)
+    return found | (_followed(model, base, other) if other else {})
+
+
+def _marks(base: BaseWeights, value: Callable[[int, tuple[int, ...]], mx.array] | None = None) -> dict[str, mx.array]:
+    """Return an array for each tensor: zeros that are never computed, or float matrices of `value(number, shape)`."""
+    marks: dict[str, mx.array] = {}
+    for number, (name, tensor) in enumerate(base.tensors.items()):
+        dtype = DTYPES.get(tensor.dtype, mx.uint8)
+        if value is None or len(tensor.shape) != 2 or dtype not in (mx.float32, mx.float16, mx.bfloat16):
+            marks[name] = mx.zeros(tensor.shape, dtype)
+        else:
+            marks[name] = value(number, tensor.shape)
+    return marks
+
+
+def _sanitized(model: nn.Module, marks: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    sanitize: Any = getattr(model, "sanitize", dict)
+    return cast("dict[str, mx.array]", sanitize(dict(marks)))
+
+
+def _followed(model: nn.Module, base: BaseWeights, modules: list[str]) -> dict[str, FilePlace]:
+    """Return the places of weights that are views of a matrix of the files, from three numberings of all of them."""
+    ones = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(mx.array(1.0), shape)))
+    tensors = _sanitized(model, _marks(base, lambda number, shape: mx.broadcast_to(mx.array(float(number)), shape)))
+    rows = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(_counted(shape[0])[:, None], shape)))
+    stored, found = list(base.tensors), dict[str, FilePlace]()
+    for module in modules:
+        name = f"{module}.weight"
+        if rows[name].ndim != 2 or not _is_all(ones[name], 1.0):
+            continue
+        number = _borders(tensors[name])[0][0]
+        if not (number.is_integer() and _is_all(tensors[name], number)):
+            continue
+        place = _place(stored[int(number)], base, rows[name])
+        if place is not None:
+            found[module] = place
+    return found
+
+
+def _counted(length: int) -> mx.array:
+    return mx.arange(length).astype(mx.float32)
+
+
+def _borders(array: mx.array) -> tuple[list[float], list[float]]:
+    """Return the first column and the first row of a matrix: all that the numberings differ in."""
+    column, row = array[:, 0].astype(mx.float32), array[0, :].astype(mx.float32)
+    return np.array(column).tolist(), np.array(row).tolist()
+
+
+def _is_all(array: mx.array, value: float) -> bool:
+    return array.ndim == 2 and all(each == value for border in _borders(array) for each in border)
+
+
+def _place(tensor: str, base: BaseWeights, rows: mx.array) -> FilePlace | None:
+    """Return the place of a matrix whose numbers are those of the rows of the tensor; None if it has them mixed up."""
+    stored = base.tensors[tensor].shape
+    column, row = _borders(rows)
+    if row == list(map(float, range(stored[0]))) and len(set(column)) == 1:
+        return FilePlace(tensor, transposed=True) if len(column) == stored[1] else None
+    first = int(column[0])
+    if column == list(map(float, range(first, first + len(column)))) and len(set(row)) == 1 and len(row) == stored[1]:
+        return FilePlace(tensor, rows=None if len(column) == stored[0] else (first, first + len(column)))
+    return None

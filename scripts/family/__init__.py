@@ -1,0 +1,1 @@
+"""What scripts/families.py is made of: tiny models, the stages that each goes through, and the page."""
