@@ -51,7 +51,7 @@ from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
-from dualtune_torch.runtime.documents import DocumentRows
+from dualtune_torch.runtime.documents import SeparateDocuments
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import find_places
@@ -83,7 +83,7 @@ class TorchEngine:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        DocumentRows(model, self._dropout_seeds)
+        SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
