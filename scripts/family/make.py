@@ -14,7 +14,7 @@ from typing import Any
 from family.quirks import QUIRKS
 from family.shrink import shrink
 
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 8_000_000
 SPECIAL = ("<pad>", "<s>", "</s>")
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -79,6 +79,10 @@ def make(family: str, directory: Path) -> int:
         warnings.simplefilter("ignore")
         model = kind.from_config(config, dtype=torch.float32)
         _randomize(model)
+        try:
+            model.eval()(input_ids=torch.arange(3, 26)[None], use_cache=False)
+        except Exception as error:
+            raise CannotMake(f"text alone: {type(error).__name__}: {error}") from error
         try:
             model.save_pretrained(directory)
         except Exception as error:

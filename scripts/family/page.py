@@ -19,7 +19,7 @@ COLUMNS = {  # heading -> the stage, and the backend that it is about
     "merge, torch": ("reload", "torch"), "merge, MLX": ("reload", "mlx"),
     "generates, torch": ("generates", "torch"), "generates, MLX": ("generates", "mlx"),
 }  # fmt: skip
-FIRST = {"train": ("base", "train"), "reload": ("merge", "reload")}  # stages that one column sums up, in order
+FIRST = {"train": ("train", "base"), "reload": ("merge", "reload")}  # stages that one column sums up, in order
 SIGNS = {"ok": "✓", "refused": "–", "-": "", "CRASH": "crash", "WRONG": "wrong", "LOST": "lost"}
 HEAD = """\
 # Families

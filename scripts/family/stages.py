@@ -62,7 +62,8 @@ def plan(case: Case, name: str) -> float:
 
 
 def base(case: Case, name: str) -> float:
-    """The loaded base computes what transformers computes, document by document."""
+    """Where it trains, the loaded base computes what transformers computes, document by document."""
+    case.losses(name)
     return check_close(case.logprobs(name), case.stock, LOGPROBS)
 
 
@@ -205,11 +206,11 @@ def generates(case: Case, name: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "check": check, "plan": plan, "base": base, "train": train, "packs": packs, "verify": verifies, "parity": parity,
+    "check": check, "plan": plan, "train": train, "base": base, "packs": packs, "verify": verifies, "parity": parity,
     "crosses": crosses, "generates": generates, "peft": peft, "mlx-lm": in_mlx_lm, "merge": merges,
     "reload": reloads, "reload-mlx-lm": reloads_in_mlx_lm,
 }  # fmt: skip
-CHEAP = ("check", "base", "train", "parity", "packs")
+CHEAP = ("check", "train", "base", "parity", "packs")
 
 
 def outcome(stage: Stage, case: Case, name: str) -> dict[str, object]:
