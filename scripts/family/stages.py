@@ -21,6 +21,7 @@ from dualtune.train.run import run
 from dualtune.verify.verify import verify
 from family.case import Case, Differs, Lost, Needs, check_close, stored
 from family.make import make, write_data
+from family.mlx_only import make_mlx_only
 
 LOGPROBS, MERGED, STEP = 1e-3, 2e-3, 1e-4
 NEW_TOKENS, TIE = 12, 1e-3
@@ -30,7 +31,7 @@ Stage = Callable[[Case, str], float | str | None]
 
 def make_model(case: Case, _: str) -> float:
     """The tiny model is written."""
-    size = make(case.family, case.model_dir)
+    size = (make if case.in_transformers else make_mlx_only)(case.family, case.model_dir)
     write_data(case.data)
     return size
 
