@@ -148,4 +148,6 @@ def _judge(what: str, of: str, gap: float, most: float) -> None:
 
 def _tokens(model: nn.Module) -> Tensor:
     device = next(model.parameters()).device
-    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
+    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.get_text_config().vocab_size)[
+        None
+    ]  # type: ignore
