@@ -136,8 +136,8 @@ def _pretrained(
         _check_by_headers(config, weights)
     model_class, config = text_model(config)
     model, info = cast(Any, model_class).from_pretrained(
-        place, config=config, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True,
-        local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
+        place, config=config, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True,
+        output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
     )  # fmt: skip
     _check_loaded(info, weights)
     return model

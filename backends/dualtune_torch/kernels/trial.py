@@ -146,8 +146,6 @@ def _judge(what: str, of: str, gap: float, most: float) -> None:
         raise NotCovered(f"computes different {what} (by {gap:.1e} of the {of})")
 
 
-def _tokens(model: nn.Module) -> Tensor:
-    device = next(model.parameters()).device
-    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.get_text_config().vocab_size)[
-        None
-    ]  # type: ignore
+def _tokens(model: Any) -> Tensor:
+    device, vocab = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % vocab)[None]

@@ -58,13 +58,19 @@ def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+class Absent(nn.Module):
+    """What is left of a tower. Some classes ask theirs where it lies before they look whether there is an input."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+
 @cache
 def _without_towers(kind: Any) -> Any:
     def build(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         kind.__init__(self, config, *args, **options)
         paths = list(_towers(self))
         for path in paths:
-            self.set_submodule(path, nn.Module())
+            self.set_submodule(path, Absent())
         patterns = {rf"^{re.escape(path)}\." for path in paths}
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
