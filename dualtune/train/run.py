@@ -19,7 +19,7 @@ from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import position_table_size, read_config
+from dualtune.base_model import naming_of, position_table_size, read_config
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -366,6 +366,7 @@ def _write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[s
 def _adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
     return Adapter(
         _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
+        naming=naming_of(prepared.model.directory, modules_of(tensors)),
         fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
     )  # fmt: skip
 
