@@ -27,7 +27,7 @@ from dualtune.adapter.formats.canonical import (
 )
 from dualtune.adapter.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.adapter.formats.patterns import full_match, matches_end
-from dualtune.adapter.layers import exact_targets, is_module_path, position_of, short_targets
+from dualtune.adapter.layers import exact_targets, is_module_path, position_of, short_targets, within_stack
 from dualtune.adapter.methods import METHODS, UNSUPPORTED
 from dualtune.adapter.methods.method import Method
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Scaling, Tensors, divisor, is_target, parse_name
@@ -138,6 +138,8 @@ def peft_config(
     targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
     if parameters:
         targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
+    if naming.exclusion is not None:  # whole paths of files are those of no class
+        targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
