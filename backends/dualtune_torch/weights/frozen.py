@@ -7,7 +7,7 @@ only the packed bytes are kept.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ from dualtune_torch.weights.int8 import Int8Linear
 from dualtune_torch.weights.packed import PackedLayer
 
 FrozenLinear = nn.Linear | AffineLinear | Int8Linear | Conv1D
+
+
+def is_linear(module: nn.Module) -> TypeGuard[FrozenLinear]:
+    """Return whether a module computes x Wᵀ + b. A subclass of nn.Linear may compute something else."""
+    if isinstance(module, AffineLinear | Int8Linear) or nf4.is_nf4(module):
+        return True
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in (nn.Linear, Conv1D))
 
 
 def shape_of(layer: FrozenLinear) -> tuple[int, int]:
