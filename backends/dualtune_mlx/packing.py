@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dualtune_mlx import gpt2
+from dualtune_mlx.families import gpt2
 
 
 class PackedRows:
