@@ -52,7 +52,7 @@ from dualtune_mlx.methods import (
 )
 from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
-from dualtune_mlx.packing import packed_cache
+from dualtune_mlx.packing import packed_cache, separate_documents
 from dualtune_mlx.streaming.passes import Streaming
 from dualtune_mlx.streaming.residency import Residency
 
@@ -89,6 +89,7 @@ class MlxEngine:
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         streaming = Streaming(model, residency, self._adapter) if residency else None
         self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
+        self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         self._update = self._kernels.wrap(self._updated)
         self.description = EngineDescription(

@@ -5,12 +5,13 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
+from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune.adapter.spec import AdapterSpec
 from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds, linear_shape
 from dualtune_mlx.remade import Origins
@@ -66,7 +67,9 @@ class SharedInput:
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.adapter.dropout.keep_mask` on the device."""
         assert self.dropout_seeds.seeds_BT is not None
-        h_BTI = (self.dropout_seeds.seeds_BT[..., None] ^ self._keys_I) * mx.array(MIX1, mx.uint32)
+        tokens, seeds = x_BTI.shape[:-1], self.dropout_seeds.seeds_BT
+        check_tokens(math.prod(tokens), seeds.size)
+        h_BTI = (seeds.reshape(*tokens, 1) ^ self._keys_I) * mx.array(MIX1, mx.uint32)
         h_BTI = (h_BTI ^ (h_BTI >> SHIFT)) * mx.array(MIX2, mx.uint32)
         keep_BTI = h_BTI.view(mx.int32) >= threshold(self.dropout)
         return x_BTI * keep_BTI * (1.0 / (1.0 - self.dropout))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes, load_model, quantize_model
+from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
@@ -21,6 +21,7 @@ from dualtune.errors import ConfigError, FormatError
 from dualtune_mlx import int8
 from dualtune_mlx.card.chips import emulates_bfloat16
 from dualtune_mlx.families import gpt2
+from dualtune_mlx.families.classes import classes
 from dualtune_mlx.families.config_keys import complete
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
@@ -102,11 +103,10 @@ def _load(
     request: LoadRequest, place: Path, weights: BaseWeights | None, config: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
     keys = _plain_keys(config, weights)
-    choose = gpt2.classes if config.get("model_type") == "gpt2" else _get_classes
     if weights is None:
         mx.random.seed(request.seed)
-        return load_model(place, lazy=True, strict=False, model_config=keys, get_model_classes=choose)
-    return load_model(place, lazy=True, model_config=keys, get_model_classes=_checking(request.model_dir, choose))
+        return load_model(place, lazy=True, strict=False, model_config=keys, get_model_classes=classes)
+    return load_model(place, lazy=True, model_config=keys, get_model_classes=_checking(request.model_dir, classes))
 
 
 Choose = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]

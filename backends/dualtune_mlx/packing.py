@@ -6,14 +6,17 @@ Legend: B rows, T tokens of a row, H heads, d head size.
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from dualtune.backend.documents import document_rows, spans_of
 from dualtune_mlx.families import gpt2
+from dualtune_mlx.methods import DropoutSeeds
 
 
 class PackedRows:
@@ -38,11 +41,61 @@ class PackedRows:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
 
+    def __getitem__(self, part: int) -> PackedRows:
+        """Return the cache of a part of a layer that has attention beside a state."""
+        return self
+
+    @cached_property
+    def calls(self) -> tuple[list[mx.array], mx.array] | None:
+        """`DocumentRows`, for layers with a state; None if each row is one document."""
+        rows = document_rows(spans_of(np.array(self.offset)), (self.offset.shape[0], self.offset.shape[1]))
+        return None if rows is None else ([mx.array(call_NL) for call_NL in rows.calls], mx.array(rows.back))
+
 
 def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array) -> list[PackedRows]:
     """Return the cache for a model. A model that keeps a state, or computes with positions itself, fails with it or
     computes something else, which `dualtune.train.packing` detects."""
     return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
+
+
+class SeparateDocuments:
+    """A layer with a state that computes each document of packed rows in a row of its own."""
+
+    dropout_seeds: DropoutSeeds
+
+    def __call__(self, *args: Any, **options: Any) -> mx.array:
+        compute: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this precedes
+        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedRows)), None)
+        if packed is None:
+            return compute(*args, **options)
+        call = inspect.signature(compute).bind(*args, **options)
+        call.arguments |= {"mask": None, "cache": None}  # what they hold is of rows
+        if packed.calls is None:
+            return compute(*call.args, **call.kwargs)
+        (calls, back), (name, x_BTD) = packed.calls, next(iter(call.arguments.items()))
+        seeds_BT, outputs = self.dropout_seeds.seeds_BT, []
+        for call_NL in calls:
+            call.arguments[name] = x_BTD.flatten(0, 1)[call_NL]
+            self.dropout_seeds.seeds_BT = None if seeds_BT is None else seeds_BT.flatten()[call_NL]
+            try:
+                outputs.append(compute(*call.args, **call.kwargs).flatten(0, 1))
+            finally:
+                self.dropout_seeds.seeds_BT = seeds_BT
+        return mx.concatenate(outputs)[back].reshape(*x_BTD.shape[:2], -1)
+
+
+def separate_documents(model: nn.Module, seeds: DropoutSeeds) -> bool:
+    """Make the parts of layers that keep a state begin anew in each document. Returns whether there are any.
+
+    In a language model these are the parts with a convolution over tokens.
+    """
+    layers: list[Any] = list(getattr(model, "layers", []))
+    parts = [part for layer in layers for part in layer.children().values() if isinstance(part, nn.Module)]
+    stateful: list[Any] = [part for part in parts if any(isinstance(m, nn.Conv1d) for m in part.modules())]
+    for part in stateful:
+        part.__class__ = _per_token(SeparateDocuments, type(part))
+        part.dropout_seeds = seeds
+    return bool(stateful)
 
 
 class PerTokenRotary:

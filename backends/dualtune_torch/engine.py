@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
@@ -28,9 +27,11 @@ from dualtune.backend import (
     StepOutput,
     needs_positions,
 )
-from dualtune.backend.checks import check_mergeable, check_slots, check_state
+from dualtune.backend.checks import check_mergeable, check_slots, check_state, merge_base
 from dualtune.backend.generation_cache import GenerationCache, continue_prompt
-from dualtune.base_model import copy_without_weights, position_table_size, read_config
+from dualtune.base_model import position_table_size, read_config
+from dualtune.base_model.merging import write_merged
+from dualtune.base_model.places import FilePlace, canonical_names, check_places
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
@@ -47,13 +48,14 @@ from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
-from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
-from dualtune_torch.runtime.documents import DocumentRows
+from dualtune_torch.runtime.documents import SeparateDocuments
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.merged import MergedTensor, merged_tensors, write_merged
+from dualtune_torch.weights.places import find_places
+from dualtune_torch.weights.trained import write_trained
 
 
 class TorchEngine:
@@ -78,10 +80,10 @@ class TorchEngine:
             self._layers = dict[str, AdaptedLayer]()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
-            self._layers = add_layers(model, request.adapter, self._dropout_seeds)
+            self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        DocumentRows(model, self._dropout_seeds)
+        SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
@@ -265,19 +267,12 @@ class TorchEngine:
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         check_whole(self.description)
-        if self._streamed:
-            self._streamed.release()
         if self._is_full:
-            tensors = {name: MergedTensor(master) for name, master in self._adapter.masters.items()}
-        else:
-            tensors = merged_tensors(self.model, self._layers)
-        if any(isinstance(module, Conv1D) for module in self.model.modules()):
-            # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
-            prefix = f"{self.model.base_model_prefix}."
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        copy_without_weights(self._request.model_dir, path)
-        with self._together():
-            write_merged(path, tensors)
+            base = self._request.base_weights()
+            write_trained(path, self._request.model_dir, base, self.model, self._adapter.masters)
+            return
+        dtype = self.description.dtype
+        write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
 
     def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
         if kernels != "graph":
@@ -371,6 +366,20 @@ def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Map
         return 0
     is_packed = description["quantization"] != "none" and description["num_parameters"] >= allocator.LARGE
     return allocator.LARGEST_KEPT_PACKED if is_packed else allocator.LARGEST_KEPT
+
+
+def _placed_layers(
+    model: PreTrainedModel, request: LoadRequest, seeds: DropoutSeeds
+) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
+    """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
+    weights = request.base_weights()
+    places = find_places(model, weights, linear_layers(model)) if weights is not None else {}
+    names = canonical_names(places)
+    layers = add_layers(model, request.adapter, seeds, names)
+    placed = {names[path]: place for path, place in places.items() if names[path] in layers}
+    if weights is not None:
+        check_places(layers, placed, "transformers")
+    return layers, placed
 
 
 def _streamed(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> StreamedLayers | None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
+from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune.adapter.spec import AdapterSpec
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
@@ -52,7 +52,9 @@ class LoRALinear(AdaptedLayer):
             return self.group(self, x_BTI)
         y_BTO = self.base(x_BTI)
         if self.dropout_seeds.seeds_BT is not None and self.dropout:
-            seeds = self.dropout_seeds.seeds_BT.reshape(x_BTI.shape[:-1])  # an MLP beside experts gets [B · T, I]
+            seeds_BT = self.dropout_seeds.seeds_BT
+            check_tokens(x_BTI.shape[:-1].numel(), seeds_BT.numel())
+            seeds = seeds_BT.reshape(x_BTI.shape[:-1])  # an MLP beside experts gets [B · T, I]
             x_BTI = dropped(x_BTI, seeds, self.keys_I, *drop_rule(self.dropout))
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))

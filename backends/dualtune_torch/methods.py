@@ -6,7 +6,7 @@ To add a method, add a file next to `lora.py` and its name under `adapter.method
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import ClassVar
 
@@ -38,19 +38,29 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
 
-def add_layers(model: PreTrainedModel, spec: AdapterSpec, seeds: DropoutSeeds) -> dict[str, AdaptedLayer]:
-    """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
+def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
+    """Return all linear layers by path, except an output head that shares its weight with the embedding.
 
-    An output head that shares its weight with the embedding is left out (MLX has no separate layer for it either): an
-    adapter on one side of the pair could not be merged.
+    MLX has no separate layer for it either, and an adapter on one side of the pair could not be merged.
+    """
+    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+    return {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
+
+
+def add_layers(
+    model: PreTrainedModel, spec: AdapterSpec, seeds: DropoutSeeds, names: Mapping[str, str] | None = None
+) -> dict[str, AdaptedLayer]:
+    """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
+
+    `names`: the canonical name of each path that has one in the base's files.
     """
     make = import_module(f"dualtune_torch.{spec.method}").LAYER
-    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
-    shapes = {path: shape_of(layer) for path, layer in linear.items()}
-    wrapped = {path: make(linear[path], path, spec, seeds) for path in select_modules(shapes, spec.targets)}
-    for path, layer in wrapped.items():
-        model.set_submodule(path, layer)
+    linear = linear_layers(model)
+    paths = {(names or {}).get(path, path): path for path in linear}
+    shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
+    wrapped = {name: make(linear[paths[name]], name, spec, seeds) for name in select_modules(shapes, spec.targets)}
+    for name, layer in wrapped.items():
+        model.set_submodule(paths[name], layer)
     return wrapped
 
 

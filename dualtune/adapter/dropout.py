@@ -14,6 +14,8 @@ import zlib
 
 import numpy as np
 
+from dualtune.errors import ConfigError
+
 # Multipliers of MurmurHash3's finalizer (https://github.com/aappleby/smhasher, public domain).
 MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35
 SHIFT = 15
@@ -33,6 +35,16 @@ def channel_keys(module: str, in_dim: int) -> np.ndarray:
     """Return uint32 [in]: a random key for every input channel of a module."""
     rng = np.random.default_rng(zlib.crc32(input_of(module).encode()))
     return rng.integers(0, 1 << 32, in_dim, dtype=np.uint32)
+
+
+def check_tokens(num_tokens: int, num_seeds: int) -> None:
+    """Raise ConfigError if a layer gets other tokens than those of the batch: their seeds cannot be told apart."""
+    if num_tokens != num_seeds:
+        raise ConfigError(
+            f"adapter.dropout: this model calls an adapted layer with {num_tokens} of the {num_seeds} tokens of a "
+            "batch (experts get a part of them, some layers one at a time), so their dropout is unknown. Set "
+            "adapter.dropout: 0, or leave such layers out of adapter.targets"
+        )
 
 
 def threshold(dropout: float) -> int:

@@ -45,7 +45,7 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
 
     def content(name: str) -> memoryview:
         stored, form = base.tensors[name], forms[name]
-        raw = _bytes(stored)
+        raw = stored_bytes(stored)
         if name not in adapted and form.dtype == stored.dtype:
             return raw.data
         values = _floats(raw, stored)
@@ -86,7 +86,8 @@ def _by_tensor(base: BaseWeights, places: Mapping[str, FilePlace]) -> dict[str, 
     return adapted
 
 
-def _bytes(stored: StoredTensor) -> np.ndarray:
+def stored_bytes(stored: StoredTensor) -> np.ndarray:
+    """Return the bytes of a tensor."""
     with open_file(stored.file) as stream:
         stream.seek(stored.begin)
         return np.frombuffer(stream.read(stored.num_bytes), np.uint8)

@@ -2,15 +2,18 @@
 
 import importlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
+from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
 from dualtune.train.packing import check_packing
 
@@ -38,11 +41,7 @@ SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
     "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
 }  # fmt: skip
-REFUSED = {
-    "absolute positions": {
-        "model_type": "gpt_bigcode", "n_inner": 128, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
-        "layer_norm_epsilon": 1e-5, "vocab_size": 96,
-    },
+WITH_STATE = {
     "convolutions": SHAPE | {
         "model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
         "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
@@ -51,6 +50,24 @@ REFUSED = {
     "a state": {
         "model_type": "mamba", "hidden_size": 32, "intermediate_size": 64, "state_size": 8, "num_hidden_layers": 2,
         "vocab_size": 96, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2,
+    },
+    "gated delta rule": SHAPE | {
+        "model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [], "moe_intermediate_size": 16, "partial_rotary_factor": 0.5, "attention_bias": False,
+    },
+    "mamba 2": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "vocab_size": 96, "hidden_size": 32,
+        "intermediate_size": 64, "state_size": 8, "num_hidden_layers": 2, "layer_norm_epsilon": 1e-5, "conv_kernel": 4,
+        "n_groups": 2, "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": False,
+        "time_step_limit": [0.0, 100.0], "time_step_rank": 2,
+    },
+}  # fmt: skip
+REFUSED = {
+    "absolute positions": {
+        "model_type": "gpt_bigcode", "n_inner": 128, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
+        "layer_norm_epsilon": 1e-5, "vocab_size": 96,
     },
     "rows that see each other's masks": SHAPE | {"model_type": "gemma2", "query_pre_attn_scalar": 8},
     "positions that depend on the length": SHAPE | {
@@ -63,8 +80,9 @@ REFUSED = {
 def load(open_backend):
     backend = open_backend("mlx")
 
-    def load_(model_dir, init="pretrained"):
-        return backend.load(LoadRequest(model_dir, "float32", "auto", init, SPEC, OptimizerSpec(), seed=4))
+    def load_(model_dir, init="pretrained", dropout=0.0):
+        spec = replace(SPEC, dropout=dropout)
+        return backend.load(LoadRequest(model_dir, "float32", "auto", init, spec, OptimizerSpec(), seed=4))
 
     return load_
 
@@ -149,6 +167,33 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(kind, load, tmp_path):
     message = str(caught.value)
     assert message.startswith(f"data.packing: this model ({REFUSED[kind]['model_type']}.Model) ")
     assert message.endswith("; set data.packing: false") and "\n" not in message
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_a_state_begins_anew_in_each_document(kind, load, tmp_path):
+    """Every log-probability, and the gradient with dropout and recomputed layers."""
+    (tmp_path / "config.json").write_text(json.dumps(WITH_STATE[kind]))
+    dropout = 0.0 if WITH_STATE[kind]["model_type"] == "mamba" else 0.25
+    engine, packed = load(tmp_path, init="random", dropout=dropout), pack(DOCUMENTS, ROWS)
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    check_packing(engine)
+    together = engine.logprobs(packed)
+    for b, row in enumerate(ROWS):
+        for number, document in enumerate(row, start=1):
+            alone = engine.logprobs(row_of(DOCUMENTS, document))[0][DOCUMENTS.segments_BT[document] > 0]
+            assert np.abs(together[b][packed.segments_BT[b] == number] - alone).max() <= tolerances.LOGPROBS
+    for checkpointing in (KEEP_ALL, ActivationCheckpointing(2)):
+        engine.set_checkpointing(checkpointing)
+        slopes = [engine.traced(batch, divisor=42)[0] for batch in (packed, DOCUMENTS)]
+        expected = np.array(slopes[1])
+        assert np.abs(np.array(slopes[0]) - expected).max() <= tolerances.GRADIENT * np.abs(expected).max()
+
+
+def test_dropout_of_a_layer_that_gets_one_token_at_a_time_is_refused(load, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WITH_STATE["a state"]))
+    engine = load(tmp_path, init="random", dropout=0.25)
+    with pytest.raises(ConfigError, match=r"adapter\.dropout: .* with 4 of the 64 tokens .* Set adapter\.dropout: 0"):
+        engine.traced(DOCUMENTS, divisor=42)
 
 
 def test_models_with_windows_are_packed(load, tmp_path):

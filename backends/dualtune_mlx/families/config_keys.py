@@ -1,9 +1,9 @@
 """The config of a model with all keys that mlx-lm's classes read, from the config.json that transformers wrote.
 
 transformers leaves out what has its default, stores a value under one of several names (`attribute_map`), and puts
-what is about rotary embeddings into `rope_parameters`. mlx-lm's classes read the names of published files, and fall back
-to defaults of their own without a word. So every value that transformers knows is given to them by every name it has.
-What the file says itself is never changed.
+what is about rotary embeddings into `rope_parameters`. mlx-lm's classes read the names of published files, and fall
+back to defaults of their own without a word. So every value that transformers knows is given to them by every name it
+has. What the file says itself is never changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _of_transformers(config: Mapping[str, Any]) -> Any:
         return None
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
-    except Exception:  # of any kind, by family: mlx-lm then gets the file's own keys, and judges them itself
+    except Exception:  # noqa: BLE001  of any kind, by family: mlx-lm then gets the file's own keys, and judges them
         return None
 
 
@@ -52,9 +52,10 @@ def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if theirs is not None:
         values = {name: value for name, value in theirs.to_dict().items() if name not in UNRELATED}
-        values |= {alias: getattr(theirs, name, None) for alias, name in type(theirs).attribute_map.items()}
-        # Properties, such as the kinds of layers that follow from a period.
-        values |= {name: getattr(theirs, name, None) for name in ("layers_block_type", "head_dim")}
+        values |= {alias: values.get(name) for alias, name in type(theirs).attribute_map.items()}
+        values |= {"layers_block_type": getattr(theirs, "layers_block_type", None)}  # a property that follows from others
+        if "sliding_window_pattern" in config:
+            values.pop("layer_types", None)  # which transformers computes from a pattern of its own
         found = {name: value for name, value in values.items() if value is not None and config.get(name) is None}
     return found | _rotary(dict(config) | found)
 

@@ -82,11 +82,40 @@ def _mimo_v2_flash(config: Keys) -> dict[str, Any]:
 
 
 
+def _gemma4(config: Keys) -> dict[str, Any]:
+    """The heads of layers with full attention are larger: transformers 5 lists these layers one by one."""
+    special = [v["head_dim"] for v in (config.get("per_layer_config") or {}).values() if "head_dim" in v]
+    found: dict[str, Any] = {"global_head_dim": special[0]} if special else {}
+    per_layer = {"hidden_size_per_layer_input": 0} if config["model_type"] == "gemma4_unified_text" else {}
+    return {name: value for name, value in (found | per_layer).items() if config.get(name) is None}
+
+
+def _yarn_of_one(config: Keys) -> dict[str, Any]:
+    """A class that always scales its rotary embedding gets a factor of 1, which changes nothing."""
+    if config.get("rope_scaling"):
+        return {}
+    length, ones = config["max_position_embeddings"], [1.0] * (config["qk_rope_head_dim"] // 2)
+    scaling = {"factor": 1.0, "original_max_position_embeddings": length, "short_factor": ones, "long_factor": ones}
+    return {"rope_scaling": scaling}
+
+
+def _exaone4(config: Keys) -> dict[str, Any]:
+    """The kinds of layers are a text with a letter for each."""
+    letters = {"sliding_attention": "L", "full_attention": "G"}
+    if not config.get("layer_types") or isinstance(config.get("sliding_window_pattern"), str):
+        return {}
+    return {"sliding_window_pattern": "".join(letters[kind] for kind in config["layer_types"])}
+
+
 TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "apertus": lambda config: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "deepseek_v2": _yarn_of_one,
+    "exaone4": _exaone4,
     "exaone_moe": lambda config: {
         "is_moe_layer": config.get("is_moe_layer") or [kind == "sparse" for kind in config["mlp_layer_types"]]
     },
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
     "glm_moe_dsa": lambda config: {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "gpt_bigcode": lambda config: {"n_inner": config.get("n_inner") or 4 * config["n_embd"]},
     "gpt_neox": lambda config: {
@@ -97,8 +126,15 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "jamba": _renamed_layers("layers_block_type"),
     "kimi_linear": _kimi_linear,
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
+    "longcat_flash": lambda config: {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "mamba2": lambda config: {"intermediate_size": config["expand"] * config["hidden_size"]},
     "mimo_v2_flash": _mimo_v2_flash,
+    "minicpm3": _yarn_of_one,
     "minimax_m2": _minimax_m2,
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {

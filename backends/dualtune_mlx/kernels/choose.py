@@ -24,6 +24,7 @@ class Kernels:
     attention: Attention | None = None
     loss: tuple[Callable[..., mx.array], Head] | None = None  # the model's body, and its head
     compiles: bool = False
+    follows_documents: bool = False  # layers with a state: the shapes of packed rows depend on their documents
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
@@ -31,7 +32,10 @@ class Kernels:
         """Return the function, compiled if that was chosen."""
         if not self.compiles:
             return function
-        return Compiled(function, state=lambda: self.attention and self.attention.reach)
+        compiled = Compiled(function, state=lambda: self.attention and self.attention.reach)
+        if not self.follows_documents:
+            return compiled
+        return lambda *arrays: (function if any(map(_is_packed, arrays)) else compiled)(*arrays)
 
     def __str__(self) -> str:
         """Return one line for logs."""
@@ -68,6 +72,10 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
             f"{'; '.join(chosen.plain)}. Set auto to use those that work"
         )
     return chosen
+
+
+def _is_packed(arrays: Any) -> bool:
+    return isinstance(arrays, dict) and "segments_BT" in arrays
 
 
 def _add_loss(model: nn.Module, chosen: Kernels) -> None:

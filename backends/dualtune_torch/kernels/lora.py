@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualtune.adapter.dropout import input_of
+from dualtune.adapter.dropout import check_tokens, input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.kernels.gpu.select import LoRAPieces
@@ -119,6 +119,8 @@ class _GroupedLoRA(torch.autograd.Function):
         r = group.B_Or[0].shape[1]
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
         seeds_M = dropout_seeds_BT.flatten() if dropout_seeds_BT is not None and group.layers[0].dropout else None
+        if seeds_M is not None:
+            check_tokens(len(x_MI), len(seeds_M))
         kept_MI = _after_dropout(x_MI, group, seeds_M)
         u_MS = _down(kept_MI, group, seeds_M)
         outputs = []

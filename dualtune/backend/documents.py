@@ -1,0 +1,57 @@
+"""Documents of packed rows as rows of their own, for layers with a state.
+
+Linear attention, state-space layers and short convolutions carry what they have read from token to token, and no mask
+or position stops it at the border of a document. An engine computes such a layer in a few calls, whose rows are
+documents of similar length, so that padding at most doubles the tokens. Each document then has exactly the numbers that
+it has alone, whatever kernels the layer calls.
+
+Legend: B rows, T tokens of a row; within a call N documents, L tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+Span = tuple[int, int, int]  # row, first token, end
+SHORTEST = 16  # tokens: shorter documents share a call
+
+
+class DocumentRows(NamedTuple):
+    """Where the tokens of documents are found, and put back, in the flattened rows."""
+
+    calls: list[np.ndarray]  # int64 [N, L] each: flat indices of tokens; the last token of a document is repeated
+    back: np.ndarray  # int64 [B · T]: indices in the concatenated, flattened outputs of the calls; padding takes any
+
+
+def spans_of(positions_BT: np.ndarray) -> Iterator[Span]:
+    """Yield the documents in rows: one begins wherever the position is not that of the token before plus one."""
+    for row, positions_T in enumerate(positions_BT):
+        starts = [0, *(np.flatnonzero(np.diff(positions_T) != 1) + 1).tolist(), len(positions_T)]
+        yield from ((row, start, end) for start, end in pairwise(starts))
+
+
+def document_rows(spans: Iterable[Span], shape: tuple[int, int]) -> DocumentRows | None:
+    """Return how documents in rows of `shape` (B, T) become rows; None if each row is one document."""
+    B, T = shape
+    by_size: dict[int, list[Span]] = {}
+    for span in spans:
+        size = max(SHORTEST, 1 << (span[2] - span[1] - 1).bit_length())
+        by_size.setdefault(size, []).append(span)
+    if not any(start for group in by_size.values() for _, start, _ in group):
+        return None
+    calls: list[np.ndarray] = []
+    back, num_before = np.zeros(B * T, np.int64), 0
+    for _, group in sorted(by_size.items()):
+        lengths_N1 = np.array([[end - start] for _, start, end in group], np.int64)
+        first_N1 = np.array([[row * T + start] for row, start, _ in group], np.int64)
+        steps_L = np.arange(max(end - start for _, start, end in group), dtype=np.int64)
+        call_NL = first_N1 + np.minimum(steps_L, lengths_N1 - 1)
+        is_token_NL = steps_L < lengths_N1
+        back[call_NL[is_token_NL]] = num_before + np.flatnonzero(is_token_NL)
+        calls.append(call_NL)
+        num_before += call_NL.size
+    return DocumentRows(calls, back)
