@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -26,7 +26,7 @@ def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return gpt2.classes(config)
     whole = _whole(config)
     model_class, args_class = _of_mlx_lm(config | {"model_type": whole or kind})
-    return _adapted(whole or kind, model_class, config, is_text=whole is not None), _of_text(args_class, whole)
+    return _as_transformers(whole or kind, model_class, config, is_text=whole is not None), _of_text(args_class, whole)
 
 
 def _whole(config: Mapping[str, Any]) -> str | None:
@@ -71,14 +71,16 @@ def _of_text(args_class: Any, whole: str | None) -> type:
     return TextArgs
 
 
-def _adapted(kind: str, model_class: type[nn.Module], config: Mapping[str, Any], *, is_text: bool) -> type[nn.Module]:
+def _as_transformers(
+    kind: str, model_class: type[nn.Module], config: Mapping[str, Any], *, is_text: bool
+) -> type[nn.Module]:
     """Return the class with what its family needs: a layout of files, and corrected modules."""
     layout, correct = LAYOUTS.get(kind), CORRECTIONS.get(kind)
 
-    class Adapted(model_class):
+    class AsTransformers(model_class):
         def __init__(self, args: Any) -> None:
             nn.Module.__init__(self)  # which not every class calls
-            super().__init__(args)
+            cast(Any, super()).__init__(args)
             if correct is not None:
                 correct(self, config)
             for module in self.modules():
@@ -94,8 +96,8 @@ def _adapted(kind: str, model_class: type[nn.Module], config: Mapping[str, Any],
             sanitize: Any = getattr(super(), "sanitize", None)
             return weights if sanitize is None else sanitize(weights)
 
-    Adapted.__module__, Adapted.__name__ = model_class.__module__, model_class.__name__
-    return Adapted
+    AsTransformers.__module__, AsTransformers.__name__ = model_class.__module__, model_class.__name__
+    return AsTransformers
 
 
 def _accept_no_cache(module: nn.Module) -> None:
@@ -117,7 +119,7 @@ def _without_cache(kind: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _patient(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with a `pop` for `sanitize` that take away the head of a tied model each time they are called."""
+    """Return the class with a `pop` for a `sanitize` that takes away the head of a tied model whenever it is called."""
 
     class Patient(kind):
         def pop(self, key: str, default: Any = None) -> Any:

@@ -38,7 +38,7 @@ def _of_transformers(config: Mapping[str, Any]) -> Any:
     """Return transformers' config of this model, None if it has none for this family or rejects the values."""
     from transformers import CONFIG_MAPPING
 
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         return None
     try:
@@ -53,7 +53,9 @@ def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
     if theirs is not None:
         values = {name: value for name, value in theirs.to_dict().items() if name not in UNRELATED}
         values |= {alias: values.get(name) for alias, name in type(theirs).attribute_map.items()}
-        values |= {"layers_block_type": getattr(theirs, "layers_block_type", None)}  # a property that follows from others
+        values |= {
+            "layers_block_type": getattr(theirs, "layers_block_type", None)
+        }  # a property that follows from others
         if "sliding_window_pattern" in config:
             values.pop("layer_types", None)  # which transformers computes from a pattern of its own
         found = {name: value for name, value in values.items() if value is not None and config.get(name) is None}

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.dbrx import SparseMoeBlock
 from mlx_lm.models.ernie4_5_moe import Ernie4_5_MoeMLP
+from mlx_lm.models.jamba import JambaSparseMoeBlock
 
 
 def _glm(model: Any, config: Mapping[str, Any]) -> None:
@@ -22,6 +23,8 @@ def _glm(model: Any, config: Mapping[str, Any]) -> None:
 
 class CorrectedRouter(Ernie4_5_MoeMLP):
     """mlx-lm drops the correction of the router's choice (`ernie4_5_moe.py`: `remove_patterns`)."""
+
+    correction: mx.array
 
     def __call__(self, x_BTD: mx.array) -> mx.array:
         scores_BTE = mx.softmax(self.gate(x_BTD).astype(mx.float32), axis=-1)
@@ -64,9 +67,27 @@ def _dbrx(model: Any, config: Mapping[str, Any]) -> None:
             module.__class__ = AllExperts
 
 
+class AllGates(JambaSparseMoeBlock):
+    """mlx-lm weighs the chosen experts among themselves (`jamba.py`), transformers among all."""
+
+    def __call__(self, x_BTD: mx.array) -> mx.array:
+        scores_BTE = mx.softmax(self.router(x_BTD).astype(mx.float32), axis=-1)
+        k = self.num_experts_per_tok
+        chosen_BTk = mx.stop_gradient(mx.argpartition(-scores_BTE, kth=k - 1, axis=-1)[..., :k])
+        weights_BTk = mx.take_along_axis(scores_BTE, chosen_BTk, axis=-1).astype(x_BTD.dtype)
+        return (self.switch_mlp(x_BTD, chosen_BTk) * weights_BTk[..., None]).sum(axis=-2)
+
+
+def _jamba(model: Any, config: Mapping[str, Any]) -> None:
+    for layer in model.layers:
+        if isinstance(layer.feed_forward, JambaSparseMoeBlock):
+            layer.feed_forward.__class__ = AllGates
+
+
 Correction = Callable[[nn.Module, Mapping[str, Any]], None]
 CORRECTIONS: dict[str, Correction] = {
     "dbrx": _dbrx,
     "ernie4_5_moe": _ernie4_5_moe,
     "glm": _glm,
+    "jamba": _jamba,
 }

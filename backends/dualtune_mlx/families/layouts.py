@@ -81,11 +81,24 @@ def _ernie4_5_moe(weights: Weights, config: Keys) -> Weights:
     return weights
 
 
+def _kimi_k25(weights: Weights, config: Keys) -> Weights:
+    text = _renamed((r"language_model\.model\.blocks\.", "language_model.model.layers."))
+    return _without("model.mm_projector")(text(weights, config), config)
+
+
+def _longcat_flash(weights: Weights, config: Keys) -> Weights:
+    """transformers stores matrices of the experts that pass their input on, and computes nothing with them."""
+    number = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
+    real = config["n_routed_experts"]
+    return {n: w for n, w in weights.items() if (found := number.fullmatch(n)) is None or int(found[1]) < real}
+
+
 LAYOUTS: dict[str, Layout] = {
     "ernie4_5_moe": _ernie4_5_moe,
     "gpt_oss": _gpt_oss,
-    "kimi_k25": _renamed((r"language_model\.model\.blocks\.", "language_model.model.layers.")),
+    "kimi_k25": _kimi_k25,
     "kimi_linear": _renamed((r"block_sparse_moe\.((gate|up|down)_proj)\.", r"mlp.\1.")),
+    "longcat_flash": _longcat_flash,
     "muse_glimmer": _without("model.vision_"),
     "nanochat": _renamed(
         (r"^model\.embed_tokens", "transformer.wte"),

@@ -62,14 +62,16 @@ def _kimi_linear(config: Keys) -> dict[str, Any]:
 
 
 def _mimo_v2_flash(config: Keys) -> dict[str, Any]:
-    kinds, feed_forwards = config.get("layer_types"), config.get("mlp_layer_types")
-    if not kinds or not feed_forwards or "hybrid_layer_pattern" in config:
-        return {}
-    heads = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"}
-    special = next((v for v in (config.get("per_layer_config") or {}).values() if isinstance(v, dict)), {})
-    return {f"swa_{name}": special.get(name, config[name]) for name in heads} | {
-        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
-        "moe_layer_freq": [int(kind == "sparse") for kind in feed_forwards],
+    """Published files count the window without the token itself, and mlx-lm takes it to be counted."""
+    if "hybrid_layer_pattern" in config:
+        return {"sliding_window_size": config["sliding_window_size"] + 1}
+    return {
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config["layer_types"]],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
         "sliding_window_size": config["sliding_window"],
@@ -78,8 +80,6 @@ def _mimo_v2_flash(config: Keys) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "layernorm_epsilon": config["rms_norm_eps"],
     }
-
-
 
 
 def _gemma4(config: Keys) -> dict[str, Any]:
@@ -97,6 +97,12 @@ def _yarn_of_one(config: Keys) -> dict[str, Any]:
     length, ones = config["max_position_embeddings"], [1.0] * (config["qk_rope_head_dim"] // 2)
     scaling = {"factor": 1.0, "original_max_position_embeddings": length, "short_factor": ones, "long_factor": ones}
     return {"rope_scaling": scaling}
+
+
+def _jamba(config: Keys) -> dict[str, Any]:
+    """mlx-lm adds the offset of layers with experts, transformers subtracts it."""
+    offset = -config["expert_layer_offset"] % config["expert_layer_period"]
+    return {"expert_layer_offset": offset} | _renamed_layers("layers_block_type")(config)
 
 
 def _exaone4(config: Keys) -> dict[str, Any]:
@@ -123,7 +129,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
         "rotary_pct": config.get("rotary_pct") or config["partial_rotary_factor"],
     },
     "granitemoehybrid": _renamed_layers("layer_types"),
-    "jamba": _renamed_layers("layers_block_type"),
+    "jamba": _jamba,
     "kimi_linear": _kimi_linear,
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
     "longcat_flash": lambda config: {
