@@ -1,11 +1,12 @@
-"""Build every family of transformers tiny, take it through all that dualtune promises, and write docs/families.md.
+"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write docs/families.md.
 
-    .venv/bin/python scripts/families.py [--again] [--only check,base,train] [FAMILY …]
-    .venv/bin/python scripts/families.py --page     # the page alone, from the results that are there
+    .venv/bin/python scripts/families.py [--again] [--only check,train,base] [--build DIR] [--page FILE] [FAMILY …]
+    .venv/bin/python scripts/families.py --page-only     # from the results that are there
 
 Without names it takes all families, and goes on where it was stopped: what has a result is not run again unless --again
 says so. Each family runs in a process of its own with a time limit; each stage is a line of JSON in
-build/families/results.jsonl, with the commit that it ran on. Needs both backends, PEFT, and no network.
+build/families/results.jsonl, with the commit that it ran on. Needs both backends, PEFT, and no network. It ends with 1
+if a family has a fault: a traceback, a wrong number or a lost tensor.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from family.case import BACKENDS, Case
-from family.make import family_names
+from family.make import transformers_names
+from family.mlx_only import mlx_only_names
+from family.page import FAULTS, page_of
 from family.stages import STAGES, make_model, outcome
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "families"
 TIME_LIMIT_S = 240  # of a family
 ONCE = {"parity"}  # stages that are about both backends
 
 
 def main() -> int:
     given = _arguments()
-    results = BUILD / "results.jsonl"
-    if not given.page:
-        BUILD.mkdir(parents=True, exist_ok=True)
-        os.environ["DUALTUNE_CACHE"] = str(BUILD / "cache")
+    results = given.build / "results.jsonl"
+    if not given.page_only:
+        given.build.mkdir(parents=True, exist_ok=True)
+        os.environ["DUALTUNE_CACHE"] = str(given.build / "cache")
         _preload()
-        _run_all(given.families or family_names(), given.only, results, again=given.again)
-    from family.page import write_page
-
-    return write_page(read(results), ROOT / "docs" / "families.md")
+        _run_all(given.families or [*transformers_names(), *mlx_only_names()], given.only, results, again=given.again)
+    lines = read(results)
+    given.page.write_text(page_of(lines), encoding="utf-8")
+    return int(any(line["outcome"] in FAULTS for line in lines))
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +53,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; none: all")
     parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=tuple(STAGES), metavar="STAGES")
     parser.add_argument("--again", action="store_true", help="run what already has a result")
-    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument(
+        "--build", type=Path, default=ROOT / "build" / "families", metavar="DIR", help="for the results"
+    )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "families.md", metavar="FILE", help="to write")
+    parser.add_argument("--page-only", action="store_true", help="run nothing")
     return parser.parse_args()
 
 
@@ -86,7 +92,7 @@ def steps(only: Iterable[str] = tuple(STAGES)) -> Iterator[tuple[str, str]]:
 
 def _run(family: str, todo: list[tuple[str, str]], results: Path, commit: str) -> None:
     """Run stages of a family in processes of their own: one, and another for what is left if it dies or hangs."""
-    directory = BUILD / family
+    directory = results.parent / family
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     deadline = time.monotonic() + TIME_LIMIT_S

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
+from dualtune.adapter.targets import adapted_as
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
@@ -99,6 +100,7 @@ class TorchEngine:
         self.description = EngineDescription(
             **description,
             adapted_modules=None if self._is_full else len(self._layers),
+            adapted_as=adapted_as(self._layers, request.adapter.targets),
             adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),

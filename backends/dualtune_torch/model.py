@@ -20,7 +20,7 @@ from dualtune.errors import ConfigError
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model, by_module, int8, nf4
+from dualtune_torch.weights import affine_model, by_module, dequantized, int8, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
 
@@ -44,7 +44,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         "dtype": str(dtype).removeprefix("torch."),
         "dtype_reason": why,
         "quantization": quantization,
-        "quantization_reason": "as stored" if request.quantization == "auto" else "as configured",
+        "quantization_reason": _quantization_reason(request, config),
         "sharding": sharding,
         "sharding_reason": why_sharding,
     }
@@ -59,7 +59,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         if quantization == "none" and weights is None:
             model = _random(request, place, loaded_as, place_on)
         elif weights is not None and (quantization == "none" or is_stored):
-            model = _pretrained(place, weights, loaded_as, place_on)
+            model = _pretrained(place, weights, loaded_as, place_on, **dequantized.loading_options(config))
         else:
             model = _module_by_module(request, place, weights, dtype, device, quantization)
     if sharding == "full" or request.resident_layers is not None:
@@ -93,6 +93,13 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
     mlx, other = config.get("quantization"), config.get("quantization_config")
     if mlx is not None:
         kind = _mlx_kind(mlx)
+    elif (kind := dequantized.stored_format(config)) is not None:
+        if request.quantization not in ("auto", "none"):
+            raise ConfigError(
+                f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored in {kind}, which "
+                "is dequantized as it is read. Allowed: auto, none; or use a copy of the model in bfloat16"
+            )
+        return "none"
     elif other is not None:
         is_nf4 = other.get("load_in_4bit") and other.get("bnb_4bit_quant_type") == "nf4"
         kind = "nf4" if is_nf4 else str(other.get("quant_method", "unknown"))
@@ -101,10 +108,16 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
     if kind not in ("nf4", *BITS) or request.quantization not in ("auto", kind):
         raise ConfigError(
             f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored quantized as {kind}. "
-            "Allowed: plain weights, bitsandbytes' NF4 with auto or nf4, and MLX's 4 or 8 bits in groups of "
-            f"{GROUP_SIZE} with auto, affine4 or affine8"
+            "Allowed: plain weights; mxfp4 and fp8, which are dequantized; bitsandbytes' NF4 with auto or nf4; and "
+            f"MLX's 4 or 8 bits in groups of {GROUP_SIZE} with auto, affine4 or affine8"
         )
     return kind
+
+
+def _quantization_reason(request: LoadRequest, config: dict[str, Any]) -> str:
+    if kind := dequantized.stored_format(config):
+        return f"stored as {kind}, dequantized as it was read"
+    return "as stored" if request.quantization == "auto" else "as configured"
 
 
 def _mlx_kind(stored: dict[str, Any]) -> str:

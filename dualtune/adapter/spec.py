@@ -25,6 +25,7 @@ from dualtune.adapter.targets import ALL_LINEAR as ALL_LINEAR
 from dualtune.adapter.targets import OUTPUT_HEAD as OUTPUT_HEAD
 from dualtune.adapter.targets import Shapes
 from dualtune.adapter.targets import is_target as is_target
+from dualtune.adapter.targets import lacks as lacks
 from dualtune.adapter.targets import select_modules as select_modules
 
 Tensors = dict[str, np.ndarray]

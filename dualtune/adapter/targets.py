@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from dualtune.errors import ConfigError
@@ -10,6 +11,19 @@ Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
 
 ALL_LINEAR = "all-linear"
 OUTPUT_HEAD = "lm_head"
+# The default of adapter.targets. A family that lacks one of them is adapted as by all-linear.
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
+_EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
+_ROUTER = re.compile(r"gate|(\w+_)?router")
+# A part of a model that is no text model.
+_OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
+
+
+def is_text(name: str) -> bool:
+    """Return whether a tensor or module belongs to the text part of a model, not to a tower beside it."""
+    return _OTHER_PART.search(name) is None
 
 
 def is_target(module: str, targets: Iterable[str]) -> bool:
@@ -17,19 +31,27 @@ def is_target(module: str, targets: Iterable[str]) -> bool:
     return any(module == target or module.endswith("." + target) for target in targets)
 
 
+def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
+    """Return which of the default targets a model lacks, if these are the targets: then all-linear replaces them."""
+    modules, wanted = list(available), tuple(targets)
+    if {*wanted} != {*DEFAULT_TARGETS}:
+        return []
+    return [target for target in wanted if not any(_selects(target, module) for module in modules)]
+
+
 def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return the linear layers of a model that the targets select, in sorted order.
 
-    "all-linear" means all linear layers except the output head, as in PEFT. ConfigError, with the names in the model,
-    if a target selects nothing.
+    "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts and
+    routers, which are selected only by name. It replaces the default targets where a model lacks one of them.
+    ConfigError, with the names in the model, if a target selects nothing.
     """
+    wanted = tuple(targets)
+    if lacks(available, wanted):
+        wanted = (ALL_LINEAR,)
     selected: dict[str, tuple[int, int]] = {}
-    for target in targets:
-        found = [
-            module
-            for module in available
-            if (module.split(".")[-1] != OUTPUT_HEAD if target == ALL_LINEAR else is_target(module, (target,)))
-        ]
+    for target in wanted:
+        found = [module for module in available if _selects(target, module)]
         if not found:
             names = sorted({module.split(".")[-1] for module in available})
             raise ConfigError(
@@ -38,3 +60,29 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
             )
         selected |= {module: available[module] for module in found}
     return dict(sorted(selected.items()))
+
+
+def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:
+    """Return one sentence if all-linear replaces the default targets, else None."""
+    missing = lacks(available, targets)
+    if not missing:
+        return None
+    return f"all linear layers but experts and routers: the model has no {', '.join(missing)}"
+
+
+def _selects(target: str, module: str) -> bool:
+    parts = module.split(".")
+    if target == ALL_LINEAR:
+        return parts[-1] != OUTPUT_HEAD and is_text(module) and not _is_expert(module) and not _is_router(module)
+    if not is_target(module, (target,)) or target == module:
+        return target == module
+    # A tower and an expert have layers called q_proj and gate_proj too: a component of their own names them.
+    return (is_text(module) or not is_text(target)) and (not _is_expert(module) or _is_expert(target))
+
+
+def _is_expert(path: str) -> bool:
+    return any(_EXPERT.fullmatch(part) for part in path.split("."))
+
+
+def _is_router(path: str) -> bool:
+    return any(_ROUTER.fullmatch(part) for part in path.split("."))

@@ -143,6 +143,7 @@ class EngineDescription:
     sharding_reason: str | None = None
     num_parameters: int  # of the base
     adapted_modules: int | None = None
+    adapted_as: str | None = None  # which layers replace the default targets, and why; None: those that were asked for
     adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
     trainable_parameters: int
     kernels: str | None = None  # which fast kernels are used, and why others are not

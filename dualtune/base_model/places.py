@@ -7,16 +7,14 @@ common with them: the path from the stack of layers on, which no wrapper around 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from dualtune.adapter.formats.gpt2 import canonical_layer
+from dualtune.adapter.targets import is_text as is_text
 from dualtune.errors import ConfigError
 
-# A part of a model that is no text model, as a component of a name.
-_OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
 # Components of a name that only say what a text model is part of.
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
 
@@ -53,11 +51,6 @@ def check_places(modules: Iterable[str], placed: Collection[str], library: str) 
             f"tensors of the model's files, or scales it (for example {unplaced[0]}), so no other program could load "
             "the adapter. Choose other targets, or the other backend"
         )
-
-
-def is_text(name: str) -> bool:
-    """Return whether a tensor or module belongs to the text part of a model, not to a tower beside it."""
-    return _OTHER_PART.search(name) is None
 
 
 def bare_name(module: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import FULL
+from dualtune.adapter.targets import DEFAULT_TARGETS
 from dualtune.config.data_section import DataConfig
 from dualtune.config.engines import with_train_keys
 from dualtune.config.pairs import impossible_pairs
@@ -69,10 +70,9 @@ class AdapterConfig(Section):
     """standard multiplies by alpha / rank, rank_stabilized by alpha / √rank (rsLoRA), for high ranks."""
     dropout: Fraction = 0.05
     """The fraction of the adapter's inputs that is set to zero in training."""
-    targets: Literal["all-linear"] | ModuleNames = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )  # fmt: skip
-    """The linear layers to adapt, each named by its path or the end of its path."""
+    targets: Literal["all-linear"] | ModuleNames = DEFAULT_TARGETS
+    """The linear layers to adapt, each named by its path or the end of its path; all-linear replaces the default names
+    in a model that lacks one of them."""
     init_from: Location | None = None
     """An adapter directory, in any supported format, to start training from."""
 

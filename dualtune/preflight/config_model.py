@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.targets import OUTPUT_HEAD, is_target, select_modules
+from dualtune.adapter.targets import OUTPUT_HEAD, Shapes, adapted_as, is_target, select_modules
 from dualtune.base_model import (
     has_weights,
     is_here,
@@ -19,6 +20,7 @@ from dualtune.base_model import (
     resolve_model,
     untrained_rows,
 )
+from dualtune.base_model.weights import weights_in
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
@@ -32,6 +34,7 @@ from dualtune.preflight.storage import local_model, missing_files
 
 # Class names of Hugging Face models that predict the next token; `architectures` in config.json names the class.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WITH_MORE = "ForConditionalGeneration"  # with images or other inputs, or an encoder
 
 
@@ -203,7 +206,18 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
         found = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
     except DualtuneError as error:
         return [failure("targets", error)]
-    return [Check("targets", "ok", f"{len(found)} linear layers")]
+    what = adapted_as(shapes, (targets,) if isinstance(targets, str) else targets)
+    said = f"{len(found)} linear layers{_share(model.directory, found)}"
+    return [Check("targets", "ok", f"{said}; {what}" if what else said)]
+
+
+def _share(directory: Path, adapted: Shapes) -> str:
+    """Return how much of the model's weights these layers hold; nothing for packed weights, which count as fewer."""
+    tensors = weights_in(directory).tensors.values()
+    if not all(tensor.dtype in FLOATS for tensor in tensors):
+        return ""
+    share = sum(map(math.prod, adapted.values())) / sum(math.prod(tensor.shape) for tensor in tensors)
+    return f" with {share:.0%} of the weights"
 
 
 def failure(name: str, error: DualtuneError) -> Check:

@@ -16,7 +16,7 @@ from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
-from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
+from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
 from dualtune.base_model import position_table_size, read_config
@@ -395,6 +395,6 @@ def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
     """Return the spec with short target names instead of "all-linear" or a list of all modules."""
     if prepared.start is not None:
         return replace(prepared.spec, targets=prepared.start.spec.targets)
-    if prepared.spec.targets == (ALL_LINEAR,):
+    if prepared.spec.targets == (ALL_LINEAR,) or lacks(modules_of(tensors), prepared.spec.targets):
         return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
     return prepared.spec

@@ -144,6 +144,10 @@ def started(info: RunInfo) -> list[str]:
         f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
         f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
     ]
+    if weights := engine.get("adapted_weights"):
+        share = weights["parameters"] / max(1, engine["num_parameters"])
+        what = f"; {engine['adapted_as']}" if engine.get("adapted_as") else ""
+        lines.append(f"adapted     {weights['layers']} linear layers with {share:.0%} of the base's weights{what}")
     if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
         bytes_each = weights["bytes"] / weights["parameters"]
         lines.append(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")

@@ -15,6 +15,8 @@ from dualtune.config import Config
 from dualtune.evaluate.inference import load_model
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.state.metrics import read_rows
+from family.make import auto_class
+from family.mlx_only import is_known_to_transformers
 
 BACKENDS = ("torch", "mlx")
 
@@ -95,16 +97,20 @@ class Case:
         return np.where(self.real[..., None], self.engine(name, adapter, model_dir).logprobs(self.batch), 0)
 
     @cached_property
+    def in_transformers(self) -> bool:
+        return is_known_to_transformers(self.family)
+
+    @cached_property
     def stock(self) -> np.ndarray:
-        """What transformers computes for the documents of the batch, one after another, without padding."""
-        return self.of_transformers(self.stock_model()[0])
+        """What transformers computes for the documents of the batch, one after another; mlx-lm, if only it can."""
+        return self.of_transformers(self.stock_model()[0]) if self.in_transformers else self.of_mlx_lm(self.model_dir)
 
     def stock_model(self, model_dir: Path | None = None, kind: str | None = None) -> tuple[Any, Any]:
         """Return a model that transformers has loaded, and what it says of missing and unexpected tensors."""
         import transformers
 
-        from family.make import auto_class
-
+        if not self.in_transformers:
+            raise Needs
         path = model_dir or self.model_dir
         config = transformers.AutoConfig.from_pretrained(path)
         chosen = getattr(transformers, kind) if kind else auto_class(config)

@@ -14,7 +14,7 @@ from typing import Any
 from family.quirks import QUIRKS
 from family.shrink import shrink
 
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 8_000_000
 SPECIAL = ("<pad>", "<s>", "</s>")
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -23,7 +23,7 @@ class CannotMake(Exception):
     """The script has no tiny config for a family. This says nothing of dualtune."""
 
 
-def family_names() -> list[str]:
+def transformers_names() -> list[str]:
     """Return the families that transformers loads as a model of text."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -80,10 +80,14 @@ def make(family: str, directory: Path) -> int:
         model = kind.from_config(config, dtype=torch.float32)
         _randomize(model)
         try:
+            model.eval()(input_ids=torch.arange(3, 26)[None], use_cache=False)
+        except Exception as error:
+            raise CannotMake(f"text alone: {type(error).__name__}: {error}") from error
+        try:
             model.save_pretrained(directory)
         except Exception as error:
             raise CannotMake(f"save: {type(error).__name__}: {error}") from error
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return size
 
 
@@ -99,7 +103,7 @@ def _randomize(model: Any) -> None:
                 each.add_(torch.randn_like(each) * 0.1)
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer with a token for each byte, as every vocabulary here has room for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 

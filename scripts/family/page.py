@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -19,8 +18,9 @@ COLUMNS = {  # heading -> the stage, and the backend that it is about
     "merge, torch": ("reload", "torch"), "merge, MLX": ("reload", "mlx"),
     "generates, torch": ("generates", "torch"), "generates, MLX": ("generates", "mlx"),
 }  # fmt: skip
-FIRST = {"train": ("base", "train"), "reload": ("merge", "reload")}  # stages that one column sums up, in order
+FIRST = {"train": ("train", "base"), "reload": ("merge", "reload")}  # stages that one column sums up, in order
 SIGNS = {"ok": "✓", "refused": "–", "-": "", "CRASH": "crash", "WRONG": "wrong", "LOST": "lost"}
+FAULTS = ("CRASH", "WRONG", "LOST")
 HEAD = """\
 # Families
 
@@ -44,17 +44,14 @@ crash, wrong, lost: a fault of ours, listed at the end.
 """
 
 
-def write_page(results: Sequence[Line], page: Path) -> int:
-    """Write the page. Return the number of families with a fault of ours."""
+def page_of(results: Sequence[Line]) -> str:
+    """Return the page as Markdown."""
     found = {(line["family"], line["stage"], line["backend"]): line for line in results}
     families = sorted({line["family"] for line in results})
     made = [family for family in families if _outcome(found, family, "make", "both") == "ok"]
-    faulty = [line for line in results if line["outcome"] in {"CRASH", "WRONG", "LOST"}]
-    text = "\n".join(
-        [HEAD, *_summary(found, made), "", *_table(found, made), "", *_reasons(found, made, families), *_faults(faulty)]
-    )
-    page.write_text(text.rstrip() + "\n", encoding="utf-8")
-    return len({line["family"] for line in faulty})
+    faulty = [line for line in results if line["outcome"] in FAULTS]
+    parts = [*_summary(found, made), "", *_table(found, made), "", *_reasons(found, made, families), *_faults(faulty)]
+    return "\n".join([HEAD, *parts]).rstrip() + "\n"
 
 
 def _outcome(found: BY_KEY, family: str, stage: str, backend: str) -> str:
@@ -76,7 +73,7 @@ def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
     ]
     for heading, (stage, backend) in COLUMNS.items():
         counts = Counter(_outcome(found, family, stage, backend) for family in made)
-        faults = sum(counts[each] for each in ("CRASH", "WRONG", "LOST"))
+        faults = sum(counts[each] for each in FAULTS)
         rows.append(f"| {heading} | {counts['ok']} | {counts['refused']} | {faults} | {counts['-']} |")
     return rows
 

@@ -12,20 +12,75 @@ def _set(**values: Any) -> Change:
     return lambda config: config.update(values)
 
 
-def _in(part: str, change: Change) -> Change:
-    return lambda config: change(config[part])
+def _in(part: str, **values: Any) -> Change:
+    return lambda config: config[part].update(values)
 
 
-HEAD_DIM = _set(head_dim=16)
+def _sections(*parts: str, rotary: int = 16) -> Change:
+    """Set the shares of the rotary frequencies of text, height and width, which the class has for a large head."""
+    half = rotary // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+
+    def change(config: dict[str, Any]) -> None:
+        for part in parts:
+            config = config[part]
+        config["rope_parameters"] = config["rope_parameters"] | {"mrope_section": sections}
+
+    return change
+
+
+HEAD_DIM = {"head_dim": 16}
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+PAIRS = ["linear_attention", "hybrid"] * 2
 
 QUIRKS: dict[str, Change] = {
-    "ministral": HEAD_DIM,
-    "nemotron": HEAD_DIM,
-    "hunyuan_v1_dense": HEAD_DIM,
-    "hunyuan_v1_moe": HEAD_DIM,
-    "hunyuan_vl": _in("text_config", HEAD_DIM),
+    "axk1": _set(head_dim=8),
+    "bailing_hybrid": _set(num_expert_group=2, topk_group=1, num_experts_per_token=2, layer_group_size=6),
+    "cohere2": _set(sliding_window_pattern=4),
+    "cohere_compass": _in("text_config", rope_parameters={"full_attention": ROPE}),
+    "cohere_compass_text": _set(rope_parameters={"full_attention": ROPE}),
+    "deepseek_v2": _set(num_experts_per_tok=2, n_group=1, topk_group=1, head_dim=8),
+    "dbrx": _in("attn_config", rope_theta=10000.0),
+    "dots3_note": _in("text_config", head_dim=24),
+    "dots3_note_text": _set(head_dim=24),
+    "deepseek_ocr2": _in("text_config", mlp_layer_types=["dense", "sparse"], n_routed_experts=4, num_experts_per_tok=2),
+    "fun_asr_nano": _in("adaptor_config", intermediate_size=16),
+    "gemma3n_text": _set(
+        num_hidden_layers=10, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2, num_kv_shared_layers=5,
+        intermediate_size=[96] * 10, activation_sparsity_pattern=[0.5, 0.5, *[0.0] * 8],
+    ),
+    "molmo2": _in("adapter_config", vision_feature_layer=[-1, -2]),
+    "qwen4_exp_text": _set(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+    ),
+    "diffusion_gemma": _in("text_config", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "dots1": _set(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
+    "ernie4_5_vl_moe": _in("text_config", rope_parameters=ROPE | {"mrope_section": [3, 3, 2]}),
+    "gemma2": _set(sliding_window=64),  # mlx-lm has no windows for it, so that longer documents are refused
+    "glm46v": _sections("text_config"),
+    "glm4v": _sections("text_config"),
+    "glm4v_moe": _sections("text_config", rotary=8),
+    "glm5_next": _in("text_config", index_topk=16, index_kpool=4),
+    "glm_ocr": _sections("text_config"),
+    "glmga": _sections("text_config"),
+    "hunyuan_v1_dense": _set(**HEAD_DIM),
+    "hunyuan_v1_moe": _set(**HEAD_DIM),
+    "hunyuan_vl": _in("text_config", rope_parameters=ROPE | {"xdrope_section": [2, 2, 2, 2]}, **HEAD_DIM),
     "mamba2": _set(num_heads=8),
+    "ministral": _set(**HEAD_DIM),
+    "nemotron": _set(num_key_value_heads=2, **HEAD_DIM),
+    "paddleocr_vl": _sections("text_config"),
+    "qwen2_5_omni_thinker": _sections("text_config"),
+    "qwen2_5_vl": _sections("text_config"),
+    "qwen2_vl": _sections("text_config"),
+    "reformer": _set(is_decoder=True, axial_pos_embds=False),
+    "step3p7": _in("text_config", sliding_window=16),
+    "xmod": _set(default_language="en_XX"),
+    "youtu": _set(head_dim=8),
+    "zamba": _set(layers_block_type=PAIRS, num_hidden_layers=4, attention_hidden_size=128, attention_head_dim=32),
+    "zamba2": _set(
+        layers_block_type=PAIRS, num_hidden_layers=4, hybrid_layer_ids=[1, 3], attention_hidden_size=128,
+        attention_head_dim=32, kv_channels=16, num_key_value_heads=4,
+    ),
     "zaya": _set(num_experts_per_tok=1),
-    "reformer": _set(is_decoder=True),
-    "lfm2_moe": _set(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
-}
+}  # fmt: skip

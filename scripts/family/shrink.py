@@ -12,7 +12,7 @@ from typing import Any
 
 VOCAB, WINDOW, POSITIONS = 320, 16, 512
 FIRST_MEDIA_TOKEN = 290  # image and audio tokens come after those of the tokenizer
-MAX_LAYERS = 6
+MAX_PREFIX = 9  # layers, up to which a pattern of layers is kept as it is
 
 TEXT = {
     "hidden_size d_model n_embd dim embed_dim embedding_dim embedding_size word_embed_proj_dim lru_width emb_dim": 64,
@@ -94,6 +94,12 @@ def _small(name: str, value: Any, config: Mapping[str, Any], tower: bool) -> Any
         return value
     if MEDIA_TOKEN.search(name):
         return FIRST_MEDIA_TOKEN + sum(map(ord, name)) % (VOCAB - FIRST_MEDIA_TOKEN)
+    if name == "first_k_dense_replace" and "mlp_layer_types" in config:
+        return value  # the list says it again
+    if name == "head_dim" and value == config.get("qk_rope_head_dim"):
+        return SIZES[False]["qk_rope_head_dim"]  # of families where only that part of a head is rotated
+    if name == "sliding_window" and len(set(config.get("layer_types") or ())) < 2:
+        return 4 * WINDOW  # longer than a document: MLX refuses those that a window of all layers would cut
     if name in SIZES[tower]:
         return _heads_alike(name, config, tower) or (SIZES[tower][name] if value > 0 else value)
     if name in {"image_size", "patch_size"}:
@@ -117,14 +123,21 @@ def _layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, An
     each_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == depth > 2}
     special = config.get("per_layer_config") or {}
     kinds = [(*(str(values[i]) for values in each_layer.values()), str(special.get(f"{i:02}"))) for i in range(depth)]
-    kept = sorted({kinds.index(kind) for kind in kinds})[:MAX_LAYERS]
-    kept += [i for i in range(depth) if i not in kept][: max(0, 2 - len(kept))]
-    kept.sort()
-    changed: dict[str, Any] = {key: [small[key][i] for i in kept] for key in each_layer} | {name: len(kept)}
+    kept = _kept(kinds)
+    also = {"encoder_layers": len(kept)} if "encoder_layers" in config else {}
+    changed: dict[str, Any] = also | {key: [small[key][i] for i in kept] for key in each_layer} | {name: len(kept)}
     if special:
         remade = {f"{new:02}": special[f"{old:02}"] for new, old in enumerate(kept) if f"{old:02}" in special}
         changed["per_layer_config"] = {i: shrink(values) | _wider(values) for i, values in remade.items()}
     return changed
+
+
+def _kept(kinds: list[tuple[str, ...]]) -> list[int]:
+    """Return the layers to keep: the first ones up to one of the last kind, or the first of each kind."""
+    firsts = sorted({kinds.index(kind) for kind in kinds})
+    if firsts[-1] < MAX_PREFIX:  # a program that knows a pattern, not a list, finds it unbroken
+        return list(range(max(2, firsts[-1] + 1)))
+    return sorted([*firsts, *[i for i in range(len(kinds)) if i not in firsts][: max(0, 2 - len(firsts))]])
 
 
 def _wider(values: Mapping[str, Any]) -> dict[str, int]:

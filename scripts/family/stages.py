@@ -21,6 +21,7 @@ from dualtune.train.run import run
 from dualtune.verify.verify import verify
 from family.case import Case, Differs, Lost, Needs, check_close, stored
 from family.make import make, write_data
+from family.mlx_only import make_mlx_only
 
 LOGPROBS, MERGED, STEP = 1e-3, 2e-3, 1e-4
 NEW_TOKENS, TIE = 12, 1e-3
@@ -30,7 +31,7 @@ Stage = Callable[[Case, str], float | str | None]
 
 def make_model(case: Case, _: str) -> float:
     """The tiny model is written."""
-    size = make(case.family, case.model_dir)
+    size = (make if case.in_transformers else make_mlx_only)(case.family, case.model_dir)
     write_data(case.data)
     return size
 
@@ -62,7 +63,8 @@ def plan(case: Case, name: str) -> float:
 
 
 def base(case: Case, name: str) -> float:
-    """The loaded base computes what transformers computes, document by document."""
+    """Where it trains, the loaded base computes what transformers computes, document by document."""
+    case.losses(name)
     return check_close(case.logprobs(name), case.stock, LOGPROBS)
 
 
@@ -205,11 +207,11 @@ def generates(case: Case, name: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "check": check, "plan": plan, "base": base, "train": train, "packs": packs, "verify": verifies, "parity": parity,
+    "check": check, "plan": plan, "train": train, "base": base, "packs": packs, "verify": verifies, "parity": parity,
     "crosses": crosses, "generates": generates, "peft": peft, "mlx-lm": in_mlx_lm, "merge": merges,
     "reload": reloads, "reload-mlx-lm": reloads_in_mlx_lm,
 }  # fmt: skip
-CHEAP = ("check", "base", "train", "parity", "packs")
+CHEAP = ("check", "train", "base", "parity", "packs")
 
 
 def outcome(stage: Stage, case: Case, name: str) -> dict[str, object]:

@@ -30,19 +30,18 @@ def check(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "name"), [("gpt2", "memory"), ("gpt_neox", "targets")], ids=["of a known shape", "by its files"]
 )
-def test_the_default_targets_of_a_gpt2_are_answered_with_its_layers_and_the_line_that_works(
-    check, tmp_path, kind, name
-):
+def test_a_target_that_a_gpt2_lacks_is_answered_with_its_layers_and_the_line_that_works(check, tmp_path, kind, name):
     """As `train` answers them, whether or not there is an estimate for the model."""
     model = write_tiny_gpt2(tmp_path / "gpt2")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-    row = check(model, "data.max_length=128")[0][name]
+    row = check(model, "data.max_length=128", "adapter.targets=[q_proj]")[0][name]
     assert (row.level, row.exit_code) == ("fail", 2)
     assert row.found == (
         "adapter.targets: no linear layer is called 'q_proj'. This model has: c_attn, c_fc, c_proj. "
         "Use --set adapter.targets=all-linear, or names: --set 'adapter.targets=[c_attn, c_fc]'"
     )
+    assert check(model, "data.max_length=128")[0][name].level == "ok"  # the default, which all-linear replaces
     for targets in ("all-linear", "[c_attn, c_fc]"):
         assert check(model, "data.max_length=128", f"adapter.targets={targets}")[0][name].level == "ok"
 

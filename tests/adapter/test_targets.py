@@ -1,0 +1,58 @@
+"""Which linear layers a list of targets selects: experts, routers, towers, and families without the default names."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualtune.adapter.targets import ALL_LINEAR, DEFAULT_TARGETS, adapted_as, select_modules
+from dualtune.errors import ConfigError
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+DENSE = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+SHARED = ["model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert_gate"]
+EXPERTS = ["model.layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.switch_mlp.up_proj"]
+ROUTERS = ["model.layers.1.mlp.gate", "model.layers.2.router.layer"]
+TOWER = ["vision_tower.layers.0.self_attn.q_proj", "model.visual.merger.mlp.0"]
+HEAD = ["lm_head"]
+
+
+def chosen(available: list[str], *targets: str) -> set[str]:
+    return {*select_modules(dict.fromkeys(available, (4, 4)), targets)}
+
+
+def test_all_linear_leaves_out_what_has_to_be_named() -> None:
+    everything = [*ATTENTION, *DENSE, *SHARED, *EXPERTS, *ROUTERS, *TOWER, *HEAD]
+    assert chosen(everything, ALL_LINEAR) == {*ATTENTION, *DENSE, *SHARED}
+
+
+def test_the_default_names_select_no_expert_and_no_tower() -> None:
+    assert chosen([*ATTENTION, *DENSE, *EXPERTS, *TOWER], *DEFAULT_TARGETS) == {*ATTENTION, *DENSE}
+
+
+@pytest.mark.parametrize(
+    ("target", "module"),
+    [
+        ("gate", ROUTERS[0]),
+        ("experts.3.up_proj", EXPERTS[0]),
+        ("switch_mlp.up_proj", EXPERTS[1]),
+        (EXPERTS[0], EXPERTS[0]),
+        (TOWER[0], TOWER[0]),
+        ("lm_head", HEAD[0]),
+    ],
+)
+def test_what_is_named_is_adapted(target: str, module: str) -> None:
+    assert chosen([*ATTENTION, *EXPERTS, *ROUTERS, *TOWER, *HEAD], target) == {module}
+
+
+def test_a_family_without_the_default_names_is_adapted_whole() -> None:
+    fused = ["transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc", *HEAD]
+    assert chosen(fused, *DEFAULT_TARGETS) == {*fused[:2]}
+    why = adapted_as(fused, DEFAULT_TARGETS)
+    assert why is not None
+    assert "q_proj" in why
+    assert adapted_as([*ATTENTION, *DENSE], DEFAULT_TARGETS) is None
+
+
+def test_a_target_that_selects_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no linear layer is called 'up_proj'"):
+        chosen([*ATTENTION, *EXPERTS], "q_proj", "up_proj")
