@@ -128,7 +128,10 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
         "rotary_emb_base": config.get("rotary_emb_base") or config["rope_theta"],
         "rotary_pct": config.get("rotary_pct") or config["partial_rotary_factor"],
     },
-    "granitemoehybrid": _renamed_layers("layer_types"),
+    "granitemoehybrid": lambda config: {
+        "position_embedding_type": config.get("position_embedding_type") or "nope",
+        **_renamed_layers("layer_types")(config),
+    },
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
