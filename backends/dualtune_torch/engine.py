@@ -375,7 +375,8 @@ def _placed_layers(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
     """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
     weights = request.base_weights()
-    places = find_places(model, weights, linear_layers(model)) if weights is not None else {}
+    shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
+    places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
