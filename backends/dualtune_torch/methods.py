@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from dualtune.adapter.spec import AdapterSpec, select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
-from dualtune_torch.weights.text_part import text_modules
 
 
 class DropoutSeeds:
@@ -45,7 +44,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     MLX has no separate layer for it either, and an adapter on one side of the pair could not be merged.
     """
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-    return {path: layer for path, layer in text_modules(model) if is_linear(layer) and path not in tied}
+    return {path: layer for path, layer in model.named_modules() if is_linear(layer) and path not in tied}
 
 
 def add_layers(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -15,17 +14,16 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dualtune.adapter.targets import is_text
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
-from dualtune.errors import ConfigError, FormatError
+from dualtune.errors import ConfigError
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, dequantized, int8, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
-from dualtune_torch.weights.text_part import text_classes
+from dualtune_torch.weights.text_part import empty_model, text_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -133,8 +131,11 @@ def _pretrained(
     place: Path, weights: BaseWeights, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
     """Load the weights by transformers: plain ones, or those stored in NF4."""
-    model_class, config = _chosen(_config(place), weights)
-    model, info = model_class.from_pretrained(
+    config = _config(place)
+    if getattr(config, "quantization_config", None) is None:
+        _check_by_headers(config, weights)
+    model_class, config = text_model(config)
+    model, info = cast(Any, model_class).from_pretrained(
         place, config=config, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True,
         output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
     )  # fmt: skip
@@ -142,28 +143,15 @@ def _pretrained(
     return model
 
 
-def _chosen(config: PreTrainedConfig, weights: BaseWeights | None) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of the text part that fits the files, and its config; without plain files, the best one."""
-    *others, last = text_classes(config)
-    is_packed = any(getattr(config, key, None) is not None for key in ("quantization", "quantization_config"))
-    if weights is None or is_packed:
-        return [*others, last][0]
-    for model_class, own in others:
-        with suppress(FormatError):
-            _check_by_headers(model_class, own, weights)
-            return model_class, own
-    _check_by_headers(*last, weights)
-    return last
-
-
-def _check_by_headers(model_class: Any, config: PreTrainedConfig, weights: BaseWeights) -> None:
+def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
     """Raise FormatError, before any weight is read, if the tensors do not fit the model by transformers' own rules.
 
     transformers itself loads tensors without data into a model without data, because only it knows which names a class
     renames, joins or leaves out.
     """
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.tensors.items()}
-    _, info = model_class.from_pretrained(
+    model_class, config = text_model(config)
+    _, info = cast(Any, model_class).from_pretrained(
         None, config=config, state_dict=empty, device_map={"": "meta"}, ignore_mismatched_sizes=True,
         output_loading_info=True, local_files_only=True,
     )  # fmt: skip
@@ -177,7 +165,7 @@ def _check_loaded(info: dict[str, Any], weights: BaseWeights) -> None:
     check_complete(
         weights.directory,
         missing=info["missing_keys"],
-        unexpected=[name for name in info["unexpected_keys"] if is_text(name)],
+        unexpected=info["unexpected_keys"],
         mismatched=mismatched,
     )
 
@@ -189,8 +177,7 @@ def _config(place: Path) -> PreTrainedConfig:
 def _random(request: LoadRequest, place: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(request.seed)
     with torch.device(device):
-        model_class, config = _chosen(_config(place), None)
-        return model_class._from_config(config, dtype=dtype)
+        return empty_model(_config(place), dtype)
 
 
 def _module_by_module(
@@ -208,8 +195,7 @@ def _module_by_module(
     if quantization in BITS and (weights is None or not is_packed):
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
-        model_class, config = _chosen(config, weights)
-        model = model_class._from_config(config, dtype=dtype)
+        model = empty_model(config, dtype)
     if weights is not None and is_packed:
         affine_model.load(model, weights, dtype, place_on)
         return model
@@ -219,6 +205,7 @@ def _module_by_module(
     if weights is not None:
         if quantization == "nf4" and not by_module.can_load(model, weights):
             return _pretrained(place, weights, dtype, place_on, quantization_config=nf4.config(dtype))
+        _check_by_headers(config, weights)
         by_module.load(model, weights, finish, device)
         return model
     torch.manual_seed(request.seed)

@@ -1,15 +1,17 @@
-"""The text part of a model: the classes of transformers that compute it, without the towers for images and sound.
+"""The part of a model that reads and writes text: towers for images and sound are left out, with their tensors.
 
-Towers are models of their own inside a model. They are removed as soon as the model is built, so that their tensors are
-neither read nor adapted; a merge copies them from the files. The small layers between a tower and the text model stay,
-because some families call them for text too.
+A multimodal model of transformers is a text decoder, an embedding and a head within a wrapper that adds towers. Text
+never runs through these, so they take neither memory nor adapters; a merge copies their tensors from the base's files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,79 +23,73 @@ from transformers import (
 
 from dualtune.errors import ConfigError
 
+# In this order: the first that has a class for a config.
 AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
-def text_classes(config: PreTrainedConfig) -> list[tuple[Any, PreTrainedConfig]]:
-    """Return the classes that compute the text part, best first, each with its config: the whole one, or that of text.
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the text part of a config's model with initial weights, on the device of the context."""
+    kind, config = text_model(config)
+    return cast(Any, kind)._from_config(config, dtype=dtype)
 
-    Raises ConfigError for a model that transformers has no such class for, or that reads its input by an encoder.
-    """
-    found: dict[Any, PreTrainedConfig] = {}
+
+def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class that computes a config's model without its towers, and the config that this class takes."""
+    kind, text_config = whole_class(config), config.get_text_config()
+    if text_config is config:
+        return kind, config
+    if kind.config_class is type(text_config):
+        # As the Auto classes do: a class of the text alone, whose weights may be quantized as the whole model's.
+        if (stored := getattr(config, "quantization_config", None)) is not None:
+            text_config.quantization_config = stored
+        return kind, text_config
+    return _without_towers(kind), config
+
+
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class for a config. ConfigError if it knows none that writes text."""
     for auto in AUTO_CLASSES:
         if type(config) in auto._model_mapping:
-            model_class = auto._model_mapping[type(config)]
-            of_text = config.sub_configs.get("text_config")
-            takes_text = of_text is not None and model_class.config_class is of_text and type(config) is not of_text
-            found.setdefault(model_class, _text_config(config) if takes_text else config)
-    if not found:
-        raise ConfigError(
-            f"model.name: transformers has no class that writes text for a model of type {config.model_type}. Use a "
-            "causal language model, or one of images and text"
-        )
-    if config.is_encoder_decoder and type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ConfigError(
-            f"model.name: a model of type {config.model_type} reads its input by an encoder, and dualtune trains "
-            "models that read and write one text. Use a causal language model"
-        )
-    return [(_without_towers(model_class), own) for model_class, own in found.items()]
+            kind = auto._model_mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    raise ConfigError(
+        f"model.name: transformers has no class that writes text for model_type '{config.model_type}'. Allowed: "
+        "models that AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM load"
+    )
 
 
-def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    text: Any = config.get_text_config()
-    quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        text.quantization_config = quantized
-    return text
+class Absent(nn.Module):
+    """What is left of a tower. Some classes ask theirs where it lies before they look whether there is an input."""
+
+    device, dtype = torch.device("cpu"), torch.float32
 
 
-def _without_towers(model_class: Any) -> Any:
-    """Return a class of the same name that has no towers; the class itself if its config has no parts."""
-    if not getattr(model_class.config_class, "sub_configs", None):
-        return model_class
+@cache
+def _without_towers(kind: Any) -> Any:
+    def build(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        paths = list(_towers(self))
+        for path in paths:
+            self.set_submodule(path, Absent())
+        patterns = {rf"^{re.escape(path)}\." for path in paths}
+        self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
-    def build(self: Any, *args: Any, **options: Any) -> None:
-        model_class.__init__(self, *args, **options)
-        for path in list(_towers(self)):
-            self.set_submodule(path, nn.Module())
-            tied = self.all_tied_weights_keys
-            self.all_tied_weights_keys = {k: v for k, v in tied.items() if not f"{k}.".startswith(f"{path}.")}
-
-    # transformers takes its tables of names by the name of the class, and only for classes of its own modules.
-    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
-def _towers(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the paths of the models inside a model that are made from another config than text."""
-    kinds = {type(model.config), type(model.config.get_text_config(decoder=True))}
+def _towers(model: Any) -> Iterator[str]:
+    """Yield the paths of modules with weights that have no part in the decoder, the embedding or the head."""
     needed = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, PreTrainedModel) or type(module.config) in kinds:
-            continue
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if not inside and not any(each is part for each in needed for part in module.modules()):
-            found.append(path)
-    yield from found
+    whole = {id(part) for module in needed if module is not None for part in module.modules()}
+    around = {id(m) for m in model.modules() if any(id(part) in whole for part in m.modules())}
 
+    def outside(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if id(child) in whole:
+                continue
+            if id(child) in around:
+                yield from outside(child, f"{path}{name}.")
+            elif any(True for _ in child.parameters()):
+                yield f"{path}{name}"
 
-def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the text part by path: all of a plain decoder; else the text model and the output head."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is model or decoder is model.base_model:
-        yield from model.named_modules()
-        return
-    inside = {id(module) for module in decoder.modules()}
-    for path, module in model.named_modules():
-        if id(module) in inside or module is head:
-            yield path, module
+    yield from outside(model, "")
