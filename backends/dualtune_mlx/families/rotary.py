@@ -26,7 +26,9 @@ def _yarn(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
 
     def dimension(turns: float) -> float:
         """Return the dimension that turns this often over the length that the model was first trained on."""
-        return dims * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dims * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        )
 
     low = max(dimension(scaling.get("beta_fast") or 32), 0)
     high = min(dimension(scaling.get("beta_slow") or 1), dims - 1)
