@@ -16,8 +16,8 @@ from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, NonFiniteError
 
 LENGTHS = (5, 7, 5)  # tokens of the documents; short, because the influence of the previous document fades
-# The longer row has 48 tokens with its padding: hardly a head size, with which a wrong mask might fit.
-ROWS = ((0, 1, 2, 0, 1, 2), (2, 0))  # different, so that the mask of the first row cannot be right for both
+# The longer row has 17 tokens, before padding: no head size of a small model, with which a wrong mask might fit.
+ROWS = ((0, 1, 2), (2, 0))  # different, so that the mask of the first row cannot be right for both
 HIGHEST_TOKEN = 100  # smaller ids are text in most vocabularies; image tokens and the like come last
 
 
