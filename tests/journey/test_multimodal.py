@@ -30,7 +30,7 @@ TEXT = {
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MODELS = {
     "gemma 3": lambda ids: transformers.Gemma3Config(
-        text_config=TEXT | ids | {"sliding_window": 32}, mm_tokens_per_image=4, tie_word_embeddings=True,
+        text_config=TEXT | ids | {"sliding_window": 32, "sliding_window_pattern": 2}, mm_tokens_per_image=4,
         vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                        "image_size": 28, "patch_size": 14},
     ),
