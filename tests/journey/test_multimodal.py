@@ -1,4 +1,4 @@
-"""Multimodal models as their users have them: begun on MLX, continued on torch, verified, merged and answered elsewhere.
+"""Multimodal models as users have them: begun on MLX, continued on torch, verified, merged, and answered elsewhere.
 
 Tiny Gemma 3 and Qwen3.5 with vision towers and random weights, by the commands that a user would type.
 """
