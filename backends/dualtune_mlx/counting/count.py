@@ -49,7 +49,7 @@ def count(config: Mapping[str, Any]) -> Counted:
 
 def _count(keys: dict[str, Any]) -> Counted:
     model_class, args_class = classes(keys)
-    model = model_class(cast(Any, args_class).from_dict(keys))
+    model: nn.Module = cast(Any, model_class)(cast(Any, args_class).from_dict(keys))
     text = keys["text_config"] if isinstance(keys.get("text_config"), dict) else keys
     modules = dict(model.named_modules())
     paths = {id(module): path for path, module in modules.items()}
