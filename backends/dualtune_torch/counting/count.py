@@ -93,7 +93,7 @@ class _Counting:
             hidden=int(hidden),
             vocab=int(rows),
             heads=heads,
-            width=heads * int(getattr(text, "head_dim", None) or (hidden // heads if heads else 0)),
+            width=heads * int(text.to_dict().get("head_dim") or (hidden // heads if heads else 0)),
             fused_attention=self.attention == attention.NAME,
             fused_loss=not self.whole,
             paths=self.paths,
