@@ -121,7 +121,8 @@ def _last_logits(model: PreTrainedModel, tokens_BT: Tensor, **options: Any) -> T
 
 def _agrees(model: PreTrainedModel, way: Continue, without: Continue) -> bool:
     """Return whether a way computes the same of a few tokens as the model without a cache."""
-    V = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    V = embedding.weight.shape[0]
     tokens_1T = (torch.arange(sum(TRIAL), device=model.device) * 37 % HIGHEST_TOKEN % V)[None]
     held, before = None, None
     for part in tokens_1T.split(TRIAL, dim=1):
