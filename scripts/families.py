@@ -12,6 +12,7 @@ if a family has a fault: a traceback, a wrong number or a lost tensor.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -63,13 +64,13 @@ def _arguments() -> argparse.Namespace:
 
 def _preload() -> None:
     """Import once what every family needs: its process is a copy of this one. MLX has threads, so each imports it."""
-    import peft
+    for name in ("peft", "dualtune.preflight.config_check", "dualtune_torch.engine"):
+        importlib.import_module(name)
     import torch
     import transformers
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    del peft
 
 
 def _run_all(families: Iterable[str], only: tuple[str, ...], results: Path, *, again: bool) -> None:
