@@ -73,6 +73,10 @@ class MemoryFormulas:
 
     parts: Parts
     borders: tuple[int, ...] = ()  # document lengths in tokens above which a step takes less memory than at them
+    # Of models without a formula: "module:function" that counts the shapes of the model of a config.json by the
+    # framework (`dualtune.memory.counted`), and the parts for what was counted.
+    count: str = ""
+    counted_parts: Parts | None = None
 
 
 # By part of a step: what it takes forward and backward, for each of a unit of `dualtune.performance.work`.

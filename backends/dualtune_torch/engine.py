@@ -130,7 +130,8 @@ class TorchEngine:
 
     @cached_property
     def _needs_masks(self) -> bool:
-        return needs_masks(self.model)
+        with self._together():
+            return needs_masks(self.model)
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
@@ -303,7 +304,11 @@ class TorchEngine:
     def _inputs(self, batch: Batch) -> Inputs:
         arrays = self._arrays(batch)
         sent = dict(zip(arrays, to_device([*arrays.values()], self.model.device), strict=True))
-        return Inputs.of(sent, DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile))
+        documents = DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile)
+        inputs = Inputs.of(sent, documents)
+        if inputs.positions_BT is None or self._kernels.attention or not self._needs_masks:
+            return inputs
+        return replace(inputs, masks=document_masks(self.model, inputs.positions_BT))
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
@@ -356,8 +361,8 @@ class TorchEngine:
             options["position_ids"] = inputs.positions_BT
         if self._kernels.attention:
             options["documents"] = inputs.documents
-        elif inputs.positions_BT is not None and self._needs_masks:
-            options["attention_mask"] = document_masks(self.model, inputs.positions_BT)
+        elif inputs.masks is not None:
+            options["attention_mask"] = inputs.masks
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return model(inputs.tokens_BT, **options)
 
@@ -375,7 +380,8 @@ def _placed_layers(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
     """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
     weights = request.base_weights()
-    places = find_places(model, weights, linear_layers(model)) if weights is not None else {}
+    shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
+    places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.backend import LoadRequest
@@ -23,6 +23,7 @@ from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, dequantized, int8, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
+from dualtune_torch.weights.text_part import empty_model, text_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -133,9 +134,10 @@ def _pretrained(
     config = _config(place)
     if getattr(config, "quantization_config", None) is None:
         _check_by_headers(config, weights)
-    model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-        place, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True,
-        local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
+    model_class, config = text_model(config)
+    model, info = cast(Any, model_class).from_pretrained(
+        place, config=config, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True,
+        output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
     )  # fmt: skip
     _check_loaded(info, weights)
     return model
@@ -148,8 +150,8 @@ def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
     renames, joins or leaves out.
     """
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.tensors.items()}
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    _, info = model_class.from_pretrained(
+    model_class, config = text_model(config)
+    _, info = cast(Any, model_class).from_pretrained(
         None, config=config, state_dict=empty, device_map={"": "meta"}, ignore_mismatched_sizes=True,
         output_loading_info=True, local_files_only=True,
     )  # fmt: skip
@@ -175,7 +177,7 @@ def _config(place: Path) -> PreTrainedConfig:
 def _random(request: LoadRequest, place: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(request.seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(_config(place), dtype=dtype)
+        return empty_model(_config(place), dtype)
 
 
 def _module_by_module(
@@ -193,7 +195,7 @@ def _module_by_module(
     if quantization in BITS and (weights is None or not is_packed):
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = empty_model(config, dtype)
     if weights is not None and is_packed:
         affine_model.load(model, weights, dtype, place_on)
         return model

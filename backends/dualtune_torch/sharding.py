@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from dualtune.backend import EngineDescription, LoadRequest
 from dualtune.base_model import staged
@@ -30,6 +30,7 @@ from dualtune.world import wait_limit_s
 from dualtune_torch.distributed import joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer
+from dualtune_torch.weights.text_part import empty_model
 
 # A base stays whole if it takes at most this share of a device's free memory: a step needs the rest.
 LARGEST_SHARE = 0.8
@@ -195,7 +196,7 @@ def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> 
     """Bytes of the base as it will be loaded, assuming that all matrices are quantized."""
     with torch.device("meta"), staged(request.model_dir, None) as place:
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = empty_model(config, dtype)
     bits = dtype.itemsize * 8
     known = {"nf4": 4.127, "int8": 8, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}
     packed = known.get(quantization, bits)

@@ -16,7 +16,7 @@ from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import Documents, in_memory
 from dualtune.errors import ConfigError
 from dualtune.memory.ask import adapted
-from dualtune.memory.shapes import Decoder
+from dualtune.memory.counted import Shape
 
 DOCUMENTS, LONGEST = 3, 16  # what is tried: so many documents, cut to so many tokens
 BY_PATH = "Name modules of upper layers by their paths, as in adapter.targets: [layers.10.self_attn.q_proj, …]"
@@ -34,7 +34,7 @@ def check_layers(layers_below: int | None, targets: Sequence[str]) -> None:
         )
 
 
-def layers_below(decoder: Decoder, targets: Sequence[str]) -> int:
+def layers_below(decoder: Shape, targets: Sequence[str]) -> int:
     """Return how many layers lie below the lowest adapted module. ConfigError if there are none."""
     below = decoder.layers - adapted(decoder, tuple(targets)).layers
     check_layers(below, targets)

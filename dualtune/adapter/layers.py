@@ -36,6 +36,14 @@ def position_of(module: str) -> LayerPosition | None:
     return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
+def within_stack(module: str) -> str:
+    """Return the path from the stack of layers on, without what wraps it: `layers.3.self_attn.q_proj`."""
+    position = position_of(module)
+    if position is None:
+        return module
+    return f"{position.stack.rpartition('.')[2]}.{position.layer}.{position.name}"
+
+
 def uniform_names(modules: Iterable[str]) -> set[str]:
     """Return the layer-relative names adapted in all layers from 0 to the last adapted one; none for two stacks."""
     positions = [position for module in modules if (position := position_of(module))]

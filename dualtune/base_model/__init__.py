@@ -15,6 +15,7 @@ from dualtune.base_model.config_file import (
 from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
 from dualtune.base_model.embeddings import untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
+from dualtune.base_model.names import naming_of
 from dualtune.base_model.resolve import (
     HUB_PATTERNS,
     find_weights,
@@ -43,6 +44,7 @@ __all__ = [
     "is_here",
     "longest_text",
     "model_here",
+    "naming_of",
     "plain_name",
     "position_table_size",
     "read_config",

@@ -70,7 +70,8 @@ def _check_kinds(table: Mapping[str, Any], file: Path) -> None:
         value = table[key]
         if key in _FLAGS and (value is not None or key == "rope_traditional") and not isinstance(value, bool):
             raise fields.wrong(file, key, value, "true, false or null")
-        if key in _NUMBERS and value is not None and not 0 <= (fields.number(value) or -1.0) < LARGEST:
+        number = 0.0 if value is None else fields.number(value)
+        if key in _NUMBERS and (number is None or not 0 <= number < LARGEST):
             raise fields.wrong(file, key, value, f"a number from 0 to {LARGEST:g}, or null")
 
 

@@ -21,6 +21,7 @@ from dualtune.base_model.counts import tables_of
 from dualtune.base_model.places import FilePlace
 from dualtune.base_model.weights import BaseWeights, StoredTensor
 from dualtune.errors import ConfigError
+from dualtune.io import tensors
 from dualtune.io.tensors import SIZES, StoredForm, bytes_of, write_safetensors
 from dualtune.io.untrusted import open_file, read_metadata
 
@@ -55,8 +56,18 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
 
     copy_without_weights(base.directory, out)
     _write_config(base, out, None if kept else dtype)
-    for file in base.files:
-        names = [name for name, each in base.tensors.items() if each.file == file]
+    _write_files(base, out, forms, content)
+
+
+def _write_files(
+    base: BaseWeights, out: Path, forms: Mapping[str, StoredForm], content: Callable[[str], memoryview]
+) -> None:
+    """Write the files of the base; or where one would be larger than the hub takes, shards of our own."""
+    files = {file: [name for name, each in base.tensors.items() if each.file == file] for file in base.files}
+    if max(sum(forms[name].num_bytes for name in names) for names in files.values()) > tensors.SHARD_BYTES:
+        tensors.write_model_weights(out, forms, content)
+        return
+    for file, names in files.items():
         metadata = read_metadata(file) or {"format": "pt"}
         write_safetensors(out / file.name, {name: forms[name] for name in names}, content, metadata)
     copy_index(base.directory, out, sum(form.num_bytes for form in forms.values()))

@@ -22,8 +22,9 @@ from dualtune.card import Card, card_of
 from dualtune.config import Config, load_config
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.ask import tokens_at_once
+from dualtune.memory.counted import Shape, shape_from
 from dualtune.memory.estimate import Estimate, ask_of, estimate
-from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.memory.shapes import UnknownShape
 from dualtune.platform.budget import budget
 from dualtune.platform.choose import choose
 from dualtune.platform.detect import detect
@@ -163,7 +164,7 @@ class _Place:
     platform: str
     steps: int
     card: Card  # with only the device that computes
-    decoder: Decoder
+    decoder: Shape
     have_bytes: int
 
     def config_with(self, overrides: Iterable[str]) -> Config:
@@ -212,7 +213,7 @@ def _place(config: Path, overrides: tuple[str, ...], platform: str, steps: int) 
     if card.memory is None or device is None:
         raise EnvironmentFault(f"there is no memory plan for the backend {choice.backend}, so nothing to compare with")
     try:
-        decoder = decoder_of(read_config(resolve_model(loaded.model.name, weights=False)))
+        decoder = shape_from(read_config(resolve_model(loaded.model.name, weights=False)), choice.backend)
     except UnknownShape as reason:
         raise EnvironmentFault(f"model.name: {loaded.model.name}: {reason}") from reason
     has = budget(machine, choice.platform if device.kind == "cuda" else device.kind)

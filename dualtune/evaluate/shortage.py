@@ -15,9 +15,10 @@ from dualtune.config import Config
 from dualtune.errors import DeviceFault, DualtuneError, OutOfMemory
 from dualtune.evaluate.recovery import first_line
 from dualtune.memory.ask import Ask, tokens_at_once
+from dualtune.memory.counted import Shape, shape_from
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.plan import SAME, savings_alone
-from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.memory.shapes import UnknownShape
 from dualtune.text.show import in_bytes
 
 NUM_WAYS = 3
@@ -58,10 +59,10 @@ def explanation(backend: Backend, config: Config, what: str) -> str:
     return "\n".join([f"out of memory: {what}", parts, "Each of these takes less:", *lines])
 
 
-def _planned(backend: Backend, config: Config) -> tuple[Decoder, Ask] | None:
+def _planned(backend: Backend, config: Config) -> tuple[Shape, Ask] | None:
     """Return what the planner estimates from; None without formulas, or with too little memory to read the config."""
     try:
-        decoder = decoder_of(read_config(resolve_model(config.model.name, weights=False)))
+        decoder = shape_from(read_config(resolve_model(config.model.name, weights=False)), backend.name)
         ask = ask_of(config, decoder, backend.name, _device(backend))
         estimate(decoder, ask)
         return decoder, ask
@@ -69,7 +70,7 @@ def _planned(backend: Backend, config: Config) -> tuple[Decoder, Ask] | None:
         return None
 
 
-def _parts(decoder: Decoder, ask: Ask) -> str:
+def _parts(decoder: Shape, ask: Ask) -> str:
     found = estimate(decoder, ask)
     parts = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in found.parts)
     return f"By estimate it needs {in_bytes(found.total_bytes)}: {parts}"
@@ -84,7 +85,7 @@ def _device(backend: Backend) -> str:
     return backend.devices()[0].kind
 
 
-def _from_plan(decoder: Decoder, ask: Ask) -> Iterator[tuple[str, str]]:
+def _from_plan(decoder: Shape, ask: Ask) -> Iterator[tuple[str, str]]:
     """Yield the planner's settings, with the bytes that each saves and what it means for the run."""
     for saving in savings_alone(decoder, ask):
         effect = SAME_RUN if saving.remark == SAME else f"{saving.remark}; {NEW_RUN}"

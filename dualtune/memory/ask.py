@@ -11,9 +11,11 @@ from typing import Literal, Protocol
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.methods import FULL, METHODS
+from dualtune.memory.counted import Shape
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, slots_of
 
+Targets = tuple[str, ...] | Literal["all-linear"]
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 AUTO_MICRO_BATCH_TOKENS = 2048
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
@@ -104,35 +106,38 @@ class Adapted:
     shapes: tuple[tuple[int, int], ...]  # (out, in) of each
     inputs: int  # total input width of all modules
     inside: frozenset[str]  # their paths in a layer
-    reads: frozenset[str]  # their inputs, as in `Linear`
+    reads: frozenset[str | int]  # their inputs, as in `Linear`
     head: bool  # whether the output head is one of them
     layers: int  # the number of layers from the lowest adapted one; below it nothing is kept
 
 
 @cache
-def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) -> Adapted:
+def selected(shape: Shape, targets: Targets) -> Mapping[str, tuple[int, int]]:
     """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
-    from dualtune.adapter.targets import OUTPUT_HEAD, select_modules
+    from dualtune.adapter.targets import select_modules
 
-    linears = decoder.linears()
-    places = {f"{decoder.stack}.{i}.{name}": (i, name) for i in range(decoder.layers) for name in linears}
-    available = {path: (linears[name].out, linears[name].in_) for path, (_, name) in places.items()}
-    if not decoder.tied:
-        available[OUTPUT_HEAD] = (decoder.vocab, decoder.hidden)
-    found = select_modules(available, (targets,) if isinstance(targets, str) else targets)
-    in_layers = [places[path] for path in found if path != OUTPUT_HEAD]
+    return select_modules(shape.modules(), (targets,) if isinstance(targets, str) else targets)
+
+
+@cache
+def adapted(shape: Shape, targets: Targets) -> Adapted:
+    """Describe the adapted linear layers. ConfigError as from `selected`."""
+    found, places = selected(shape, targets), shape.places()
+    in_layers = [places[path] for path in found if path in places]
     inside = frozenset(name for _, name in in_layers)
+    # What is in no layer, as an embedding's projection, may come before all of them.
+    outside = found.keys() - places.keys() - {shape.head}
     return Adapted(
         shapes=tuple(found.values()),
         inputs=sum(in_ for _, in_ in found.values()),
         inside=inside,
-        reads=frozenset(linears[name].reads for name in inside),
-        head=OUTPUT_HEAD in found,
-        layers=decoder.layers - min((i for i, _ in in_layers), default=decoder.layers),
+        reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
+        head=shape.head in found,
+        layers=shape.layers if outside else shape.layers - min((i for i, _ in in_layers), default=shape.layers),
     )
 
 
-def adapted_by(decoder: Decoder, ask: Ask) -> Adapted:
+def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
     """Return the adapted linear layers. A model that is trained whole has none, but keeps the input of every layer."""
     if not ask.trains_model:
         return adapted(decoder, ask.targets)
@@ -140,7 +145,7 @@ def adapted_by(decoder: Decoder, ask: Ask) -> Adapted:
     return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
 
 
-def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
+def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     if adapter.method == FULL:
         return decoder.num_parameters
@@ -148,11 +153,11 @@ def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
 
 
 @cache
-def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, ...] | Literal["all-linear"]) -> int:
+def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets) -> int:
     return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
 
 
-def optimizer(decoder: Decoder, ask: Ask) -> MemoryPart:
+def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
     average = SLOT_BYTES if ask.averages else 0
@@ -186,9 +191,12 @@ def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("weights", n + 4 * rows + c * plain, formula)
 
 
-def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
-    """Return whether output head and loss are computed separately: if requested, or if the head is adapted."""
-    return ask.kernels == "reference" or adapted_by(decoder, ask).head
+def has_plain_loss(decoder: Shape, ask: Ask) -> bool:
+    """Return whether output head and loss are computed separately: if requested, or if the head is adapted.
+
+    Or if the model changes its logits in a way that the loss does not know.
+    """
+    return ask.kernels == "reference" or not decoder.fused_loss or adapted_by(decoder, ask).head
 
 
 def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:

@@ -15,6 +15,7 @@ from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.card import MemoryFormulas, card_of
 from dualtune.errors import ConfigError
 from dualtune.memory.ask import Adapted, Ask, Estimate, adapted, padded, tokens_at_once
+from dualtune.memory.counted import Shape
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import rule_of
 
@@ -28,9 +29,13 @@ FULL = ActivationCheckpointing("all")
 SHORTEST, LONGEST = 64, 1 << 20  # tokens; the range of `longest_that_fits`
 
 
-def estimate(decoder: Decoder, ask: Ask) -> Estimate:
+def estimate(decoder: Shape, ask: Ask) -> Estimate:
     """Return the peak of a training step. ConfigError if a target selects nothing or the backend has no formulas."""
-    return Estimate(_formulas(ask.backend).parts(decoder, ask))
+    formulas = _formulas(ask.backend)
+    parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
+    if parts is None:
+        raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
+    return Estimate(parts(decoder, ask))
 
 
 def _formulas(backend: str) -> MemoryFormulas:
@@ -40,7 +45,7 @@ def _formulas(backend: str) -> MemoryFormulas:
     return found
 
 
-def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
+def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
     """Return the `Ask` of a config. A base with quantization as stored ("auto") counts as not quantized.
 
     ConfigError if a target selects nothing, or if the backend lacks the device or the quantization.
@@ -111,7 +116,7 @@ def _full_because(value: str | CheckpointedLayers, where: str) -> ActivationChec
     return FULL if value == "full" else replace(FULL, reason=f"auto: needed by {where}")
 
 
-def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
+def longest_that_fits(decoder: Shape, ask: Ask, budget_bytes: int) -> int:
     """Return the tokens of the longest document that fits in the budget, if it is the only one in its micro-batch.
 
     0 if not even 64 tokens fit. The model's limit of positions is not considered.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dualtune.activation_checkpointing import KEEP_ALL, LAYERS, ActivationCheckpointing
 from dualtune.card import NUMBER, card_of
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, Ask, Estimate, num_trained
+from dualtune.memory.counted import Shape
 from dualtune.memory.estimate import FULL, ask_of, estimate, last_that_fits, longest_that_fits
-from dualtune.memory.shapes import Decoder
 from dualtune.text.show import in_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Smaller:
 class MemoryPlan:
     """What a run needs, with every `auto` resolved, and the changes with which it fits."""
 
-    decoder: Decoder
+    decoder: Shape
     ask: Ask
     estimate: Estimate
     have_bytes: int
@@ -114,7 +114,7 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 
 def plan_of(
-    config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int, host_bytes: int | None = None,
+    config: Config, decoder: Shape, backend: str, device: str, have_bytes: int, host_bytes: int | None = None,
     evaluated: Config | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
@@ -137,7 +137,7 @@ def plan_of(
     return plan
 
 
-def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:
+def make_plan(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:
     """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice.
 
     `host_bytes` limits what may wait beside a device that has memory of its own.
@@ -148,7 +148,7 @@ def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | Non
     return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, have_bytes, host_bytes))
 
 
-def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
+def savings_alone(decoder: Shape, ask: Ask) -> list[Saving]:
     """Return the changes that save memory, each taken alone, in the planner's order.
 
     For a run that has run out of memory: how much is missing is not known, because the plan was too low or there is
@@ -162,7 +162,7 @@ def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
     return [saving for saving in savings if saving.saved_bytes > 0]
 
 
-def choose_checkpointing(decoder: Decoder, ask: Ask, have_bytes: int) -> ActivationCheckpointing:
+def choose_checkpointing(decoder: Shape, ask: Ask, have_bytes: int) -> ActivationCheckpointing:
     """Return what `memory.checkpointing: auto` means: the cheapest value with which the run fits easily, and why.
 
     If none fits, everything is recomputed that can be: the estimate may be too high.
@@ -179,7 +179,7 @@ def choose_checkpointing(decoder: Decoder, ask: Ask, have_bytes: int) -> Activat
     return replace(found, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
 
 
-def recompute_time(decoder: Decoder, ask: Ask) -> float:
+def recompute_time(decoder: Shape, ask: Ask) -> float:
     """Return how many times as long a step takes with the checkpointing of `ask` as without, by operations."""
     if ask.checkpointing.remade:
         return REMADE_TIME
@@ -187,7 +187,7 @@ def recompute_time(decoder: Decoder, ask: Ask) -> float:
     return 1 + recomputed / flops_per_token(decoder, ask)
 
 
-def flops_per_token(decoder: Decoder, ask: Ask) -> float:
+def flops_per_token(decoder: Shape, ask: Ask) -> float:
     """Return the operations of a step for each token of documents of `max_length` tokens, without recomputation.
 
     Counted as in `dualtune.bench.flops`, which has the sources: 2 for a multiplication and its addition, the forward
@@ -200,12 +200,12 @@ def flops_per_token(decoder: Decoder, ask: Ask) -> float:
     return 2 * (2 * forward + 1.5 * scores * layers + 3 * num_trained(decoder, ask))
 
 
-def _multiplications(decoder: Decoder, ask: Ask) -> float:
+def _multiplications(decoder: Shape, ask: Ask) -> float:
     """Of a layer's forward pass, for each token: the weights, and the two products of scores with half the keys."""
-    return decoder.linear_parameters / decoder.layers + decoder.width * ask.max_length
+    return decoder.active_parameters / max(1, decoder.layers) + decoder.width * ask.max_length
 
 
-def _dial(decoder: Decoder, ask: Ask) -> list[ActivationCheckpointing]:
+def _dial(decoder: Shape, ask: Ask) -> list[ActivationCheckpointing]:
     """Return what the backend can recompute, the cheapest in time first."""
     honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
@@ -215,7 +215,7 @@ def _dial(decoder: Decoder, ask: Ask) -> list[ActivationCheckpointing]:
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
 
-def _needs(decoder: Decoder, ask: Ask) -> int:
+def _needs(decoder: Shape, ask: Ask) -> int:
     return estimate(decoder, ask).total_bytes
 
 
@@ -232,7 +232,7 @@ class _Stage:
     remark: str
 
 
-def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
+def _cheapest_savings(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
     for stages in _sequences(decoder, ask, have_bytes):
         here = stages[-1].ask
@@ -241,12 +241,12 @@ def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: i
     return ()
 
 
-def _has_room(decoder: Decoder, ask: Ask, host_bytes: int | None) -> bool:
+def _has_room(decoder: Shape, ask: Ask, host_bytes: int | None) -> bool:
     """Return whether the host has room for the layers that wait there."""
     return host_bytes is None or _waiting(decoder, ask) <= host_bytes
 
 
-def _waiting(decoder: Decoder, ask: Ask) -> int:
+def _waiting(decoder: Shape, ask: Ask) -> int:
     """Return the bytes of streamed layers on the host, each in a pinned buffer, whose size is a power of two."""
     if ask.resident_layers is None:
         return 0
@@ -254,7 +254,7 @@ def _waiting(decoder: Decoder, ask: Ask) -> int:
     return decoder.layers * (1 << (two - one - 1).bit_length())
 
 
-def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Saving]:
+def _as_savings(decoder: Shape, ask: Ask, stages: list[_Stage]) -> Iterator[Saving]:
     before = _needs(decoder, ask)
     for stage in stages:
         after = _needs(decoder, stage.ask)
@@ -262,7 +262,7 @@ def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Sa
         before = after
 
 
-def _sequences(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+def _sequences(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     """Yield sequences of changes, each kind as it is, then with fewer bits for the moments, then for the base.
 
     First those that cost only time, then streamed layers, which may cost a lot of it, then shorter documents.
@@ -274,7 +274,7 @@ def _sequences(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_St
             yield from ([*base, *tail] for tail in ways(decoder, here, have_bytes) if base or tail)
 
 
-def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+def _with_same_documents(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     yield []
     # Smaller products cost time only where a micro-batch has fewer tokens than `auto` gives it.
     start = _fewer_tokens(decoder, ask, max(AUTO_MICRO_BATCH_TOKENS, ask.max_length), have_bytes)
@@ -287,7 +287,7 @@ def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterato
     yield [*strongest, *_offloading(strongest[-1].ask if strongest else ask)]
 
 
-def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+def _with_streamed_layers(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     """Yield the strongest of the other changes with the most layers that then fit on the device."""
     if ask.trains_model or NUMBER not in card_of(ask.backend).honoured.get(RESIDENT, ()):
         return
@@ -304,7 +304,7 @@ def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterat
         yield [*start, _Stage(replace(here, resident_layers=layers), settings, None, SAME)]
 
 
-def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+def _with_shorter_documents(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     strongest = _recomputing(decoder, ask)[-1:]
     here = strongest[-1].ask if strongest else ask
     if length := longest_that_fits(decoder, here, have_bytes) // GRANULE * GRANULE:
@@ -312,7 +312,7 @@ def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iter
         yield [*strongest, _Stage(cut, {LENGTH: length, TOKENS: length}, None, CUT)]
 
 
-def _recomputing(decoder: Decoder, ask: Ask) -> list[_Stage]:
+def _recomputing(decoder: Shape, ask: Ask) -> list[_Stage]:
     """Return the setups that recompute more than `ask`, the cheapest first."""
     now, offload = recompute_time(decoder, ask), ask.checkpointing.offload
     values = [replace(value, offload=offload) for value in _dial(decoder, ask) if value.layers or not offload]
@@ -339,7 +339,7 @@ def _written(value: ActivationCheckpointing) -> str:
     return "full" if value.layers == "all" else f"{{layers: {value.layers}}}"
 
 
-def _fewer_tokens(decoder: Decoder, ask: Ask, least: int, have_bytes: int) -> list[_Stage]:
+def _fewer_tokens(decoder: Shape, ask: Ask, least: int, have_bytes: int) -> list[_Stage]:
     """Return the largest smaller micro-batch that fits, or the one with `least` tokens if none does."""
     if ask.micro_batch_tokens <= least:
         return []

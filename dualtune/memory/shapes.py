@@ -78,6 +78,31 @@ class Decoder:
         }
 
     @property
+    def head(self) -> str:
+        """The module path of the output head."""
+        return "lm_head"
+
+    @property
+    def fused_loss(self) -> bool:
+        """Whether the logits are the output head's: they are then never in memory at once."""
+        return True
+
+    def places(self) -> dict[str, tuple[int, str]]:
+        """Return the number of the layer of each linear layer, and its path in it, by module path."""
+        return {f"{self.stack}.{i}.{name}": (i, name) for i in range(self.layers) for name in self.linears()}
+
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """Return the linear layers that can be adapted: module path -> (out, in)."""
+        linears = self.linears()
+        found = {path: (linears[name].out, linears[name].in_) for path, (_, name) in self.places().items()}
+        return found if self.tied else {**found, self.head: (self.vocab, self.hidden)}
+
+    @property
+    def active_parameters(self) -> int:
+        """The weights of all layers that a token is multiplied with."""
+        return self.linear_parameters
+
+    @property
     def linear_parameters(self) -> int:
         """The weights of all layers' linear layers, without biases and the output head."""
         return self.layers * sum(layer.out * layer.in_ for layer in self.linears().values())

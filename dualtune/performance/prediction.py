@@ -15,8 +15,8 @@ from typing import Any
 from dualtune.card import card_of
 from dualtune.errors import EnvironmentFault
 from dualtune.memory.ask import Ask
+from dualtune.memory.counted import Counted, Shape
 from dualtune.memory.plan import flops_per_token
-from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.work import ATTENTION, PARTS, Piece, pieces_of
 from dualtune.platform.rates import MachineLimits
@@ -95,11 +95,15 @@ class StepTime:
         return {"what": SAID, **{name: getattr(self, name) for name in derived}, **own}
 
 
-def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: MachineLimits) -> StepTime:
+def predict(decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineLimits) -> StepTime:
     """Predict a step. EnvironmentFault if the backend does not say what its step takes, or for the plain kernels."""
     costs = card_of(ask.backend).costs.get(ask.device)
     if costs is None:
         raise EnvironmentFault(f"the backend '{ask.backend}' does not say what its step takes on {ask.device}")
+    if isinstance(decoder, Counted):
+        raise EnvironmentFault(
+            f"no time is predicted for {decoder.model_class}, whose shapes are counted: dualtune bench measures a step"
+        )
     if ask.kernels == "reference":
         raise EnvironmentFault("no time is predicted for model.kernels=reference; set it to auto")
     if ask.kernels == "auto" and decoder.num_parameters < costs.least_parameters:
@@ -175,7 +179,7 @@ def _side_share(side: float, shares: Mapping[int, float]) -> float:
     return (1 - along) * shares[low] + along * shares[high]
 
 
-def _model_flops(decoder: Decoder, ask: Ask, documents: StepDocuments) -> float:
+def _model_flops(decoder: Shape, ask: Ask, documents: StepDocuments) -> float:
     """Operations that the model requires, without recomputation. A token sees half of a document of `length`."""
     length = 2 * documents.seen / documents.tokens - 1
     return documents.tokens * flops_per_token(decoder, replace(ask, max_length=round(length)))

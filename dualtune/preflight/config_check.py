@@ -17,8 +17,8 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
 from dualtune.io.disk import existing, expanded
 from dualtune.memory.ask import num_trained
+from dualtune.memory.counted import Shape
 from dualtune.memory.plan import plan_of
-from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.prediction import predict
 from dualtune.platform.budget import budget, within
@@ -85,7 +85,7 @@ def check_config(
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, seen = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
-    decoder, reason = shape_of(model, config.model.name)
+    decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)
@@ -177,7 +177,7 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
 
 
 def _memory(
-    config: Config, evaluated: Config, decoder: Decoder | None, reason: str, choice: PlatformChoice, machine: Machine
+    config: Config, evaluated: Config, decoder: Shape | None, reason: str, choice: PlatformChoice, machine: Machine
 ) -> tuple[Check, MemoryNeed | None]:
     """Return the row, and the estimate if there is one."""
     card = card_of(choice.backend)
@@ -207,7 +207,7 @@ def _time_row(
         return Check("time", "skipped", str(error))
 
 
-def _run_dir_rows(config: Config, decoder: Decoder | None, num_steps: int | None) -> list[Check]:
+def _run_dir_rows(config: Config, decoder: Shape | None, num_steps: int | None) -> list[Check]:
     """Check that the run directory can be used, and that the disk has room for the checkpoints."""
     path = path_of(config)
     place = existing(path)

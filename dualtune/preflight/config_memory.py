@@ -54,7 +54,7 @@ def plan_config(
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
         raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
-    decoder = decoder_to_plan(config)
+    decoder = decoder_to_plan(config, choice.backend)
     if config.memory.sharding == "full":
         raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)

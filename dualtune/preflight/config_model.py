@@ -29,7 +29,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.io.disk import expanded
 from dualtune.io.fields import shown
-from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of, published
+from dualtune.memory.counted import Shape, shape_from
+from dualtune.memory.shapes import UnknownShape, published
 from dualtune.preflight.storage import local_model, missing_files
 
 # Class names of Hugging Face models that predict the next token; `architectures` in config.json names the class.
@@ -93,23 +94,23 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
     return [_fails("architecture", found, "Choose a causal language model")]
 
 
-def shape_of(model: BaseModel, name: str) -> tuple[Decoder | None, str]:
-    """Return the shape of the model of this name, or None and why it is not known."""
+def shape_of(model: BaseModel, name: str, backend: str) -> tuple[Shape | None, str]:
+    """Return the shape of the model of this name for a backend, or None and why it is not known."""
     if model.config is None:
         reason = "its shape is not known; for that only its config.json is needed, not the weights"
         return None, f"{reason}: hf download {name} config.json"
     try:
-        return decoder_of(model.config), ""
+        return shape_from(model.config, backend), ""
     except UnknownShape as error:
         return None, f"there is no formula for this model: {error}"
 
 
-def decoder_to_plan(config: Config) -> Decoder:
-    """Return the shape of the model of a config. EnvironmentFault if it is not known; FormatError for damaged files."""
+def decoder_to_plan(config: Config, backend: str) -> Shape:
+    """Return the shape of a config's model for a backend. EnvironmentFault if it is not known; FormatError: damaged."""
     model, _ = find_model(config)
     if model.fault is not None:
         raise model.fault
-    decoder, reason = shape_of(model, config.model.name)
+    decoder, reason = shape_of(model, config.model.name, backend)
     if decoder is None:
         raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
     return decoder
@@ -176,7 +177,7 @@ def length_row(config: Config, model: BaseModel) -> Check:
     return Check("length", "advice", f"{found}; it was not trained on longer texts", fix)
 
 
-def activation_cache_rows(config: Config, decoder: Decoder | None) -> list[Check]:
+def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
     """Return what train.activation_cache keeps on disk, or why it cannot; no row where it is not asked for."""
     name, targets = "activation cache", config.adapter.targets
     if config.train.activation_cache == "none":

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from dualtune.card import driver_of
 from dualtune.errors import ConfigError
+from dualtune.memory.counted import Shape
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import Smaller, plan_of
-from dualtune.memory.shapes import Decoder, decoder_of, published
+from dualtune.memory.shapes import decoder_of, published
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.machine import Machine
 from dualtune.preflight.thresholds import device_of
@@ -73,16 +74,16 @@ def about_config(machine: Machine, path: Path) -> Question:
 
     config = load_config(path)
     kind = device_of(machine)
-    decoder = _decoder(config)
+    decoder = _decoder(config, driver_of(kind).name)
     has = within(budget(machine, kind), config.memory.limit_bytes)
     plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes, has.host_bytes)
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
-def _decoder(config: Config) -> Decoder:
+def _decoder(config: Config, backend: str) -> Shape:
     """Return the shape of a published model, or of one on this machine."""
     if (known := published(config.model.name)) is not None:
         return decoder_of(known)
     from dualtune.preflight.config_model import decoder_to_plan  # late: it imports NumPy and tokenizers
 
-    return decoder_to_plan(config)
+    return decoder_to_plan(config, backend)

@@ -20,9 +20,10 @@ from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.memory.ask import padded
+from dualtune.memory.counted import Shape, shape_from
 from dualtune.memory.estimate import checkpointing_of
 from dualtune.memory.plan import MemoryPlan, plan_of
-from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.memory.shapes import UnknownShape
 from dualtune.performance.documents import StepDocuments
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.detect import detect
@@ -148,12 +149,12 @@ def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, 
     return RunMemory(plan.ask.checkpointing, has, plan)
 
 
-def _shape(backend: str, kind: str, model_dir: Path) -> tuple[Decoder | None, str]:
+def _shape(backend: str, kind: str, model_dir: Path) -> tuple[Shape | None, str]:
     """Return the shape of the model, or None and why there is no estimate."""
     card = card_of(backend)
     if card.memory is None or card.device(kind) is None:
         return None, f"there is no estimate for the backend {backend}"
     try:
-        return decoder_of(read_config(model_dir)), ""
+        return shape_from(read_config(model_dir), backend), ""
     except UnknownShape as error:
         return None, str(error)

@@ -1,4 +1,4 @@
-"""The result of a run that trains all parameters: a model directory, which every tool loads like its base.
+"""The result of a run: the adapter, or if all parameters are trained a model directory, which loads like its base.
 
 config.json, tokenizer, chat template  as in the base, or as in the training; they name where it stops
 model.safetensors                      the trained parameters, in float32: whoever loads them rounds once
@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dualtune.adapter.formats.chat_template import write_training_template
+from dualtune.adapter.formats.directory import Adapter
+from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
+from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
 from dualtune.backend import Engine
+from dualtune.base_model import naming_of, read_config
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.errors import EnvironmentFault
 from dualtune.io.disk import json_bytes, write_whole
+from dualtune.train.prepare import Prepared
 
 
 def write_model(path: Path, engine: Engine, template: str | None, record: Mapping[str, Any]) -> None:
@@ -31,3 +37,21 @@ def write_model(path: Path, engine: Engine, template: str | None, record: Mappin
         (directory / MANIFEST_FILE).write_bytes(json_bytes(record))
 
     write_whole(path, write)
+
+
+def trained_adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
+    """Return the adapter that a run has trained. `template`: the source of its chat template."""
+    directory = prepared.model.directory
+    return Adapter(
+        _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
+        naming=naming_of(directory, modules_of(tensors)), fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
+    )  # fmt: skip
+
+
+def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
+    """Return the spec with short target names instead of "all-linear" or a list of all modules."""
+    if prepared.start is not None:
+        return replace(prepared.spec, targets=prepared.start.spec.targets)
+    if prepared.spec.targets == (ALL_LINEAR,) or lacks(modules_of(tensors), prepared.spec.targets):
+        return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
+    return prepared.spec

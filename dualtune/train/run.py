@@ -13,10 +13,8 @@ from typing import Any
 from dualtune.activation_cache.fill import use_cache
 from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
+from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
-from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
 from dualtune.base_model import position_table_size, read_config
@@ -42,7 +40,7 @@ from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
-from dualtune.train.model_dir import write_model
+from dualtune.train.model_dir import trained_adapter, write_model
 from dualtune.train.moments import Moments, watchers_of
 from dualtune.train.packing import check_packing
 from dualtune.train.policies import MakePolicy
@@ -360,14 +358,7 @@ def _write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[s
     if prepared.config.adapter.trains_model:
         write_model(path, engine, source, record)
     else:
-        write_adapter(path, _adapter(prepared, engine.adapter_state(), source), metadata=record)
-
-
-def _adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
-    return Adapter(
-        _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
-        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
-    )  # fmt: skip
+        write_adapter(path, trained_adapter(prepared, engine.adapter_state(), source), metadata=record)
 
 
 def _fingerprints(prepared: Prepared, engine: Engine) -> dict[str, Any]:
@@ -389,12 +380,3 @@ def _write_report(path: Path, log: Metrics, step: int) -> None:
 def _finite(value: float | None) -> float | None:
     """Return None for NaN and Inf, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
-    """Return the spec with short target names instead of "all-linear" or a list of all modules."""
-    if prepared.start is not None:
-        return replace(prepared.spec, targets=prepared.start.spec.targets)
-    if prepared.spec.targets == (ALL_LINEAR,) or lacks(modules_of(tensors), prepared.spec.targets):
-        return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
-    return prepared.spec

@@ -6,8 +6,9 @@ import json
 
 from dualtune.base_model import resolve_model
 from dualtune.checks import Check
+from dualtune.memory.counted import shape_from
 from dualtune.memory.plan import plan_of
-from dualtune.memory.shapes import UnknownShape, decoder_of
+from dualtune.memory.shapes import UnknownShape
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.machine import Machine
 from dualtune.validate.plan import Plan, ValidationSetup
@@ -22,7 +23,7 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
     model_dir = resolve_model(plan.config.model.name, weights=False)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     try:
-        decoder = decoder_of(config)
+        decoder = shape_from(config, setup.backend.name)
     except UnknownShape as reason:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = setup.backend.devices()[0].kind

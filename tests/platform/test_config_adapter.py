@@ -28,7 +28,7 @@ def check(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gpt2", "memory"), ("gpt_neox", "targets")], ids=["of a known shape", "by its files"]
+    ("kind", "name"), [("gpt2", "memory"), ("unheard_of", "targets")], ids=["of a known shape", "by its files"]
 )
 def test_a_target_that_a_gpt2_lacks_is_answered_with_its_layers_and_the_line_that_works(check, tmp_path, kind, name):
     """As `train` answers them, whether or not there is an estimate for the model."""

@@ -225,7 +225,7 @@ def test_a_model_that_does_not_continue_texts_is_told(check, model, architecture
 
 
 def test_a_model_without_a_formula_is_checked_but_for_its_memory(check, model):
-    rewrite(model, model_type="gpt_neox")
+    rewrite(model, model_type="unheard_of")
     report = check(f"model.name={model}")
     assert (row(report, "memory").level, report.memory) == ("skipped", None)
     assert "there is no formula for this model" in row(report, "memory").found

@@ -6,7 +6,7 @@ import sys
 
 from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
-from dualtune_torch.card import checks, memory
+from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,7 +57,7 @@ CARD = Card(
         recorded=("torch", "bitsandbytes", "accelerate"),
         detected=("torch", "bitsandbytes", "transformers", "peft"),
     ),
-    memory=MemoryFormulas(memory.parts),
+    memory=MemoryFormulas(memory.parts, count="dualtune_torch.counting.count:count", counted_parts=counted.parts),
     costs=COSTS,
     pieces=("lora", "attention", "loss", "norms", "mlp", "rotary"),
     launches=(

@@ -24,6 +24,7 @@ from dualtune.memory.ask import (
     num_trained,
     optimizer,
 )
+from dualtune.memory.counted import Shape
 from dualtune.memory.shapes import Decoder
 from dualtune_torch.card.sizes import (
     ATTENTION_BLOCK,
@@ -95,7 +96,7 @@ def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("weights", packed + c * plain, formula)
 
 
-def trained_model(decoder: Decoder, ask: Ask) -> MemoryPart:
+def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
     """The float32 masters of a model that is trained whole, and their copy in the compute dtype."""
     each, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
     return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
@@ -112,14 +113,14 @@ def nf4_bytes(n: int) -> int:
     return -(-n // 2) + blocks + 4 * -(-blocks // NF4_BLOCKS_A_SCALE) + NF4_TABLES_BYTES
 
 
-def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
+def adapter(decoder: Shape, ask: Ask) -> MemoryPart:
     on, n, copy = adapted_by(decoder, ask), num_trained(decoder, ask), _copy_bytes(ask)
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
 
 
-def reserve(decoder: Decoder, ask: Ask, peak: int) -> MemoryPart:
+def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
     """What is no tensor, in a step with a `peak` of tensors beyond those that are always there."""
     if ask.device == "cuda":
         return MemoryPart("reserve", CUDA_RESERVE, "CUDA context and cuBLAS")
@@ -128,7 +129,7 @@ def reserve(decoder: Decoder, ask: Ask, peak: int) -> MemoryPart:
     if ask.quantization == "int8":
         head = decoder.vocab * decoder.hidden * MASTER_BYTES // 2
         size, formula = size + head, f"{formula} + {head:,} B with int8"
-    if not _is_compiled(decoder, ask):
+    if not is_compiled(decoder, ask):
         return MemoryPart("reserve", size, formula)
     tokens = min(ask.cells, GROWING_TOKENS)
     size += COMPILER + OF_TOKEN * tokens
@@ -187,7 +188,7 @@ def _angles(decoder: Decoder, ask: Ask) -> int:
 
 def _norms_are_remade(decoder: Decoder, ask: Ask) -> bool:
     """Whether adapters recompute the output of a norm: it must keep its input in the compute dtype."""
-    keeps_input = decoder.is_gpt2 or _is_compiled(decoder, ask) or ask.item_bytes == MASTER_BYTES
+    keeps_input = decoder.is_gpt2 or is_compiled(decoder, ask) or ask.item_bytes == MASTER_BYTES
     return ask.checkpointing.remade and ask.kernels != "reference" and keeps_input
 
 
@@ -195,16 +196,16 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of the fused kernels: what every product and every norm needs, once."""
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, ask, is_compiled=_is_compiled(decoder, ask))
+    kept = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
     if not _norms_are_remade(decoder, ask):
         kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
     kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
-    kept += c * q * ("heads" in reads and _drops(decoder, ask) and not ask.checkpointing.remade)
+    kept += c * q * ("heads" in reads and drops(decoder, ask) and not ask.checkpointing.remade)
     if decoder.is_gpt2:
         kept += c * i * (GELU + ("inner" in reads))
     else:
         kept += c * i * (1 + decoder.gated)  # gate and up
-        if not _is_compiled(decoder, ask):
+        if not is_compiled(decoder, ask):
             kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both…
         elif ask.trains_model:
             kept += c * i  # …but not for a layer whose weight has a gradient
@@ -242,10 +243,10 @@ def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
 
 def _normalized(decoder: Decoder, ask: Ask) -> bool:
     """Whether an RMS norm keeps what its weight is multiplied by: for the gradient of the weight, in the plain code."""
-    return ask.trains_model and not decoder.is_gpt2 and (ask.kernels == "reference" or not _is_compiled(decoder, ask))
+    return ask.trains_model and not decoder.is_gpt2 and (ask.kernels == "reference" or not is_compiled(decoder, ask))
 
 
-def _drops(decoder: Decoder, ask: Ask) -> bool:
+def drops(decoder: Shape, ask: Ask) -> bool:
     """Whether inputs after dropout are in memory: Triton's kernels apply the mask as they read the input."""
     narrowest = min((in_ for _, in_ in adapted_by(decoder, ask).shapes), default=0)
     in_registers = ask.device == "cuda" and ask.item_bytes < MASTER_BYTES and narrowest >= FEATURES_IN_REGISTERS
@@ -257,14 +258,14 @@ def _num_adapted(decoder: Decoder, ask: Ask) -> int:
     return len(adapted_by(decoder, ask).inside)
 
 
-def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
+def is_compiled(decoder: Shape, ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels in ("auto", "graph") and decoder.num_parameters >= WORTH_COMPILING)
 
 
 # --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
-def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
+def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient.
 
     Compiled code for a GPU writes the gradient over the logits.
@@ -275,7 +276,7 @@ def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     rows = min(LOSS_ROWS[ask.device], T)
     # The plain code has two temporaries in float32, and a copy from which they are computed.
     compiled = c if ask.device == "cuda" else 2 * c
-    each = compiled if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
+    each = compiled if is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
     head = MASTER_BYTES * V * decoder.hidden if ask.trains_model else 0
     chunk = rows * V * each
@@ -309,7 +310,7 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
         return MemoryPart("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
     L = min(ask.max_length, T)
     block = min(L, ATTENTION_BLOCK)
-    each = 4 * c if _is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
+    each = 4 * c if is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
     before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
     size = H * block * (each * L + 2 * c * before)  # two are still alive
     formula = f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before"
@@ -320,19 +321,19 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
-    drops = _drops(decoder, ask) and "inner" in adapted_by(decoder, ask).reads
+    is_dropped = drops(decoder, ask) and "inner" in adapted_by(decoder, ask).reads
     each = 3 * c
-    if drops:  # the recomputed input, before and after dropout; three gradients. Plain: two, and three integers (hash)
-        each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
-    if decoder.is_gpt2 and _is_compiled(decoder, ask) and "inner" in adapted_by(decoder, ask).reads:
-        each -= (2 if drops else 1) * c  # without a gate there are fewer gradients: measured
+    if is_dropped:  # the input again, before and after dropout; three gradients. Plain: two, and three integers (hash)
+        each = 5 * c if is_compiled(decoder, ask) else 2 * c + 12
+    if decoder.is_gpt2 and is_compiled(decoder, ask) and "inner" in adapted_by(decoder, ask).reads:
+        each -= (2 if is_dropped else 1) * c  # without a gate there are fewer gradients: measured
     matrix = c * decoder.hidden * i if ask.quantization != "none" or ask.trains_model else 0
     what = "gradient" if ask.trains_model else "unpacked"
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {matrix:,} B ({what})" if matrix else "")
     return MemoryPart("workspace", T * i * each + matrix, formula)
 
 
-def update(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
+def update(decoder: Shape, ask: Ask, kept: int) -> MemoryPart:
     """The step of an optimizer of our own, or with an average, when what the forward pass has `kept` is freed."""
     n = num_trained(decoder, ask)
     arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * min(n, UPDATE_CHUNK[ask.device])

@@ -181,7 +181,7 @@ def _check_batchable(model: PreTrainedModel) -> None:
     others = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
     if others or getattr(model, "_is_stateful", False):
         raise CannotBatch(f"its layers keep a state ({', '.join(others) or type(model).__name__})")
-    if getattr(model.config, "attention_chunk_size", None) is not None:
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None:
         raise CannotBatch("its attention ends at fixed positions (attention_chunk_size)")
 
 

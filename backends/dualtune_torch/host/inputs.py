@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ class Inputs:
     seeds_BT: Tensor  # of the tokens' dropout, int32
     weights_BT: Tensor | None  # float32, 0 where there is no target; None: all are 1
     documents: DocumentBorders
+    masks: Any = None  # transformers', for a model that does not derive them from the positions
 
     @classmethod
     def of(cls, sent: Mapping[str, Tensor], documents: DocumentBorders) -> Inputs:

@@ -110,15 +110,16 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
         yield
         return
     # The names alone are exchanged: `set_attn_implementation` walks all modules, which is too slow for each token.
-    model.config._attn_implementation = kernels.own_attention
+    config = model.config.get_text_config()
+    config._attn_implementation = kernels.own_attention
     try:
         yield
     finally:
-        model.config._attn_implementation = attention.NAME
+        config._attn_implementation = attention.NAME
 
 
 def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
-    chosen.own_attention, chosen.attention = model.config._attn_implementation, True
+    chosen.own_attention, chosen.attention = model.config.get_text_config()._attn_implementation, True
     where = document_borders(model, chosen.maybe_compile)
     try:
         if not model._supports_attention_backend:

@@ -42,19 +42,19 @@ class TrialResults:
 
 def own_results(model: PreTrainedModel) -> TrialResults:
     """Compute each document in a separate row, by the model's own code."""
-    parts = _tokens(model).split(LENGTHS, dim=1)
-
-    def run() -> Tensor:
-        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
-
     if model.device.type in DEVICES_OF_GRADIENT and not is_split(model):
         try:
-            return _differentiated(model, run)
+            return _differentiated(model, lambda: _separate(model))
         except (RuntimeError, NotImplementedError) as error:  # a model that can be used, and not trained
             if allocator.is_out_of_memory(error):
                 raise
     with torch.no_grad():
-        return TrialResults(run(), None)
+        return TrialResults(_separate(model), None)
+
+
+def _separate(model: PreTrainedModel) -> Tensor:
+    parts = _tokens(model).split(LENGTHS, dim=1)
+    return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
 
 
 def packed(model: nn.Module, where: DocumentBorders | None, *, masks: bool = False) -> Tensor:
@@ -76,7 +76,7 @@ def needs_masks(model: PreTrainedModel) -> bool:
     Most classes of transformers derive the masks from the positions; some do not pass the positions on.
     """
     with torch.no_grad():
-        expected_1TV = own_results(model).logits_1TV
+        expected_1TV = _separate(model)
         for masks in (False, True):
             try:
                 gap = largest_gap(packed(model, None, masks=masks), expected_1TV)
@@ -146,6 +146,6 @@ def _judge(what: str, of: str, gap: float, most: float) -> None:
         raise NotCovered(f"computes different {what} (by {gap:.1e} of the {of})")
 
 
-def _tokens(model: nn.Module) -> Tensor:
-    device = next(model.parameters()).device
-    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
+def _tokens(model: Any) -> Tensor:
+    device, vocab = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % vocab)[None]

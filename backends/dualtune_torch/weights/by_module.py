@@ -5,6 +5,7 @@ The plain model is never in memory, only one of its matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from dualtune.base_model import BaseWeights
 from dualtune.errors import EnvironmentFault
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
+from dualtune_torch.weights.places import stored_names
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN_NAMES = ("F32", "BF16", "F16")  # in the headers of files
@@ -34,15 +36,23 @@ class TensorReader:
 
     def __init__(self, stored: BaseWeights, model: PreTrainedModel) -> None:
         self.model_dir = stored.directory
-        self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
         self._tensors = stored.tensors
         self._unread = set(stored.tensors)
+        self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
+        self._names = stored_names(model, stored)
+        absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]  # such as towers
+        self._unread -= {name for to, name in self._names.items() if any(pattern.search(to) for pattern in absent)}
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._tensors
 
     def _stored_name(self, name: str) -> str:
-        return name if name in self._tensors else name.removeprefix(self._prefix)
+        if name in self._tensors:
+            return name
+        module, _, part = name.rpartition(".")
+        if (weight := self._names.get(f"{module}.weight")) is not None:  # beside it lie a bias, scales and biases
+            return f"{weight.removesuffix('weight')}{part}"
+        return self._names.get(name, name.removeprefix(self._prefix))
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""

@@ -17,13 +17,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from dualtune.base_model import copy_without_weights, read_config, stored_precision
 from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
+from dualtune_torch.weights.text_part import whole_class
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 # On some CPUs it warns when it is imported that a faster kernel, which no one has asked for, is not installed.
@@ -147,10 +148,11 @@ def write_model(source: Path, out: Path, device: torch.device) -> None:
     """Write a plain model directory in NF4, as transformers does it, in the precision of its files."""
     dtype: torch.dtype = getattr(torch, stored_precision(read_config(source)) or "float32")
     logging.disable_progress_bar()
-    make: Any = AutoModelForCausalLM
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    make: Any = whole_class(AutoConfig.from_pretrained(source, **options))
     model = make.from_pretrained(
-        source, quantization_config=config(dtype), dtype=dtype, device_map={"": device}, local_files_only=True,
-        use_safetensors=True, trust_remote_code=False,
+        source, quantization_config=config(dtype), dtype=dtype, device_map={"": device}, use_safetensors=True,
+        **options,
     )  # fmt: skip
     copy_without_weights(source, out)
     model.save_pretrained(out)

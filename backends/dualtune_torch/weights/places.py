@@ -6,8 +6,8 @@ the files to the parameters that it becomes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -16,15 +16,15 @@ from transformers.pytorch_utils import Conv1D
 
 from dualtune.base_model.places import FilePlace
 from dualtune.base_model.weights import BaseWeights
-from dualtune_torch.weights.frozen import shape_of
 
 
-def find_places(model: PreTrainedModel, base: BaseWeights, modules: Iterable[str]) -> dict[str, FilePlace]:
-    """Return the place of each linear layer (by its path in the model) that is one matrix of the files, or a part.
+def find_places(
+    model: PreTrainedModel, base: BaseWeights, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, FilePlace]:
+    """Return the place of each linear layer that is one matrix of the files, or a part. `shapes`: path -> (out, in).
 
     A layer that transformers makes in another way, such as from several tensors, has none.
     """
-    shapes = {module: shape_of(cast(Any, model.get_submodule(module))) for module in modules}
     found: dict[str, FilePlace] = {}
     for parameter, place in _parameters(model, base, shapes).items():
         module = parameter.removesuffix(".weight")
@@ -33,6 +33,12 @@ def find_places(model: PreTrainedModel, base: BaseWeights, modules: Iterable[str
                 place = place._replace(transposed=not place.transposed)
             found[module] = place
     return found
+
+
+def stored_names(model: PreTrainedModel, base: BaseWeights) -> dict[str, str]:
+    """Return the tensor of the files that each parameter is, for those that are one tensor as it is."""
+    places = _parameters(model, base, {}).items()
+    return {parameter: place.tensor for parameter, place in places if place == FilePlace(place.tensor)}
 
 
 def _parameters(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,18 @@ from dualtune.adapter.formats import canonical, mlx_lm, peft
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
 from dualtune.adapter.formats.containers import INDEX_FILE, NPZ_FILE
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
+from dualtune.adapter.formats.naming import (
+    PLAIN,
+    Naming,
+    Prefixes,
+    read_naming,
+    rename_tensors,
+    renamed,
+    reversed_,
+)
 from dualtune.adapter.spec import AdapterSpec, Tensors, modules_of
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.io import fields
 from dualtune.io.disk import Content, Pieces, json_bytes, write_directory
 from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
@@ -47,6 +57,7 @@ class Adapter:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
     template: str | None = None  # the source of its training's chat template, if it is in the directory
+    naming: Naming = PLAIN  # how other tools name the layers
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.adapter.formats.gpt2`
 
     @property
@@ -102,22 +113,38 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
     _check_values(tensors)
-    modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, Content]()
+    config, files, naming = dict[str, Any](), dict[str, Content](), adapter.naming
     if layout != "mlx":
-        config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=fan_in_fan_out)
-        files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
+        named, own = _in_names(spec, tensors, naming.peft)
+        config |= peft.peft_config(
+            own, modules_of(named), adapter.base_model, fan_in_fan_out=fan_in_fan_out, naming=naming
+        )
+        files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
-        config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=fan_in_fan_out)
+        named, own = _in_names(spec, tensors, naming.mlx)
+        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out)
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(
-            mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
+            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
         )
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
     files[CONFIG_FILE] = json_bytes(config)
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
-    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, "adapter": _kind(spec)}))
+    facts: dict[str, Any] = {"adapter": _kind(spec)}
+    if spec.dropout and "target_parameters" in config:
+        facts["adapter"]["dropout"] = spec.dropout
+    if naming != PLAIN:
+        facts["naming"] = naming.as_json()
+    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, **facts}))
     return files
+
+
+def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
+    """Return canonical tensors, and the targets of a spec that are whole paths, in the names of another tool."""
+    paths = renamed(modules_of(tensors), prefixes)
+    targets = tuple(paths.get(target, target) for target in spec.targets)
+    return rename_tensors(tensors, prefixes), replace(spec, targets=targets)
 
 
 def adapter_directory(path: str | os.PathLike[str]) -> Path:
@@ -151,7 +178,7 @@ def load(contents: Contents) -> Adapter:
     parts = _parse(contents, layout)
     return Adapter(
         _with_scaling(parts.spec, contents), parts.tensors, parts.base_model, contents.layout, contents.manifest or {},
-        parts.notes, read_template(contents.directory), parts.fan_in_fan_out,
+        parts.notes, read_template(contents.directory), _naming(contents), parts.fan_in_fan_out,
     )  # fmt: skip
 
 
@@ -177,7 +204,7 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
     return problems
 
 
-def _kind(spec: AdapterSpec) -> dict[str, str]:
+def _kind(spec: AdapterSpec) -> dict[str, Any]:
     """Return method and scaling for dualtune.json; mlx-lm's config has no key for the scaling."""
     return {"method": spec.method, "scaling": spec.scaling}
 
@@ -191,9 +218,28 @@ def _with_scaling(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
 
 
 def _parse(contents: Contents, layout: str) -> canonical.Parts:
-    name, read = (peft.WEIGHTS_FILE, peft.read_peft) if layout == "peft" else (mlx_lm.WEIGHTS_FILE, mlx_lm.read_mlx)
+    """Return the adapter in one of the files, by its canonical names."""
     config = read_json(contents.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-    return read(config, read_safetensors(contents.directory / name), contents.directory)
+    naming = _naming(contents)
+    if layout == "peft":
+        tensors = read_safetensors(contents.directory / peft.WEIGHTS_FILE)
+        parts = peft.read_peft(config, tensors, contents.directory, naming)
+    else:
+        tensors = read_safetensors(contents.directory / mlx_lm.WEIGHTS_FILE)
+        parts = mlx_lm.read_mlx(config, tensors, contents.directory)
+    named, spec = _in_names(parts.spec, parts.tensors, reversed_(naming.prefixes(layout)))
+    return parts._replace(spec=_with_dropout(spec, contents), tensors=named)
+
+
+def _naming(contents: Contents) -> Naming:
+    return read_naming(contents.manifest or {}, contents.directory / MANIFEST_FILE)
+
+
+def _with_dropout(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
+    """Return the spec with the dropout of the training, which PEFT's config must deny for adapted parameters."""
+    where = f"{contents.directory / MANIFEST_FILE}: adapter"
+    kind = fields.subtable(contents.manifest or {}, "adapter", where)
+    return replace(spec, dropout=fields.probability(kind, "dropout", where)) if "dropout" in kind else spec
 
 
 def _nothing_found(directory: Path, found: list[str]) -> str:

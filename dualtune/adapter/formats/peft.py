@@ -25,8 +25,9 @@ from dualtune.adapter.formats.canonical import (
     to_tensors,
     unify,
 )
+from dualtune.adapter.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.adapter.formats.patterns import full_match, matches_end
-from dualtune.adapter.layers import exact_targets, is_module_path, position_of, short_targets
+from dualtune.adapter.layers import exact_targets, is_module_path, position_of, short_targets, within_stack
 from dualtune.adapter.methods import METHODS, UNSUPPORTED
 from dualtune.adapter.methods.method import Method
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Scaling, Tensors, divisor, is_target, parse_name
@@ -46,7 +47,6 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
     "lora_bias": "lora_B has a bias",
     "megatron_config": "the layers are Megatron's parallel ones",
     "monteclora_config": "MonteCLoRA samples the weights",
-    "target_parameters": "stacked parameters (MoE experts) are adapted",
     "trainable_token_indices": "rows of the embedding were trained next to the adapter",
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
     "use_qalora": "QA-LoRA averages groups of inputs first",
@@ -56,7 +56,7 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
     "fan_in_fan_out",
     *(key for method in METHODS.values() for key in method.peft_keys),
@@ -87,9 +87,11 @@ _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
 }
 
 
-def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
+def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, naming: Naming = PLAIN) -> Parts:
     """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
     where = directory / CONFIG_FILE
+    if naming.exclusion is not None and config.get("exclude_modules") == naming.exclusion:
+        config = {key: value for key, value in config.items() if key != "exclude_modules"}  # towers have no adapters
     notes = _check_config(config, where)
     method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
@@ -97,6 +99,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
+    _check_parameters(config, pairs, where)
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
@@ -123,18 +126,31 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
 
 
 def peft_config(
-    spec: AdapterSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
+    spec: AdapterSpec,
+    modules: Collection[str],
+    base_model: str | None,
+    *,
+    fan_in_fan_out: bool = False,
+    naming: Naming = PLAIN,
 ) -> dict[str, Any]:
     """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
     assert spec.alpha == int(spec.alpha), spec
+    targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
+    if parameters:
+        targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
+    if naming.exclusion is not None:  # whole paths of files are those of no class
+        targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
+    extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+    if naming.exclusion is not None:
+        extra["exclude_modules"] = naming.exclusion
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha),
-        "lora_dropout": spec.dropout,
-        "target_modules": list(exact_targets(modules, spec.targets)),
+        "lora_dropout": 0.0 if parameters else spec.dropout,  # of parameters PEFT allows none; mlx-lm's keys have it
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": spec.scaling == "rank_stabilized",
@@ -142,7 +158,27 @@ def peft_config(
         "init_lora_weights": True,
         "inference_mode": True,
         **spec.method_spec.peft_keys,
+        **extra,
     }
+
+
+def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
+    """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
+
+    PEFT adapts parameters by plain LoRA only.
+    """
+    if not naming.has_experts or spec.method != "lora":
+        return []
+    return [f"{module}.weight" for module in sorted(modules) if module.rpartition(".")[2] in EXPERT_NAMES]
+
+
+def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> None:
+    """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
+    for name in fields.texts(config, "target_parameters", where) or ():
+        module, _, last = name.rpartition(".")
+        if last != "weight" or not any(is_target(each, (module,)) for each in pairs):
+            allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
+            raise fields.wrong(where, "target_parameters", name, allowed)
 
 
 def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
@@ -211,6 +247,8 @@ def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
     targets, excluded = _selector(config, "target_modules", where), _selector(config, "exclude_modules", where)
     if excluded and _selects(excluded, module, where):
         return False
+    if is_target(f"{module}.weight", fields.texts(config, "target_parameters", where) or ()):
+        return True
     if targets is None or targets == ALL_LINEAR:
         return True
     if isinstance(targets, str) or module in targets:
@@ -253,4 +291,7 @@ def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str,
     for target in targets:
         if not is_module_path(target):
             raise fields.wrong(where, "target_modules", target, "the names of modules, or one regular expression")
-    return tuple(dict.fromkeys(targets))
+    parameters = {name.rpartition(".")[0] for name in fields.texts(config, "target_parameters", where) or ()}
+    if not parameters:
+        return tuple(dict.fromkeys(targets))
+    return exact_targets(pairs, dict.fromkeys([*targets, *sorted({m.rpartition(".")[2] for m in parameters})]))

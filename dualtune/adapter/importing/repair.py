@@ -75,8 +75,9 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     template = read_template(directory)
     fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
     adapter = Adapter(
-        parts.spec, parts.tensors, parts.base_model, layout, kept, (*notes, *parts.notes), template, fan_in_fan_out
-    )
+        parts.spec, parts.tensors, parts.base_model, layout, kept, (*notes, *parts.notes), template,
+        fan_in_fan_out=fan_in_fan_out,
+    )  # fmt: skip
     return ImportedAdapter(
         adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record}
     )

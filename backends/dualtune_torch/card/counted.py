@@ -1,0 +1,181 @@
+"""The memory that the torch engine needs for a model whose shapes are counted, by part.
+
+What a layer keeps was traced (`dualtune_torch.counting`); the largest moment of a backward pass is in proportion to its
+largest tensor, as in the models that have formulas (`dualtune_torch.card.memory`).
+
+Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from dualtune.memory.ask import AFFINE_BITS, Ask, MemoryPart, affine_bytes, optimizer, selected
+from dualtune.memory.counted import Counted, CountedLayer, Kept, variant
+from dualtune_torch.card import memory
+from dualtune_torch.card.sizes import ATTENTION_BLOCK
+
+SCORES = 3  # of plain attention in its backward pass: probabilities, their gradient and that of the scores
+KEPT_BY_HEAD = 2  # the last norm, and the gradient of its output: in the model's width
+
+
+def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
+    """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
+    base = memory.trained_model(counted, ask) if ask.trains_model else weights(counted, ask)
+    own = () if ask.trains_model else (memory.adapter(counted, ask),)
+    kept = activations(counted, ask)
+    moments = [memory.loss(counted, ask), workspace(counted, ask), recomputation(counted, ask, kept.bytes)]
+    if ask.averages or ask.optimizer in memory.CHUNK_ARRAYS:
+        moments.append(memory.update(counted, ask, kept.bytes))
+    most = max(moments, key=lambda part: part.bytes)
+    return (base, *own, optimizer(counted, ask), kept, most, memory.reserve(counted, ask, kept.bytes + most.bytes))
+
+
+# --- what is always there ---------------------------------------------------------------------------------------------
+
+
+def weights(counted: Counted, ask: Ask) -> MemoryPart:
+    """The base; if it is streamed, the layers that are on the device, and on a CPU, which is the host, all of them."""
+    layers = [_stored(layer, ask) for layer in counted.by_layer]
+    outside, resident, all_layers = _stored(counted.outside, ask), ask.resident_layers, sum(layers)
+    stored = f"{counted.num_parameters:,} parameters stored, in {ask.quantization if _packs(ask) else ask.dtype}"
+    if resident is None:
+        return MemoryPart("weights", outside + all_layers, stored)
+    on_device = resident * max(layers, default=0)
+    host = all_layers if ask.device == "cpu" else 0
+    return MemoryPart("weights", outside + on_device + host, f"{stored}; {resident} of {len(layers)} layers at once")
+
+
+def _packs(ask: Ask) -> bool:
+    return ask.quantization != "none"
+
+
+def _stored(layer: CountedLayer, ask: Ask) -> int:
+    c = ask.item_bytes
+    if not _packs(ask):
+        return c * layer.parameters
+    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
+    return c * plain + sum(each.number * _matrix_bytes(each.out, each.in_, ask) for each in layer.matrices)
+
+
+def _matrix_bytes(out: int, in_: int, ask: Ask) -> int:
+    if ask.quantization in AFFINE_BITS:
+        return affine_bytes(out, in_, AFFINE_BITS[ask.quantization], ask.item_bytes)
+    return out * in_ + 4 * out if ask.quantization == "int8" else memory.nf4_bytes(out * in_)
+
+
+# --- what the forward pass keeps --------------------------------------------------------------------------------------
+
+
+def activations(counted: Counted, ask: Ask) -> MemoryPart:
+    """The layers that are not recomputed, and the input of each segment that is."""
+    T, c = ask.cells, ask.item_bytes
+    lowest, segments = _lowest(counted, ask), _segments(counted, ask)
+    whole = range(max([lowest, *(segment.stop for segment in segments)]), counted.layers)
+    layers = sum(_layer(counted, ask, number) for number in whole)
+    inputs = _at_once(ask, len(segments)) * c * counted.hidden * T
+    around = _bytes(counted.outside, ask, compiled=_compiled(counted, ask)) + KEPT_BY_HEAD * c * counted.hidden * T
+    around += _adapters(counted, ask, "", counted.outside)
+    formula = f"{len(whole)} layers with {layers:,} B of {T:,} tokens + {inputs + around:,} B around them"
+    return MemoryPart("activations", layers + inputs + around, formula)
+
+
+def _lowest(counted: Counted, ask: Ask) -> int:
+    return 0 if ask.trains_model else counted.layers - memory.adapted_by(counted, ask).layers
+
+
+def _segments(counted: Counted, ask: Ask) -> list[range]:
+    return [s for s in ask.checkpointing.segments(counted.layers) if s.stop > _lowest(counted, ask)]
+
+
+def _at_once(ask: Ask, segments: int) -> int:
+    return min(segments, memory.OFFLOADED_AT_ONCE) if ask.checkpointing.offload else segments
+
+
+def _layer(counted: Counted, ask: Ask, number: int) -> int:
+    """Bytes that a layer keeps, with its adapters."""
+    layer = counted.by_layer[number]
+    return _bytes(layer, ask, compiled=_compiled(counted, ask)) + _adapters(
+        counted, ask, f"{counted.paths[number]}.", layer
+    )
+
+
+def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
+    """Bytes that a layer keeps besides its adapters."""
+    kept = _kept(layer, ask, compiled=compiled)
+    return ask.cells * (kept.token + kept.pair * _row(ask))
+
+
+def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
+    code = "trained" if ask.trains_model else "compiled" if compiled else ""
+    return layer.kept[variant(ask.item_bytes, code)]
+
+
+def _row(ask: Ask) -> int:
+    return ask.cells if ask.packing else min(ask.max_length, ask.cells)
+
+
+def _compiled(counted: Counted, ask: Ask) -> bool:
+    return ask.kernels != "reference" and memory.is_compiled(counted, ask)
+
+
+def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> int:
+    """Bytes that the adapters of a layer keep: each input once, or after dropout, and what each rank makes of it."""
+    if ask.trains_model:
+        return 0
+    chosen = selected(counted, ask.targets)
+    adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
+    T, c, kept = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
+    ranks = c * ask.rank * len(adapted)
+    if ask.kernels == "reference" and ask.dropout:  # the input after dropout and a mask, for each module
+        return T * (ranks + (c + 1) * sum(linear.in_ for linear in adapted))
+    inputs = {linear.reads: linear.in_ for linear in adapted}
+    drops = memory.drops(counted, ask)
+    needed = [in_ for reads, in_ in inputs.items() if reads not in kept.inputs or (drops and reads not in kept.remade)]
+    return T * (ranks + c * sum(needed))
+
+
+# --- the moments with the most additional memory ----------------------------------------------------------------------
+
+
+def workspace(counted: Counted, ask: Ask) -> MemoryPart:
+    """The backward pass of the layer that needs most for it: gradients as large as its largest tensors."""
+    sizes = [_moment(counted, ask, layer) for layer in dict.fromkeys(counted.by_layer)]
+    return MemoryPart(
+        "workspace", max(sizes, default=0), f"{ask.cells:,} tokens × gradients of a layer's largest parts"
+    )
+
+
+def _moment(counted: Counted, ask: Ask, layer: CountedLayer) -> int:
+    T, c = ask.cells, ask.item_bytes
+    compiled = _compiled(counted, ask)
+    kept = _kept(layer, ask, compiled=compiled)
+    each = 3 * c
+    if memory.drops(counted, ask):  # the input of an adapter again, before and after dropout
+        each = 5 * c if compiled else 2 * c + 12
+    matrix = max((each.out * each.in_ for each in layer.matrices), default=0)
+    unpacked = c * matrix if ask.quantization != "none" or ask.trains_model else 0
+    plain = SCORES * kept.pair * _row(ask)
+    return T * (each * kept.largest // c + plain) + unpacked + _attention(counted, ask)
+
+
+def _attention(counted: Counted, ask: Ask) -> int:
+    """Scores of a block of queries, their probabilities and gradients: of the attention on a CPU, or in float32."""
+    if ask.device == "cuda" and ask.item_bytes < memory.MASTER_BYTES:
+        return 0
+    L, c = min(ask.max_length, ask.cells), ask.item_bytes
+    return counted.heads * min(L, ATTENTION_BLOCK) * L * (2 * c + 16)
+
+
+def recomputation(counted: Counted, ask: Ask, kept: int) -> MemoryPart:
+    """What recomputing a segment takes above what the forward pass has `kept`: the layers after it are freed then."""
+    T, c = ask.cells, ask.item_bytes
+    backward = workspace(counted, ask).bytes
+    needed = [
+        sum(_layer(counted, ask, number) for number in segment)
+        + T * c * counted.hidden * (_at_once(ask, place) + 2)
+        + backward
+        for place, segment in enumerate(_segments(counted, ask), start=1)
+    ]
+    size = max(0, max(needed, default=0) - kept)
+    return MemoryPart(
+        "recomputation", size, "the layers of a segment and the backward pass of one, minus what is freed"
+    )

@@ -1,0 +1,233 @@
+"""The shapes of a model without a memory formula, counted on its class without any weights.
+
+The model is built on the device `meta` and reads a few tokens in three rows of different length: what
+autograd keeps for any other length follows. Of equal layers only the first computes, so that this takes seconds for the
+largest models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from dualtune.memory.counted import Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
+from dualtune.memory.shapes import UnknownShape
+from dualtune_torch.checkpointing import decoder_layers
+from dualtune_torch.counting.trace import Trace, compile_blocks, has_plain_head, key_of, traced
+from dualtune_torch.kernels import attention
+from dualtune_torch.weights.frozen import FrozenLinear, shape_of
+
+LENGTHS = (64, 128, 192)  # tokens of a row: multiples of the chunks of linear attention
+DTYPES = (torch.float32, torch.bfloat16)
+NUMBERS_OF_LAYERS = re.compile(r"layer_?(idx|id|index|number|num)|_idx$|^training$")
+# What a class raises that cannot be built, or that needs numbers to decide what to compute.
+ERRORS = (
+    ImportError, TypeError, AttributeError, ValueError, LookupError, RuntimeError, ArithmeticError, attention.NotCovered
+)  # fmt: skip
+
+
+def count(config: Mapping[str, Any]) -> Counted:
+    """Count the shapes of the model of a config.json. UnknownShape if transformers cannot build its class or run it."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return _Counting(empty_model(config)).result()
+    except ERRORS as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise UnknownShape(
+            f"its model_type is {config.get('model_type')}, for which there is no formula, and its shapes cannot be "
+            f"counted ({type(error).__name__}: {reason})"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def empty_model(config: Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model that an engine would load, without numbers."""
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"transformers does not know the model_type {kind}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)), dtype=DTYPES[0])
+    model.requires_grad_(False)
+    return model.eval()
+
+
+class _Counting:
+    """A model, its layers and its linear layers. The number after that of the last layer stands for what is in none."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        stack = decoder_layers(model)
+        self.layers: list[nn.Module] = list(stack._modules.values()) if stack is not None else []  # type: ignore[arg-type]
+        modules = dict(model.named_modules())
+        paths = {id(module): path for path, module in modules.items()}
+        self.paths = tuple(paths[id(layer)] for layer in self.layers)
+        tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+        self.linears = {p: m for p, m in modules.items() if isinstance(m, FrozenLinear) and p not in tied}
+        kinds = [_kind(layer) for layer in self.layers]
+        self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal
+        self.whole = True
+
+    def result(self) -> Counted:
+        text, head = self.model.config.get_text_config(), self.model.get_output_embeddings()
+        embedding = cast(Tensor, self.model.get_input_embeddings().weight)
+        heads = int(getattr(text, "num_attention_heads", None) or 0)
+        rows, hidden = shape_of(cast(FrozenLinear, head)) if head is not None else embedding.shape
+        first, kept = self._all_kept()
+        here = [self._layer(number, first, kept) for number in range(len(self.layers))]
+        return Counted(
+            model_class=type(self.model).__name__,
+            hidden=int(hidden),
+            vocab=int(rows),
+            heads=heads,
+            width=heads * int(getattr(text, "head_dim", None) or (hidden // heads if heads else 0)),
+            fused_loss=not self.whole,
+            paths=self.paths,
+            by_layer=tuple(here[twin] for twin in self.twins),
+            outside=self._layer(len(self.layers), first, kept),
+            head=next((path for path, module in self.linears.items() if module is head), None),
+        )
+
+    def _all_kept(self) -> tuple[Trace, dict[str, list[Kept]]]:
+        """Return the first trace, and what each layer keeps by variant."""
+        self._choose()
+        first, found = None, dict[str, list[Kept]]()
+        remade: list[Tensor] = []
+        for code in ("", "trained", "compiled"):
+            self.model.requires_grad_(code == "trained")
+            if code == "compiled":
+                remade = compile_blocks(self.model)
+            for dtype in DTYPES:
+                cast(nn.Module, self.model).to(dtype)
+                traces = [self._traced(T) for T in LENGTHS]
+                first = first or traces[0]
+                again = {key_of(each) for each in remade}
+                found[variant(dtype.itemsize, code)] = [
+                    self._kept(number, first, traces, again) for number in range(len(self.layers) + 1)
+                ]
+                remade.clear()
+        assert first is not None
+        return first, found
+
+    def _choose(self) -> None:
+        """Choose the attention as an engine does, which layers compute, and whether the loss computes the logits."""
+        own = cast(str, self.model.config._attn_implementation)
+        error: BaseException | None = None
+        for name in (attention.NAME, own, "eager"):
+            for twins in (self.twins, list(range(len(self.layers)))):
+                try:
+                    self.model.set_attn_implementation(name)
+                    self.twins = twins
+                    self.whole = not has_plain_head(self.model, self._traced(LENGTHS[0]))
+                    self._traced(LENGTHS[1])
+                except ERRORS as raised:
+                    error = raised
+                else:
+                    return
+        assert error is not None
+        raise error
+
+    def _traced(self, T: int) -> Trace:
+        with _passed_on(self.layers, self.twins):
+            return traced(self.model, self.linears, self.layers, T, whole=self.whole)
+
+    def _kept(self, number: int, first: Trace, traces: Sequence[Trace], remade: set[int]) -> Kept:
+        """Return what a layer keeps, by what it keeps of rows of T, 2 T and 3 T tokens: token · T + pair · T² + …"""
+        long, T = traces[-1], traces[0].T
+        one, two, three = (sum(trace.kept[number].values()) for trace in traces)
+        pair = max(0.0, (three - 2 * two + one) / (2 * T * T))
+        reads = self._reads(number, first)
+
+        def read_from(storages: Collection[int]) -> tuple[int, ...]:
+            return tuple(sorted({number for path, number in reads.items() if long.reads.get(path) in storages}))
+
+        return Kept(
+            token=max(0, round((three - two) / T - 5 * pair * T)),
+            pair=round(pair),
+            largest=max(long.kept[number].values(), default=0) // long.T,
+            inputs=read_from(long.kept[number].keys() | remade),
+            remade=read_from(remade),
+        )
+
+    def _reads(self, number: int, first: Trace) -> dict[str, int]:
+        """Return for each linear layer the number of its input; one that did not compute has an input of its own."""
+        paths = self._paths_in(number)
+        inputs = {path: first.reads.get(path, -i) for i, path in enumerate(paths, start=1)}
+        order = list(dict.fromkeys(inputs.values()))
+        return {path: order.index(key) for path, key in inputs.items()}
+
+    def _paths_in(self, number: int) -> list[str]:
+        if number < len(self.layers):
+            return [path for path in self.linears if path.startswith(f"{self.paths[number]}.")]
+        return [path for path in self.linears if not path.startswith(tuple(f"{each}." for each in self.paths))]
+
+    def _layer(self, number: int, first: Trace, kept: Mapping[str, Sequence[Kept]]) -> CountedLayer:
+        in_layers = {id(module) for layer in self.layers for module in layer.modules()}
+        if number < len(self.layers):
+            modules, prefix = list(self.layers[number].modules()), f"{self.paths[number]}."
+        else:
+            modules, prefix = [each for each in self.model.modules() if id(each) not in in_layers], ""
+        head, reads = self.model.get_output_embeddings(), self._reads(number, first)
+        packed = Counter(shape_of(each) for each in modules if isinstance(each, FrozenLinear) and each is not head)
+        parameters = {id(each): each.numel() for module in modules for each in module.parameters(recurse=False)}
+        return CountedLayer(
+            linears=tuple(
+                CountedLinear(path.removeprefix(prefix), *shape_of(self.linears[path]), reads[path]) for path in reads
+            ),
+            matrices=tuple(Matrices(*shape, times) for shape, times in packed.items()),
+            parameters=sum(parameters.values()),
+            active=first.active[number] // first.T,
+            kept={name: layers[number] for name, layers in kept.items()},
+        )
+
+
+def _kind(layer: nn.Module) -> str:
+    """Describe all that may decide what a layer computes."""
+    settings = [
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not NUMBERS_OF_LAYERS.search(name)
+    ]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
+    return f"{layer!r}{settings}{shapes}"
+
+
+@contextmanager
+def _passed_on(layers: Sequence[nn.Module], twins: Sequence[int]) -> Iterator[None]:
+    """Let layers that are equal to an earlier one return what they get, in the form in which that one does."""
+    outputs: dict[int, Any] = {}
+
+    def note(number: int) -> Any:
+        return lambda module, args, output: outputs.update({number: output})
+
+    def instead(twin: int) -> Any:
+        def forward(*args: Any, **options: Any) -> Any:
+            x = args[0] if args else options["hidden_states"]
+            return (x, *outputs[twin][1:]) if isinstance(outputs[twin], tuple) else x
+
+        return forward
+
+    hooks = [layers[twin].register_forward_hook(note(twin)) for twin in set(twins)]
+    passed = [(layer, twin) for number, (layer, twin) in enumerate(zip(layers, twins, strict=True)) if twin != number]
+    before = {layer: layer.__dict__.get("forward") for layer, _ in passed}
+    try:
+        for layer, twin in passed:
+            layer.forward = instead(twin)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, forward in before.items():
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

@@ -1,0 +1,95 @@
+"""The part of a model that reads and writes text: towers for images and sound are left out, with their tensors.
+
+A multimodal model of transformers is a text decoder, an embedding and a head within a wrapper that adds towers. Text
+never runs through these, so they take neither memory nor adapters; a merge copies their tensors from the base's files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from dualtune.errors import ConfigError
+
+# In this order: the first that has a class for a config.
+AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the text part of a config's model with initial weights, on the device of the context."""
+    kind, config = text_model(config)
+    return cast(Any, kind)._from_config(config, dtype=dtype)
+
+
+def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class that computes a config's model without its towers, and the config that this class takes."""
+    kind, text_config = whole_class(config), config.get_text_config()
+    if text_config is config:
+        return kind, config
+    if kind.config_class is type(text_config):
+        # As the Auto classes do: a class of the text alone, whose weights may be quantized as the whole model's.
+        if (stored := getattr(config, "quantization_config", None)) is not None:
+            text_config.quantization_config = stored
+        return kind, text_config
+    return _without_towers(kind), config
+
+
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class for a config. ConfigError if it knows none that writes text."""
+    for auto in AUTO_CLASSES:
+        if type(config) in auto._model_mapping:
+            kind = auto._model_mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    raise ConfigError(
+        f"model.name: transformers has no class that writes text for model_type '{config.model_type}'. Allowed: "
+        "models that AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM load"
+    )
+
+
+class Absent(nn.Module):
+    """What is left of a tower. Some classes ask theirs where it lies before they look whether there is an input."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+
+@cache
+def _without_towers(kind: Any) -> Any:
+    def build(self: Any, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        paths = list(_towers(self))
+        for path in paths:
+            self.set_submodule(path, Absent())
+        patterns = {rf"^{re.escape(path)}\." for path in paths}
+        self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+
+
+def _towers(model: Any) -> Iterator[str]:
+    """Yield the paths of modules with weights that have no part in the decoder, the embedding or the head."""
+    needed = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    whole = {id(part) for module in needed if module is not None for part in module.modules()}
+    around = {id(m) for m in model.modules() if any(id(part) in whole for part in m.modules())}
+
+    def outside(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if id(child) in whole:
+                continue
+            if id(child) in around:
+                yield from outside(child, f"{path}{name}.")
+            elif any(True for _ in child.parameters()):
+                yield f"{path}{name}"
+
+    yield from outside(model, "")

@@ -1,0 +1,74 @@
+"""How other tools name the layers of a base model, by its config and the names in its files."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from dualtune.adapter.formats.naming import PLAIN, Naming, Prefixes
+from dualtune.adapter.layers import position_of
+from dualtune.base_model.config_file import read_config
+from dualtune.base_model.places import is_text
+from dualtune.base_model.weights import has_weights, weights_in
+
+_EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
+# mlx-lm's wrappers all call their text model so, and transformers' call it the other way round.
+MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
+# `_check_lora_target_modules_mamba` of PEFT 0.21 refuses these layers in these families.
+MAMBA_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+MAMBA_LAYERS = frozenset({"out_proj", "conv1d"})
+
+
+def naming_of(directory: Path, modules: Collection[str]) -> Naming:
+    """Return how PEFT and mlx-lm name the adapted modules of a base, given by their canonical names.
+
+    A base without weights, for a model that is initialized at random, says nothing.
+    """
+    if not has_weights(directory):
+        return PLAIN
+    config, stored = read_config(directory), list(weights_in(directory).tensors)
+    towers = _towers(stored)
+    stack = _text_prefix(modules)
+    is_wrapper = bool(towers) or isinstance(config.get("text_config"), dict)
+    notes: list[str] = []
+    if is_wrapper:
+        notes.append("PEFT loads it into the model of AutoModelForImageTextToText, not of AutoModelForCausalLM")
+    if config.get("model_type") in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
+        notes.append("PEFT 0.21 refuses adapters of out_proj in this family: for transformers, merge it")
+    return Naming(
+        peft=_peft_prefixes(stack) if is_wrapper else (),
+        mlx=_mlx_prefixes(stack, stored) if is_wrapper else (),
+        has_experts=any(map(_EXPERT.search, stored)),
+        towers=towers,
+        notes=tuple(notes),
+    )
+
+
+def _text_prefix(modules: Collection[str]) -> str | None:
+    """Return what the names of the adapted layers begin with, before their stack; None if they are in no stack."""
+    stacks = Counter(position.stack for module in modules if (position := position_of(module)))
+    if not stacks:
+        return None
+    head, dot, _ = stacks.most_common(1)[0][0].rpartition(".")
+    return head + dot
+
+
+def _peft_prefixes(stack: str | None) -> Prefixes:
+    """PEFT renames the names of files itself, but not in families whose table stands under a class name.
+
+    Those are the ones whose files do not say that a model is a text model: Qwen2-VL's `model.layers.0`.
+    """
+    return ((stack, PEFT_TEXT),) if stack == "model." else ()
+
+
+def _mlx_prefixes(stack: str | None, stored: Collection[str]) -> Prefixes:
+    head: Prefixes = (("lm_head", "language_model.lm_head"),) if "lm_head.weight" in stored else ()
+    return ((stack, MLX_TEXT), *head) if stack and stack != MLX_TEXT else head
+
+
+def _towers(stored: Collection[str]) -> tuple[str, ...]:
+    """Return the first components that tell the towers of a model from its text part, sorted."""
+    other = [name for name in stored if not is_text(name)]
+    return tuple(sorted({next(part for part in name.split(".") if not is_text(part)) for name in other}))

@@ -1,0 +1,119 @@
+"""Multimodal models on torch: the text part computes as in the whole model, and the towers are not there."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import LoadRequest
+from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
+from dualtune.testing import tolerances
+from dualtune.testing.conformance import random_adapter
+from dualtune.testing.tiny_models import random_batch
+from dualtune.train.packing import check_packing
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
+BATCH = random_batch([9, 16], 96)
+TEXT = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+QWEN_TOWER = {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+GATED_DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+ROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}
+# The config, and the class that a user loads the whole model with.
+WRAPPERS = {
+    "gemma 3": lambda: transformers.Gemma3Config(
+        text_config=TEXT | {"sliding_window": 8}, vision_config=TOWER | {"patch_size": 14}, mm_tokens_per_image=4
+    ),
+    "mistral 3": lambda: transformers.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16, "patch_size": 14},
+    ),
+    "qwen 3.5": lambda: transformers.Qwen3_5Config(
+        text_config=TEXT | GATED_DELTA | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        vision_config=QWEN_TOWER,
+    ),
+    "qwen 3 vl": lambda: transformers.Qwen3VLConfig(
+        text_config=TEXT | {"rope_parameters": ROPE}, vision_config=QWEN_TOWER | {"deepstack_visual_indexes": [0]}
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=WRAPPERS)
+def wrapper(request, tmp_path_factory):
+    """The directory of a model, and the log-probabilities of the whole model, [B, T, V]."""
+    directory, config = tmp_path_factory.mktemp("model"), WRAPPERS[request.param]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(directory)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(BATCH.tokens_BT).long(), use_cache=False).logits
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return directory, logits.float().log_softmax(-1).numpy(), num_parameters
+
+
+def request_of(directory, **options):
+    request = LoadRequest(directory, "float32", "auto", "pretrained", SPEC, OptimizerSpec(), seed=4)
+    return replace(request, **options)
+
+
+@pytest.fixture
+def backend(open_backend):
+    return open_backend("torch")
+
+
+def test_text_is_computed_as_in_the_whole_model(wrapper, backend):
+    directory, expected, num_parameters = wrapper
+    engine = backend.load(request_of(directory))
+    real = BATCH.segments_BT > 0
+    assert np.abs(engine.logprobs(BATCH) - expected)[real].max() <= tolerances.LOGPROBS
+    assert engine.description.num_parameters < num_parameters
+    names = " ".join(engine.adapter_state())
+    assert "q_proj" in names and not any(word in names for word in ("vision", "visual", "tower", "projector"))
+    check_packing(engine)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_it_is_quantized_module_by_module(quantization, wrapper, backend):
+    directory, expected, _ = wrapper
+    engine = backend.load(request_of(directory, quantization=quantization))
+    assert engine.description.quantization == quantization
+    gap = np.abs(engine.logprobs(BATCH) - expected)[BATCH.segments_BT > 0].mean()
+    assert 1e-4 < gap < 0.5
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    engine.forward_backward(BATCH, divisor=BATCH.num_targets)
+    assert float(engine.optim_step(lr=1e-2, max_grad_norm=None).grad_norm) > 0
+
+
+def test_text_is_continued(wrapper, backend):
+    """With a cache, each token as without one."""
+    engine, tokens = backend.load(request_of(wrapper[0])), BATCH.tokens_BT[1].tolist()
+    seen = []
+
+    def choose(logits):
+        seen.append(logits - np.logaddexp.reduce(logits))
+        return tokens[8 + len(seen) - 1] if len(seen) < 8 else None
+
+    list(engine.generate(np.array(tokens[:8], np.int32), choose=choose))
+    assert np.abs(np.array(seen) - wrapper[1][1, 7:15]).max() <= tolerances.LOGPROBS
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path, backend):
+    transformers.CLIPConfig(
+        text_config=TEXT, vision_config=TOWER | {"patch_size": 14}, projection_dim=16
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no class that writes text for model_type 'clip'"):
+        backend.load(request_of(tmp_path, init="random"))
