@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
+from dualtune.adapter.targets import adapted_as
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
@@ -67,7 +68,8 @@ class MlxEngine:
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
-        places = find_places(model, weights, linear_layers(model)) if weights is not None else {}
+        paths = linear_layers(model)
+        places = find_places(model, weights, paths) if weights is not None else {}
         names = canonical_names(places)
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
@@ -95,6 +97,7 @@ class MlxEngine:
         self.description = EngineDescription(
             **description,
             adapted_modules=len(self._layers),
+            adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._params.size,
             layers_below_adapter=len(self._frozen_layers),

@@ -12,14 +12,17 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes, load_model, quantize_model
+from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.base_model.int8 import is_quantized
 from dualtune.errors import ConfigError, FormatError
-from dualtune_mlx import gpt2, int8
+from dualtune_mlx import int8
 from dualtune_mlx.card.chips import emulates_bfloat16
+from dualtune_mlx.families import gpt2
+from dualtune_mlx.families.classes import classes
+from dualtune_mlx.families.config_keys import complete
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
 from dualtune_mlx.runtime.device import chip
@@ -100,11 +103,10 @@ def _load(
     request: LoadRequest, place: Path, weights: BaseWeights | None, config: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
     keys = _plain_keys(config, weights)
-    choose = gpt2.classes if config.get("model_type") == "gpt2" else _get_classes
     if weights is None:
         mx.random.seed(request.seed)
-        return load_model(place, lazy=True, strict=False, model_config=keys, get_model_classes=choose)
-    return load_model(place, lazy=True, model_config=keys, get_model_classes=_checking(request.model_dir, choose))
+        return load_model(place, lazy=True, strict=False, model_config=keys, get_model_classes=classes)
+    return load_model(place, lazy=True, model_config=keys, get_model_classes=_checking(request.model_dir, classes))
 
 
 Choose = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]
@@ -142,21 +144,13 @@ def _checking(model_dir: Path, choose: Choose) -> Choose:
 def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str, Any]:
     """Return config keys in the spelling that mlx-lm reads.
 
-    This avoids two silent traps. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read
-    `rope_theta`, `rope_scaling` and `partial_rotary_factor` and fall back to defaults such as a base of 10000. And if
-    `tie_word_embeddings` is absent, mlx-lm's Llama ties and discards the stored output head, while Hugging Face does
+    If `tie_word_embeddings` is absent, mlx-lm's Llama ties and discards the stored output head, while Hugging Face does
     not tie.
     """
     keys: dict[str, Any] = {}
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict):
-        found = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-        if rope.get("rope_type", "default") != "default":
-            found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-        keys |= {name: value for name, value in found.items() if config.get(name) is None}
     if "tie_word_embeddings" not in config and weights is not None and "lm_head.weight" in weights.tensors:
         keys["tie_word_embeddings"] = False
-    return keys | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
+    return complete(config, keys) | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
 
 
 def refuse_beyond_window(request: LoadRequest) -> None:

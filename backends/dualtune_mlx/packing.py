@@ -15,7 +15,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from dualtune.backend.documents import document_rows, spans_of
-from dualtune_mlx import gpt2
+from dualtune_mlx.families import gpt2
 from dualtune_mlx.methods import DropoutSeeds
 
 

@@ -153,7 +153,7 @@ def test_a_quantization_of_another_framework_is_refused_by_name(load, tmp_path):
         load(model_dir)
 
 
-def test_a_module_that_mlx_lm_renames_is_refused(open_backend, tmp_path):
+def test_a_module_that_mlx_lm_renames_is_called_as_in_the_files(open_backend, tmp_path):
     """An adapter under a name that the model's files do not have could be loaded by no other program."""
     pytest.importorskip("torch")
     import transformers
@@ -163,11 +163,11 @@ def test_a_module_that_mlx_lm_renames_is_refused(open_backend, tmp_path):
         max_position_embeddings=64,
     )  # fmt: skip
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rotary_pct": 0.25, "rotary_emb_base": 10000}))
     spec = AdapterSpec(4, 6.0, 0.0, ("query_key_value",))
-    with pytest.raises(ConfigError, match="files for 1 of the adapted modules"):
-        open_backend("mlx").load(LoadRequest(tmp_path, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=0))
+    request = LoadRequest(tmp_path, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=0)
+    module = "gpt_neox.layers.0.attention.query_key_value"
+    state = open_backend("mlx").load(request).adapter_state()
+    assert {name.rsplit(".", 2)[0] for name in state} == {f"base_model.model.{module}"}
 
 
 def test_documents_beyond_an_ignored_window_are_refused(open_backend, tmp_path):

@@ -68,12 +68,12 @@ class ReplaceableLayer:
 
     frozen: FrozenLayers
 
-    def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         frozen, is_last = self.frozen, self.frozen.is_last(self)
         if frozen.given is not None:
-            return frozen.given if is_last else x
+            return frozen.given if is_last else [*args, *options.values()][0]  # its input, which some name
         plain: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this precedes
-        output = plain(x, *args, **options)
+        output = plain(*args, **options)
         if is_last and frozen.found is not None:
             frozen.found.append(output)
         return output

@@ -1,0 +1,1 @@
+"""Families of models as mlx-lm's classes compute them: the keys they read, and what they lack."""

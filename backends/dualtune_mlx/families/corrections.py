@@ -1,0 +1,93 @@
+"""Modules of mlx-lm that compute something else than transformers does, corrected before the weights are loaded.
+
+Legend: B rows, T tokens, D hidden size, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.dbrx import SparseMoeBlock
+from mlx_lm.models.ernie4_5_moe import Ernie4_5_MoeMLP
+from mlx_lm.models.jamba import JambaSparseMoeBlock
+
+
+def _glm(model: Any, config: Mapping[str, Any]) -> None:
+    """mlx-lm rotates whole heads (`glm.py`: `dims=self.head_dim`), transformers the part that the config names."""
+    for layer in model.layers:
+        layer.self_attn.rope.dims = int(layer.self_attn.head_dim * config.get("partial_rotary_factor", 1.0))
+
+
+class CorrectedRouter(Ernie4_5_MoeMLP):
+    """mlx-lm drops the correction of the router's choice (`ernie4_5_moe.py`: `remove_patterns`)."""
+
+    correction: mx.array
+
+    def __call__(self, x_BTD: mx.array) -> mx.array:
+        scores_BTE = mx.softmax(self.gate(x_BTD).astype(mx.float32), axis=-1)
+        ranked_BTE = mx.argpartition(-(scores_BTE + self.correction), kth=self.k - 1, axis=-1)
+        chosen_BTk = mx.stop_gradient(ranked_BTE[..., : self.k])
+        weights_BTk = mx.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
+        weights_BTk = weights_BTk / mx.maximum(weights_BTk.sum(axis=-1, keepdims=True), 1e-12)
+        y_BTkD = self.switch_mlp(x_BTD, chosen_BTk)
+        y_BTD = (y_BTkD * weights_BTk[..., None].astype(y_BTkD.dtype)).sum(axis=-2)
+        return y_BTD if self.shared_experts is None else y_BTD + self.shared_experts(x_BTD)
+
+
+def _ernie4_5_moe(model: Any, config: Mapping[str, Any]) -> None:
+    for layer in model.layers:
+        if isinstance(layer.mlp, Ernie4_5_MoeMLP):
+            layer.mlp.__class__ = CorrectedRouter
+            layer.mlp.correction = mx.zeros(config["moe_num_experts"])
+
+
+class AllExperts(SparseMoeBlock):
+    """mlx-lm computes token by token (`dbrx.py`), by numbers that it reads back: too slow, and it cannot be compiled.
+
+    Here every expert computes every token, and those that were not chosen have the weight 0.
+    """
+
+    def __call__(self, x_BTD: mx.array) -> mx.array:
+        scores_BTE = mx.softmax(self.router(x_BTD).astype(mx.float32), axis=-1)
+        k = self.num_experts_per_tok
+        chosen_BTk = mx.stop_gradient(mx.argpartition(-scores_BTE, kth=k - 1, axis=-1)[..., :k])
+        is_chosen_BTE = (chosen_BTk[..., None] == mx.arange(self.num_experts)).any(axis=-2)
+        weights_BTE = mx.where(is_chosen_BTE, scores_BTE, 0.0)
+        weights_BTE = (weights_BTE / weights_BTE.sum(axis=-1, keepdims=True)).astype(x_BTD.dtype)
+        outputs = [expert(x_BTD) * weights_BTE[..., e, None] for e, expert in enumerate(self.experts)]
+        return mx.stack(outputs).sum(axis=0)
+
+
+def _dbrx(model: Any, config: Mapping[str, Any]) -> None:
+    for module in model.modules():
+        if type(module) is SparseMoeBlock:
+            module.__class__ = AllExperts
+
+
+class AllGates(JambaSparseMoeBlock):
+    """mlx-lm weighs the chosen experts among themselves (`jamba.py`), transformers among all."""
+
+    def __call__(self, x_BTD: mx.array) -> mx.array:
+        scores_BTE = mx.softmax(self.router(x_BTD).astype(mx.float32), axis=-1)
+        k = self.num_experts_per_tok
+        chosen_BTk = mx.stop_gradient(mx.argpartition(-scores_BTE, kth=k - 1, axis=-1)[..., :k])
+        weights_BTk = mx.take_along_axis(scores_BTE, chosen_BTk, axis=-1).astype(x_BTD.dtype)
+        return (self.switch_mlp(x_BTD, chosen_BTk) * weights_BTk[..., None]).sum(axis=-2)
+
+
+def _jamba(model: Any, config: Mapping[str, Any]) -> None:
+    for layer in model.layers:
+        if isinstance(layer.feed_forward, JambaSparseMoeBlock):
+            layer.feed_forward.__class__ = AllGates
+
+
+Correction = Callable[[nn.Module, Mapping[str, Any]], None]
+CORRECTIONS: dict[str, Correction] = {
+    "dbrx": _dbrx,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "glm": _glm,
+    "jamba": _jamba,
+}

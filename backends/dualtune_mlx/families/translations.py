@@ -1,0 +1,154 @@
+"""Keys that mlx-lm's classes read and transformers has under no name, computed from those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Keys = Mapping[str, Any]
+
+# What transformers 5 calls a kind of layer, and what some classes of mlx-lm compare with.
+MAMBA_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def translate(config: Keys) -> dict[str, Any]:
+    """Return the keys that this model needs beside its own: those of any family, and those of this one."""
+    found = _head_size(config) | _pattern(config)
+    make = TRANSLATIONS.get(config.get("model_type", ""))
+    return found | (make(dict(config) | found) if make else {})
+
+
+def _head_size(config: Keys) -> dict[str, Any]:
+    """Return the size of heads where it is left to follow from the hidden size."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads):
+        return {}
+    return {"head_dim": hidden // heads}
+
+
+def _pattern(config: Keys) -> dict[str, Any]:
+    """Return the period of layers with full attention where the layers are listed one by one."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or "full_attention" not in kinds or len(set(kinds)) == 1:
+        return {}
+    period = kinds.index("full_attention") + 1
+    return {"sliding_window_pattern": period, "full_attention_interval": period}
+
+
+def _renamed_layers(key: str) -> Callable[[Keys], dict[str, Any]]:
+    """Return the translation of a list with the kinds of layers."""
+    return lambda config: {key: [MAMBA_NAMES.get(kind, kind) for kind in config.get(key) or []]}
+
+
+def _minimax_m2(config: Keys) -> dict[str, Any]:
+    rotary = config.get("rotary_dim") or int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    return {"rotary_dim": rotary, "shared_intermediate_size": 0}
+
+
+def _kimi_linear(config: Keys) -> dict[str, Any]:
+    """The layers are counted from 1. It has no rotary embedding, so its base does not matter."""
+    kinds = config.get("layer_types")
+    if not kinds or config.get("linear_attn_config"):
+        return {}
+    linear = {
+        "num_heads": config["linear_num_heads"],
+        "head_dim": config["linear_head_dim"],
+        "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+        "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"],
+        "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
+    }
+    first = config["mlp_layer_types"].index("sparse") if "sparse" in config["mlp_layer_types"] else len(kinds)
+    return {"linear_attn_config": linear, "rope_theta": 10000.0, "first_k_dense_replace": first}
+
+
+def _mimo_v2_flash(config: Keys) -> dict[str, Any]:
+    """Published files count the window without the token itself, and mlx-lm takes it to be counted."""
+    if "hybrid_layer_pattern" in config:
+        return {"sliding_window_size": config["sliding_window_size"] + 1}
+    return {
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config["layer_types"]],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": config["sliding_window"],
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": config["rms_norm_eps"],
+    }
+
+
+def _gemma4(config: Keys) -> dict[str, Any]:
+    """The heads of layers with full attention are larger: transformers 5 lists these layers one by one."""
+    special = [v["head_dim"] for v in (config.get("per_layer_config") or {}).values() if "head_dim" in v]
+    found: dict[str, Any] = {"global_head_dim": special[0]} if special else {}
+    per_layer = {"hidden_size_per_layer_input": 0} if config["model_type"] == "gemma4_unified_text" else {}
+    return {name: value for name, value in (found | per_layer).items() if config.get(name) is None}
+
+
+def _yarn_of_one(config: Keys) -> dict[str, Any]:
+    """A class that always scales its rotary embedding gets a factor of 1, which changes nothing."""
+    if config.get("rope_scaling"):
+        return {}
+    length, ones = config["max_position_embeddings"], [1.0] * (config["qk_rope_head_dim"] // 2)
+    scaling = {"factor": 1.0, "original_max_position_embeddings": length, "short_factor": ones, "long_factor": ones}
+    return {"rope_scaling": scaling}
+
+
+def _jamba(config: Keys) -> dict[str, Any]:
+    """mlx-lm adds the offset of layers with experts, transformers subtracts it."""
+    offset = -config["expert_layer_offset"] % config["expert_layer_period"]
+    return {"expert_layer_offset": offset} | _renamed_layers("layers_block_type")(config)
+
+
+def _exaone4(config: Keys) -> dict[str, Any]:
+    """The kinds of layers are a text with a letter for each."""
+    letters = {"sliding_attention": "L", "full_attention": "G"}
+    if not config.get("layer_types") or isinstance(config.get("sliding_window_pattern"), str):
+        return {}
+    return {"sliding_window_pattern": "".join(letters[kind] for kind in config["layer_types"])}
+
+
+TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "apertus": lambda config: {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "deepseek_v2": _yarn_of_one,
+    "exaone4": _exaone4,
+    "exaone_moe": lambda config: {
+        "is_moe_layer": config.get("is_moe_layer") or [kind == "sparse" for kind in config["mlp_layer_types"]]
+    },
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
+    "glm_moe_dsa": lambda config: {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "gpt_bigcode": lambda config: {"n_inner": config.get("n_inner") or 4 * config["n_embd"]},
+    "gpt_neox": lambda config: {
+        "rotary_emb_base": config.get("rotary_emb_base") or config["rope_theta"],
+        "rotary_pct": config.get("rotary_pct") or config["partial_rotary_factor"],
+    },
+    "granitemoehybrid": lambda config: {
+        "position_embedding_type": config.get("position_embedding_type") or "nope",
+        **_renamed_layers("layer_types")(config),
+    },
+    "jamba": _jamba,
+    "kimi_linear": _kimi_linear,
+    "lfm2": lambda config: {"block_dim": config["hidden_size"]},
+    "longcat_flash": lambda config: {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "mamba2": lambda config: {"intermediate_size": config["expand"] * config["hidden_size"]},
+    "mimo_v2_flash": _mimo_v2_flash,
+    "minicpm3": _yarn_of_one,
+    "minimax_m2": _minimax_m2,
+    "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
+    "solar_open": lambda config: {
+        "intermediate_size": config["moe_intermediate_size"],  # of dense layers, of which it has none
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    },
+}
