@@ -74,14 +74,15 @@ def _preload() -> None:
 
 
 def _run_all(families: Iterable[str], only: tuple[str, ...], results: Path, *, again: bool) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    done = set() if again else {(line["family"], line["stage"], line["backend"]) for line in read(results)}
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    lines = [] if again else read(results)
+    done = {(line["family"], line["stage"], line["backend"]) for line in lines}
+    left_out = {line["family"] for line in lines if line["outcome"] == "not made"}
     for family in families:
-        todo = [each for each in steps(only) if (family, *each) not in done]
-        if todo:
-            _run(family, todo, results, commit.stdout.strip())
+        todo = list(steps(only))  # all of them: a later stage needs what an earlier one has written
+        if family not in left_out and any((family, *each) not in done for each in todo):
+            _run(family, todo, results, commit)
 
 
 def steps(only: Iterable[str] = tuple(STAGES)) -> Iterator[tuple[str, str]]:
