@@ -50,7 +50,14 @@ def page_of(results: Sequence[Line]) -> str:
     families = sorted({line["family"] for line in results})
     made = [family for family in families if _outcome(found, family, "make", "both") == "ok"]
     faulty = [line for line in results if line["outcome"] in FAULTS]
-    parts = [*_summary(found, made), "", *_table(found, made), "", *_reasons(found, made, families), *_faults(faulty)]
+    parts = [
+        *_summary(results, found, made),
+        "",
+        *_table(found, made),
+        "",
+        *_reasons(found, made, families),
+        *_faults(faulty),
+    ]
     return "\n".join([HEAD, *parts]).rstrip() + "\n"
 
 
@@ -63,10 +70,10 @@ def _outcome(found: BY_KEY, family: str, stage: str, backend: str) -> str:
     return next((each for each in outcomes if each != "ok"), "ok")
 
 
-def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
+def _summary(results: Sequence[Line], found: BY_KEY, made: Sequence[str]) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "mlx-lm", "torch", "mlx", "peft"))
     rows = [
-        f"{len(made)} families, with {packages}.",
+        f"{len(made)} families, with {packages}; at {_commits(results)}.",
         "",
         "| | works | refused | fault | nothing to look at |",
         "|---|---|---|---|---|",
@@ -76,6 +83,12 @@ def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
         faults = sum(counts[each] for each in FAULTS)
         rows.append(f"| {heading} | {counts['ok']} | {counts['refused']} | {faults} | {counts['-']} |")
     return rows
+
+
+def _commits(results: Sequence[Line]) -> str:
+    """Return the commits that families were made on, with their number."""
+    counts = Counter(line["commit"] for line in results if line["stage"] == "make" and line["outcome"] == "ok")
+    return ", ".join(f"commit {commit} ({number})" for commit, number in counts.most_common())
 
 
 def _table(found: BY_KEY, made: Sequence[str]) -> list[str]:
