@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune.adapter.spec import AdapterSpec
+from dualtune.errors import ConfigError
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
-from dualtune_torch.weights.frozen import FrozenLinear, shape_of
+from dualtune_torch.weights.frozen import FrozenLinear, as_stored, shape_of, weight_of
 
 
 class GroupedForward(Protocol):
@@ -39,6 +40,7 @@ class LoRALinear(AdaptedLayer):
         device = base.weight.device
         out_features, in_features = shape_of(base)
         self.base = base
+        self.module = module
         self.scale = spec.scale
         self.dropout = spec.dropout
         self.dropout_seeds = seeds
@@ -58,6 +60,27 @@ class LoRALinear(AdaptedLayer):
             x_BTI = dropped(x_BTI, seeds, self.keys_I, *drop_rule(self.dropout))
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight with the adapter, in the base's orientation, for models that multiply by it themselves."""
+        if self.dropout_seeds.seeds_BT is not None and self.dropout:
+            raise ConfigError(
+                f"adapter.dropout: this model reads the weight of {self.module} instead of calling the layer, so the "
+                "adapter's input is unknown. Set adapter.dropout: 0, or leave such layers out of adapter.targets"
+            )
+        if not self.base.weight.is_floating_point():
+            raise ConfigError(
+                f"model.quantization: this model reads the weight of {self.module} instead of calling the layer, and "
+                "the weight is packed. Set model.quantization: none, or leave such layers out of adapter.targets"
+            )
+        base = weight_of(self.base, self.base.weight.dtype)
+        delta_OI = self.scale * (self.lora_B @ self.lora_A)
+        return as_stored(self.base, base + delta_OI.to(base.dtype))
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {"A": self.lora_A, "B": self.lora_B}

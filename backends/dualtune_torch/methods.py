@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.adapter.spec import AdapterSpec, select_modules
-from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
+from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
 
 
 class DropoutSeeds:
@@ -39,12 +39,12 @@ class AdaptedLayer(nn.Module):
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
-    """Return all linear layers by path, except an output head that shares its weight with the embedding.
+    """Return the linear layers of the text part by path, but no output head that shares the embedding's weight.
 
     MLX has no separate layer for it either, and an adapter on one side of the pair could not be merged.
     """
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-    return {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
+    return {path: layer for path, layer in model.named_modules() if is_linear(layer) and path not in tied}
 
 
 def add_layers(

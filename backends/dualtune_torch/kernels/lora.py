@@ -126,7 +126,8 @@ class _GroupedLoRA(torch.autograd.Function):
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
-            outputs.append(y_MO.view(*x_BTI.shape[:-1], -1))
+            # No view for autograd: some models change in place what a layer returns.
+            outputs.append(torch.ops.aten._unsafe_view(y_MO, [*x_BTI.shape[:-1], y_MO.shape[-1]]))
         ctx.group, ctx.recompute, group.recompute = group, group.recompute, None
         ctx.save_for_backward(kept_MI if ctx.recompute is None else None, u_MS, seeds_M)
         return tuple(outputs)

@@ -7,9 +7,10 @@ only the packed bytes are kept.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,6 +21,27 @@ from dualtune_torch.weights.int8 import Int8Linear
 from dualtune_torch.weights.packed import PackedLayer
 
 FrozenLinear = nn.Linear | AffineLinear | Int8Linear | Conv1D
+
+
+def is_linear(module: nn.Module) -> TypeGuard[FrozenLinear]:
+    """Return whether a module computes x Wᵀ + b. A subclass of nn.Linear may compute something else."""
+    if isinstance(module, AffineLinear | Int8Linear | Conv1D) or nf4.is_nf4(module):
+        return True
+    return isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or _computes_product(module))
+
+
+def _computes_product(module: nn.Linear) -> bool:
+    x_2I = torch.linspace(-1, 1, 2 * module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+    x_2I = x_2I.view(2, -1)
+    with torch.no_grad():
+        expected_2O = F.linear(x_2I, module.weight, module.bias)
+        try:
+            found: Any = module(x_2I)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return False  # of other inputs
+    if not isinstance(found, Tensor) or found.shape != expected_2O.shape:
+        return False
+    return found.is_meta or torch.allclose(found, expected_2O, rtol=0.01, atol=0.01 * float(expected_2O.abs().max()))
 
 
 def shape_of(layer: FrozenLinear) -> tuple[int, int]:
