@@ -91,11 +91,11 @@ class MlxBackend:
         refuse_beyond_window(request)
         with loading(self, request.model_dir, "mlx-lm"):
             model, description = request.shared(lambda: load_base(request))
-        if request.shared_base is not None:
-            model = with_own_modules(model)
-        if request.deterministic:
-            check_order(model)
-        return MlxEngine(model, request, description)
+            if request.shared_base is not None:
+                model = with_own_modules(model)
+            if request.deterministic:
+                check_order(model)
+            return MlxEngine(model, request, description)  # which computes with the model for the first time
 
     def world(self) -> World:
         return world()

@@ -155,6 +155,9 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(rope, dict):
             older = _older_spelling(cast("dict[str, Any]", rope))
             table |= {key: value for key, value in older.items() if table.get(key) is None}
+    text: Any = result.get("text_config")
+    if isinstance(text, dict) and "vocab_size" in text:
+        result.setdefault("vocab_size", text["vocab_size"])  # where mlx-lm's classes of wrappers look for it
     return result
 
 

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from dualtune.io.disk import cache_dir, write_file
 from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
 from dualtune.versions import versions_of
 
-FORMAT = 1  # of the files in the cache
+FORMAT = 4  # of the files in the cache
 
 
 class CountedLinear(NamedTuple):
@@ -58,6 +58,7 @@ class CountedLayer:
     matrices: tuple[Matrices, ...]
     parameters: int  # stored
     active: int  # weights that a token is multiplied with: of experts only those that it is sent to
+    has_state: bool  # whether documents in a packed row are computed in rows of their own
     kept: Mapping[str, Kept]  # by `variant`
 
     @property
@@ -74,6 +75,7 @@ class Counted:
     vocab: int
     heads: int
     width: int  # of all query heads together
+    fused_attention: bool  # whether the backend's own attention computes it, which keeps no scores
     fused_loss: bool  # whether the logits are the output head's: they are then never in memory at once
     paths: tuple[str, ...]  # of the layers
     by_layer: tuple[CountedLayer, ...]  # equal layers are one object
@@ -114,8 +116,13 @@ class Counted:
 Shape = Decoder | Counted
 
 
-def variant(item_bytes: int, code: Literal["", "compiled", "trained"] = "") -> str:
-    """Return the key of `CountedLayer.kept`; "trained": for a model whose own weights have gradients."""
+# Which code computes a layer: the backend's pieces, nothing but the framework's own code, the pieces where the model's
+# own weights are trained, or the pieces compiled.
+Code = Literal["", "plain", "trained", "compiled"]
+
+
+def variant(item_bytes: int, code: Code = "") -> str:
+    """Return the key of `CountedLayer.kept`."""
     return f"{8 * item_bytes} bits {code}".strip()
 
 
@@ -169,11 +176,9 @@ def _write(file: Path, counted: Counted) -> None:
 
 def _as_json(counted: Counted) -> dict[str, Any]:
     kinds = list(dict.fromkeys(counted.by_layer))
-    own = {name: getattr(counted, name) for name in ("model_class", "hidden", "vocab", "heads", "width", "fused_loss")}
-    return own | {
-        "head": counted.head, "paths": counted.paths, "outside": asdict(counted.outside),
-        "kinds": [asdict(kind) for kind in kinds], "order": [kinds.index(layer) for layer in counted.by_layer],
-    }  # fmt: skip
+    own = {each.name: getattr(counted, each.name) for each in fields(counted) if each.name != "by_layer"}
+    layers = {"kinds": [asdict(kind) for kind in kinds], "order": [kinds.index(layer) for layer in counted.by_layer]}
+    return own | {"outside": asdict(counted.outside)} | layers
 
 
 def _read(file: Path) -> Counted | None:
@@ -198,5 +203,6 @@ def _layer(table: Mapping[str, Any]) -> CountedLayer:
         matrices=tuple(Matrices(*each) for each in table["matrices"]),
         parameters=table["parameters"],
         active=table["active"],
+        has_state=table["has_state"],
         kept=kept,
     )

@@ -42,7 +42,7 @@ from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
 from dualtune.train.model_dir import trained_adapter, write_model
 from dualtune.train.moments import Moments, watchers_of
-from dualtune.train.packing import check_packing
+from dualtune.train.packing import check_causality, check_packing
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
@@ -99,6 +99,7 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     )
     if prepared.start is not None:
         load_adapter(engine, prepared.start, config.model.name)
+    check_causality(engine)
     if config.data.packing:
         check_packing(engine, prepared.backend)
     if config.train.activation_cache == "disk":

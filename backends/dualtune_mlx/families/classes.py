@@ -15,6 +15,7 @@ from dualtune.errors import ConfigError
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.corrections import CORRECTIONS
 from dualtune_mlx.families.layouts import LAYOUTS
+from dualtune_mlx.families.rotary import correct_frequencies
 
 TEXT = "_text"  # the end of the model_type of a text part, which transformers stores by itself too
 
@@ -83,6 +84,7 @@ def _as_transformers(
             cast(Any, super()).__init__(args)
             if correct is not None:
                 correct(self, config)
+            correct_frequencies(self, config)
             for module in self.modules():
                 _accept_no_cache(module)
                 if hasattr(module, "sanitize"):

@@ -14,6 +14,8 @@ from mlx_lm.models.dbrx import SparseMoeBlock
 from mlx_lm.models.ernie4_5_moe import Ernie4_5_MoeMLP
 from mlx_lm.models.jamba import JambaSparseMoeBlock
 
+from dualtune.errors import ConfigError
+
 
 def _glm(model: Any, config: Mapping[str, Any]) -> None:
     """mlx-lm rotates whole heads (`glm.py`: `dims=self.head_dim`), transformers the part that the config names."""
@@ -84,10 +86,19 @@ def _jamba(model: Any, config: Mapping[str, Any]) -> None:
             layer.feed_forward.__class__ = AllGates
 
 
+def _minicpm3(model: Any, config: Mapping[str, Any]) -> None:
+    if config.get("tie_word_embeddings"):
+        raise ConfigError(
+            "model.name: mlx-lm computes wrong logits for a MiniCPM3 with a tied output head (minicpm3.py: the head is "
+            "not scaled by dim_model_base). Train it with --platform cpu or cuda"
+        )
+
+
 Correction = Callable[[nn.Module, Mapping[str, Any]], None]
 CORRECTIONS: dict[str, Correction] = {
     "dbrx": _dbrx,
     "ernie4_5_moe": _ernie4_5_moe,
     "glm": _glm,
     "jamba": _jamba,
+    "minicpm3": _minicpm3,
 }

@@ -66,12 +66,24 @@ def _phimoe(weights: Weights, config: Keys) -> Weights:
 
 def _qwen3_vl_moe(weights: Weights, config: Keys) -> Weights:
     """Experts as [expert, out, in]: the class expects the last two the other way round, as in the published files."""
-    hidden = config["text_config"]["hidden_size"]
+    narrow = config["text_config"]["moe_intermediate_size"]
+    if not any(name.endswith("experts.down_proj") and w.shape[-1] == narrow for name, w in weights.items()):
+        return weights
+    ends = ("experts.gate_up_proj", "experts.down_proj")
+    return {name: w.swapaxes(-1, -2) if name.endswith(ends) else w for name, w in weights.items()}
+
+
+def _stacked_experts(weights: Weights, config: Keys) -> Weights:
+    """Experts one by one become one tensor for all."""
+    number = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+)\.weight")
+    found: Weights = {}
+    experts: dict[str, dict[int, mx.array]] = {}
     for name, array in weights.items():
-        other = {"gate_up_proj": -2, "down_proj": -1}.get(name.rsplit(".", 1)[-1])
-        if other is not None and ".experts." in name and array.shape[other] != hidden:
-            weights[name] = array.swapaxes(-1, -2)
-    return weights
+        if parts := number.fullmatch(name):
+            experts.setdefault(f"{parts[1]}.switch_mlp.{parts[3]}.weight", {})[int(parts[2])] = array
+        else:
+            found[name] = array
+    return found | {name: mx.stack([all_[i] for i in sorted(all_)]) for name, all_ in experts.items()}
 
 
 def _ernie4_5_moe(weights: Weights, config: Keys) -> Weights:
@@ -112,5 +124,6 @@ LAYOUTS: dict[str, Layout] = {
         (r"attention_layer_norm", "input_layernorm"), (r"feedforward_layer_norm", "post_attention_layernorm")
     ),
     "phimoe": _phimoe,
+    "qwen3_5_moe": _stacked_experts,
     "qwen3_vl_moe": _qwen3_vl_moe,
 }

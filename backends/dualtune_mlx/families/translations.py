@@ -45,6 +45,13 @@ def _minimax_m2(config: Keys) -> dict[str, Any]:
     return {"rotary_dim": rotary, "shared_intermediate_size": 0}
 
 
+def _minimax_m3(config: Keys) -> dict[str, Any]:
+    """transformers rotates the part that its rotary parameters name, whatever `rotary_dim` says."""
+    if not config.get("rope_parameters"):
+        return {}
+    return {"rotary_dim": int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1.0))}
+
+
 def _kimi_linear(config: Keys) -> dict[str, Any]:
     """The layers are counted from 1. It has no rotary embedding, so its base does not matter."""
     kinds = config.get("layer_types")
@@ -145,6 +152,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "mimo_v2_flash": _mimo_v2_flash,
     "minicpm3": _yarn_of_one,
     "minimax_m2": _minimax_m2,
+    "minimax_m3_vl_text": _minimax_m3,
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {
         "intermediate_size": config["moe_intermediate_size"],  # of dense layers, of which it has none

@@ -8,12 +8,13 @@ Legend: T tokens of the micro-batch, L of its longest document, c bytes of a num
 
 from __future__ import annotations
 
-from dualtune.memory.ask import AFFINE_BITS, Ask, MemoryPart, affine_bytes, optimizer, selected
+from dualtune.memory.ask import AFFINE_BITS, Ask, MemoryPart, affine_bytes, has_plain_loss, optimizer, selected
 from dualtune.memory.counted import Counted, CountedLayer, Kept, variant
 from dualtune_torch.card import memory
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
-SCORES = 3  # of plain attention in its backward pass: probabilities, their gradient and that of the scores
+SCORES = 2  # of plain attention in its backward pass: the gradients of probabilities and of scores
+REARRANGED = 1.2  # of what a layer with a state keeps, where documents become rows of their own, with padding: measured
 KEPT_BY_HEAD = 2  # the last norm, and the gradient of its output: in the model's width
 
 
@@ -74,6 +75,7 @@ def activations(counted: Counted, ask: Ask) -> MemoryPart:
     inputs = _at_once(ask, len(segments)) * c * counted.hidden * T
     around = _bytes(counted.outside, ask, compiled=_compiled(counted, ask)) + KEPT_BY_HEAD * c * counted.hidden * T
     around += _adapters(counted, ask, "", counted.outside)
+    around += 4 * T * counted.vocab * has_plain_loss(counted, ask)  # log-probabilities
     formula = f"{len(whole)} layers with {layers:,} B of {T:,} tokens + {inputs + around:,} B around them"
     return MemoryPart("activations", layers + inputs + around, formula)
 
@@ -101,12 +103,16 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
 def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
     """Bytes that a layer keeps besides its adapters."""
     kept = _kept(layer, ask, compiled=compiled)
-    return ask.cells * (kept.token + kept.pair * _row(ask))
+    rearranged = layer.has_state and ask.packing and ask.max_length < ask.cells
+    return int((REARRANGED if rearranged else 1) * ask.cells * (kept.token + kept.pair * _row(ask)))
 
 
 def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
-    code = "trained" if ask.trains_model else "compiled" if compiled else ""
-    return layer.kept[variant(ask.item_bytes, code)]
+    if ask.trains_model:
+        return layer.kept[variant(ask.item_bytes, "trained")]
+    if ask.kernels == "reference":
+        return layer.kept[variant(ask.item_bytes, "plain")]
+    return layer.kept[variant(ask.item_bytes, "compiled" if compiled else "")]
 
 
 def _row(ask: Ask) -> int:
@@ -159,7 +165,7 @@ def _moment(counted: Counted, ask: Ask, layer: CountedLayer) -> int:
 
 def _attention(counted: Counted, ask: Ask) -> int:
     """Scores of a block of queries, their probabilities and gradients: of the attention on a CPU, or in float32."""
-    if ask.device == "cuda" and ask.item_bytes < memory.MASTER_BYTES:
+    if not counted.fused_attention or (ask.device == "cuda" and ask.item_bytes < memory.MASTER_BYTES):
         return 0
     L, c = min(ask.max_length, ask.cells), ask.item_bytes
     return counted.heads * min(L, ATTENTION_BLOCK) * L * (2 * c + 16)

@@ -15,22 +15,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
-from dualtune.memory.counted import Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
+from dualtune.errors import ConfigError
+from dualtune.memory.counted import Code, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
 from dualtune.memory.shapes import UnknownShape
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.counting.trace import Trace, compile_blocks, has_plain_head, key_of, traced
 from dualtune_torch.kernels import attention
+from dualtune_torch.methods import linear_layers
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
+from dualtune_torch.weights.text_part import empty_model
 
 LENGTHS = (64, 128, 192)  # tokens of a row: multiples of the chunks of linear attention
+CODES: tuple[Code, ...] = ("", "plain", "trained", "compiled")  # the last one stays installed
 DTYPES = (torch.float32, torch.bfloat16)
 NUMBERS_OF_LAYERS = re.compile(r"layer_?(idx|id|index|number|num)|_idx$|^training$")
 # What a class raises that cannot be built, or that needs numbers to decide what to compute.
 ERRORS = (
-    ImportError, TypeError, AttributeError, ValueError, LookupError, RuntimeError, ArithmeticError, attention.NotCovered
+    ImportError, TypeError, AttributeError, ValueError, LookupError, RuntimeError, ArithmeticError, ConfigError,
+    attention.NotCovered,
 )  # fmt: skip
 
 
@@ -39,7 +44,7 @@ def count(config: Mapping[str, Any]) -> Counted:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        return _Counting(empty_model(config)).result()
+        return _Counting(_empty(config)).result()
     except ERRORS as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise UnknownShape(
@@ -50,13 +55,13 @@ def count(config: Mapping[str, Any]) -> Counted:
         logging.set_verbosity(verbosity)
 
 
-def empty_model(config: Mapping[str, Any]) -> PreTrainedModel:
+def _empty(config: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model that an engine would load, without numbers."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers does not know the model_type {kind}")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)), dtype=DTYPES[0])
+        model = empty_model(CONFIG_MAPPING[kind].from_dict(dict(config)), DTYPES[0])
     model.requires_grad_(False)
     return model.eval()
 
@@ -71,11 +76,11 @@ class _Counting:
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.paths = tuple(paths[id(layer)] for layer in self.layers)
-        tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-        self.linears = {p: m for p, m in modules.items() if isinstance(m, FrozenLinear) and p not in tied}
+        self.linears = linear_layers(model)
         kinds = [_kind(layer) for layer in self.layers]
         self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal
         self.whole = True
+        self.own_attention = self.attention = cast(str, model.config._attn_implementation)
 
     def result(self) -> Counted:
         text, head = self.model.config.get_text_config(), self.model.get_output_embeddings()
@@ -90,6 +95,7 @@ class _Counting:
             vocab=int(rows),
             heads=heads,
             width=heads * int(getattr(text, "head_dim", None) or (hidden // heads if heads else 0)),
+            fused_attention=self.attention == attention.NAME,
             fused_loss=not self.whole,
             paths=self.paths,
             by_layer=tuple(here[twin] for twin in self.twins),
@@ -102,8 +108,9 @@ class _Counting:
         self._choose()
         first, found = None, dict[str, list[Kept]]()
         remade: list[Tensor] = []
-        for code in ("", "trained", "compiled"):
+        for code in CODES:
             self.model.requires_grad_(code == "trained")
+            self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
             if code == "compiled":
                 remade = compile_blocks(self.model)
             for dtype in DTYPES:
@@ -120,18 +127,23 @@ class _Counting:
 
     def _choose(self) -> None:
         """Choose the attention as an engine does, which layers compute, and whether the loss computes the logits."""
-        own = cast(str, self.model.config._attn_implementation)
         error: BaseException | None = None
-        for name in (attention.NAME, own, "eager"):
+        for name in (attention.NAME, self.own_attention, "eager"):
             for twins in (self.twins, list(range(len(self.layers)))):
                 try:
                     self.model.set_attn_implementation(name)
-                    self.twins = twins
-                    self.whole = not has_plain_head(self.model, self._traced(LENGTHS[0]))
+                    self.whole, self.twins = True, twins
+                    found = self._traced(LENGTHS[0])
+                    if name == attention.NAME and not (found.attends and self.model._supports_attention_backend):
+                        raise attention.NotCovered("did not call transformers' attention interface")
+                    self.whole = not has_plain_head(self.model, found)
                     self._traced(LENGTHS[1])
                 except ERRORS as raised:
                     error = raised
                 else:
+                    self.attention = name
+                    if name == "eager":
+                        self.own_attention = name
                     return
         assert error is not None
         raise error
@@ -186,6 +198,7 @@ class _Counting:
             matrices=tuple(Matrices(*shape, times) for shape, times in packed.items()),
             parameters=sum(parameters.values()),
             active=first.active[number] // first.T,
+            has_state=any(isinstance(each, nn.Conv1d) for each in modules),
             kept={name: layers[number] for name, layers in kept.items()},
         )
 

@@ -52,6 +52,7 @@ class Trace:
     after: set[str] = field(default_factory=lambda: set())  # functions that were called after the last layer
     alive: list[Any] = field(default_factory=lambda: [])  # so that no address is used twice
     layer: int = -1
+    attends: bool = False  # whether the attention of this package was called
 
 
 def traced(
@@ -73,17 +74,19 @@ def traced(
         _Functions(found),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        run(model if whole else model.base_model, model, T)
+        found.attends = run(model if whole else model.base_model, model, T)
     return found
 
 
-def run(part: nn.Module, model: PreTrainedModel, T: int) -> None:
+def run(part: nn.Module, model: PreTrainedModel, T: int) -> bool:
+    """Run a model or its base. Return whether it called the attention of this package."""
     tokens = torch.zeros(1, T, dtype=torch.long, device="meta")
     options: dict[str, Any] = {"use_cache": False, "position_ids": torch.arange(T, device="meta")[None]}
     if model.config._attn_implementation == attention.NAME:
         borders = torch.tensor([0, T], dtype=torch.int32, device="meta")
         options["documents"] = DocumentBorders(((0, 0, T),), borders, T, lambda function: function)
     part(tokens, **options)
+    return "documents" in options and bool(options["documents"].windows)
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def _watched(
 
 
 class _Functions(TorchFunctionMode):
-    """Replaces the products of experts, and notes the names of functions.
+    """Replaces the products of experts and torch's own attention, and notes the names of functions.
 
     A question about numbers is answered with no: transformers asks whether a row is all padding, or one document, and
     if it is not, builds the masks that packed rows need.
@@ -149,10 +152,28 @@ class _Functions(TorchFunctionMode):
             x_NI, weights_EIO = args[0], args[1]
             self._found.active[self._found.layer] += x_NI.shape[0] * weights_EIO.shape[-2] * weights_EIO.shape[-1]
             return x_NI.to(weights_EIO.dtype) @ weights_EIO[0]
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+            return _Attention.apply(*args[:3], None if mask is None else mask.shape)
         if func is Tensor.__bool__ and args[0].is_meta:
             return False
         self._found.after.add(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    """What torch's fused kernels keep: no scores, and the mask in the compute dtype.
+
+    On `meta` torch would choose the code that keeps all scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, mask: tuple[int, ...] | None) -> Tensor:
+        out = q_BHTd.new_empty(*q_BHTd.shape[:-1], v_BGTd.shape[-1])
+        lse_BHT = q_BHTd.new_empty(q_BHTd.shape[:-1], dtype=torch.float32)
+        masks = [] if mask is None else [q_BHTd.new_empty(mask)]
+        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out, lse_BHT, *masks)
+        return out
 
 
 def has_plain_head(model: PreTrainedModel, found: Trace) -> bool:

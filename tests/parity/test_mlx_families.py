@@ -1,0 +1,74 @@
+"""mlx-lm's classes compute what transformers computes, for tiny random models as transformers saves them.
+
+The families here differ in how they get there: config keys under other names, rotary embeddings by kind of layer, other
+layouts of experts, wrappers, text parts alone, corrected modules. `scripts/families.py` goes through all families.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.errors import DualtuneError
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-3  # of log-probabilities, relative below −1
+FAMILIES = [
+    "apertus", "ernie4_5_moe", "exaone4", "gemma3", "gemma4", "glm", "gpt_oss", "jamba", "kimi_linear", "mistral3",
+    "minimax_m2", "olmo3", "phi", "qwen3_5", "qwen3_moe",
+]  # fmt: skip
+MORE = [
+    "afmoe", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "falcon_h1", "gemma3_text", "gemma4_text",
+    "gemma4_unified", "glm4_moe", "gpt_neox", "gptj", "granitemoehybrid", "laguna", "lfm2",
+    "longcat_flash", "mamba2", "mellum", "mimo_v2_flash", "minimax_m3_vl", "mixtral",
+    "muse_glimmer", "nanochat", "nemotron_h", "olmo_hybrid", "phimoe", "qwen2_moe", "qwen2_vl", "qwen3_5_moe",
+    "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "recurrent_gemma", "solar_open", "stablelm",
+]  # fmt: skip
+REFUSED = ["bitnet", "minimax", "minicpm3", "olmo"]
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    """Make a tiny model of a family."""
+    pytest.importorskip("torch")
+    pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    from family.case import Case
+    from family.make import make
+
+    def made(family: str) -> Case:
+        found = Case(family, tmp_path)
+        found.model_dir.mkdir()
+        make(family, found.model_dir)
+        return found
+
+    return made
+
+
+def check(case) -> None:
+    found, expected = case.logprobs("mlx"), case.stock
+    width = min(found.shape[-1], expected.shape[-1])  # heads padded to a round number
+    gap = np.abs(found - expected)[..., :width] / np.maximum(1, np.abs(expected[..., :width]))
+    assert gap.max() < TOLERANCE
+    assert expected[case.real].std() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_computes(family, case):
+    check(case(family))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", MORE)
+def test_other_families_compute_what_transformers_computes(family, case):
+    check(case(family))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_mlx_lm_computes_otherwise_is_refused(family, case):
+    made = case(family)
+    with pytest.raises(DualtuneError, match=r"mlx-lm|not those of the model"):
+        made.logprobs("mlx")
