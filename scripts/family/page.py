@@ -27,7 +27,8 @@ HEAD = """\
 What each family of the installed transformers does here, as a tiny model with random weights: the model is written as
 transformers saves it, and taken through the stages below. `make families` measures it and writes this page
 (`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew. A tiny model shows that layers,
-names and files are understood; it does not show quality, speed or the memory of a large one.
+names and files are understood; it does not show quality, speed or the memory of a large one. A family that is not here
+has not been measured yet.
 
 ✓ works · – refused, with a message that says why · empty: nothing to look at, because an earlier stage is not there ·
 crash, wrong, lost: a fault of ours, listed at the end.
