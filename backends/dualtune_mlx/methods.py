@@ -146,7 +146,8 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 def weight_of(layer: nn.Module) -> mx.array:
     """Return the weight [out, in] of a linear layer, plain or quantized, in float32."""
     if isinstance(layer, nn.QuantizedLinear):
-        return mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
+        how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how).astype(mx.float32)
     if isinstance(layer, Int8Linear):
         return layer.unpacked(mx.float32)
     return cast(mx.array, layer.weight).astype(mx.float32)

@@ -76,6 +76,8 @@ QUIRKS: dict[str, Change] = {
     "mimo_v2_flash": _set(head_dim=24),
     "olmo_hybrid": _set(linear_num_key_heads=4),
     "recurrent_gemma": _set(num_hidden_layers=3, num_key_value_heads=1),
+    "llama4": _in("text_config", num_experts_per_tok=1),
+    "llama4_text": _set(num_experts_per_tok=1),
     "mamba2": _set(num_heads=8),
     "ministral": _set(**HEAD_DIM),
     "molmo2": _in("adapter_config", vision_feature_layer=[-1, -2]),
