@@ -119,6 +119,7 @@ Shape = Decoder | Counted
 # Which code computes a layer: the backend's pieces, nothing but the framework's own code, the pieces where the model's
 # own weights are trained, or the pieces compiled.
 Code = Literal["", "plain", "trained", "compiled"]
+CODES: tuple[Code, ...] = ("", "plain", "trained", "compiled")
 
 
 def variant(item_bytes: int, code: Code = "") -> str:

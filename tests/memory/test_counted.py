@@ -1,5 +1,6 @@
 """Models without a formula: their shapes, counted without weights, against what the engine takes for a tiny one."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -142,3 +143,39 @@ def test_a_family_that_the_framework_does_not_know_is_refused_with_the_reason():
         UnknownShape, match="unheard_of, for which there is no formula, and its shapes cannot be counted"
     ):
         shape_from({"model_type": "unheard_of", "vocab_size": 8, "hidden_size": 8}, "torch")
+
+
+ON_MLX = {
+    "mixture of experts": "qwen3_moe", "another": "glm4_moe", "convolution": "lfm2", "soft caps": "gemma2",
+    "state space": "mamba2", "linear attention": "qwen3_next", "latent attention": "deepseek_v3",
+}  # fmt: skip
+PEAK_ON_MLX = (0.9, 1.8)  # of everything that is there at the peak; what a layer with a state keeps is roughly known
+
+
+@pytest.mark.parametrize("family", ON_MLX.values(), ids=ON_MLX)
+def test_a_family_without_a_formula_takes_on_mlx_what_was_estimated(open_backend, tmp_path, config_of, family):
+    mx = pytest.importorskip("mlx.core")
+    config, backend = config_of(family), open_backend("mlx")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    spec = AdapterSpec(ASK.rank, 16.0, 0.0, (ASK.targets,))
+    request = LoadRequest(tmp_path, "float32", "none", "random", spec, OptimizerSpec(), seed=1, kernels="auto")
+    engine, batch = backend.load(request), pack(random_batch([60] * 8, 256), [range(8)])
+
+    def take_step():
+        engine.forward_backward(batch, divisor=batch.num_targets)
+        mx.synchronize()
+        float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
+
+    take_step()  # makes the state of the optimizer
+    gc.collect()
+    mx.clear_cache()
+    backend.reset_peak_memory()
+    for _ in range(2):  # one may have an array less at its peak
+        take_step()
+    asked = replace(ASK, backend="mlx", micro_batch_tokens=batch.tokens_BT.size, max_length=60)
+    found = estimate(shape_from(config, "mlx"), asked)
+    peak = backend.memory().peak_bytes - before
+    assert PEAK_ON_MLX[0] <= (found.total_bytes - found["reserve"]) / peak <= PEAK_ON_MLX[1]

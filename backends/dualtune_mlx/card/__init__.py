@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
-from dualtune_mlx.card import checks, memory
+from dualtune_mlx.card import checks, counted, memory
 from dualtune_mlx.card.costs import COSTS
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
@@ -38,7 +38,7 @@ CARD = Card(
     pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
-    memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),
+    memory=MemoryFormulas(memory.parts, (ATTENTION_CHUNK,), "dualtune_mlx.counting.count:count", counted.parts),
     costs=COSTS,
     launches=(Launch(("mlx",), "mlx.launch", ("mlx",), variables=("MLX_HOSTFILE",)),),
     problems=checks.problems,

@@ -25,6 +25,7 @@ from dualtune.memory.ask import (
     optimizer,
     padded,
 )
+from dualtune.memory.counted import Shape
 from dualtune.memory.shapes import Decoder
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS, UPDATE_CHUNK
 
@@ -128,8 +129,8 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
         kept += read
         if ask.dropout:  # a mask per input; in plain code the input and a mask per module
             kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
-    if not _is_chunked(ask):
-        kept += decoder.heads * _row(ask)  # probabilities
+    if not is_chunked(ask):
+        kept += decoder.heads * row_of(ask)  # probabilities
     return kept
 
 
@@ -140,13 +141,13 @@ def _read(decoder: Decoder, ask: Ask) -> int:
     return read + decoder.width * ("heads" in reads) + decoder.inner * ("inner" in reads)
 
 
-def _row(ask: Ask) -> int:
+def row_of(ask: Ask) -> int:
     """The number of keys that are multiplied with every query."""
     return min(ask.max_length, ask.cells)
 
 
-def _is_chunked(ask: Ask) -> bool:
-    return ask.kernels != "reference" and _row(ask) > ATTENTION_CHUNK
+def is_chunked(ask: Ask) -> bool:
+    return ask.kernels != "reference" and row_of(ask) > ATTENTION_CHUNK
 
 
 def _is_compiled(ask: Ask) -> bool:
@@ -156,7 +157,7 @@ def _is_compiled(ask: Ask) -> bool:
 # --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
-def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
+def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
     if has_plain_loss(decoder, ask):
         return MemoryPart("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
@@ -168,10 +169,10 @@ def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     )
 
 
-def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
+def attention(decoder: Shape, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's attention."""
-    c, H, L, T = ask.item_bytes, decoder.heads, _row(ask), ask.cells
-    if _is_chunked(ask):
+    c, H, L, T = ask.item_bytes, decoder.heads, row_of(ask), ask.cells
+    if is_chunked(ask):
         whole = L // ATTENTION_CHUNK * ATTENTION_CHUNK  # queries in full chunks; a chunk sees the keys before its end
         scores = max(ATTENTION_CHUNK * whole, (L - whole) * L) * max(1, T // padded(L))
         return MemoryPart(
@@ -200,7 +201,7 @@ def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("workspace", sum(part.bytes for part in parts), f"{formula}, while layers are recomputed")
 
 
-def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
+def update(decoder: Shape, ask: Ask, kept: MemoryPart) -> MemoryPart:
     """The optimizer step, when the activations are freed."""
     n, arrays = num_trained(decoder, ask), _arrays_of_update(ask)
     alive = arrays[0] * n + arrays[1] * min(n, UPDATE_CHUNK)

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.errors import ConfigError
-from dualtune.memory.counted import Code, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
+from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
 from dualtune.memory.shapes import UnknownShape
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.counting.trace import Trace, compile_blocks, has_plain_head, key_of, traced
@@ -29,7 +29,6 @@ from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 from dualtune_torch.weights.text_part import empty_model
 
 LENGTHS = (64, 128, 192)  # tokens of a row: multiples of the chunks of linear attention
-CODES: tuple[Code, ...] = ("", "plain", "trained", "compiled")  # the last one stays installed
 DTYPES = (torch.float32, torch.bfloat16)
 NUMBERS_OF_LAYERS = re.compile(r"layer_?(idx|id|index|number|num)|_idx$|^training$")
 # What a class raises that cannot be built, or that needs numbers to decide what to compute.
@@ -108,7 +107,7 @@ class _Counting:
         self._choose()
         first, found = None, dict[str, list[Kept]]()
         remade: list[Tensor] = []
-        for code in CODES:
+        for code in CODES:  # what is compiled stays so, and comes last
             self.model.requires_grad_(code == "trained")
             self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
             if code == "compiled":

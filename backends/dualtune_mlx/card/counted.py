@@ -1,0 +1,109 @@
+"""The memory that the MLX engine needs for a model whose shapes are counted, by part.
+
+The moments of a step are those of `dualtune_mlx.card.memory`, with the widest product in the place of the feed-forward
+block.
+"""
+
+from __future__ import annotations
+
+from dualtune.memory.ask import (
+    AFFINE_BITS,
+    MASTER_BYTES,
+    Ask,
+    MemoryPart,
+    adapted,
+    affine_bytes,
+    has_plain_loss,
+    num_trained,
+    optimizer,
+    selected,
+)
+from dualtune.memory.counted import Counted, CountedLayer, variant
+from dualtune_mlx.card import memory
+
+
+def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
+    """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
+    always = (weights(counted, ask), adapter(counted, ask), optimizer(counted, ask))
+    at_end, *later = activations(counted, ask)
+    attention, block = memory.attention(counted, ask), feed_forward(counted, ask)
+    plain = (memory.loss(counted, ask), attention, block, memory.update(counted, ask, at_end))
+    moments = [(at_end, moment) for moment in plain]
+    both = MemoryPart("workspace", attention.bytes + block.bytes, f"{attention.formula} + {block.formula}, recomputed")
+    moments += [(kept, both) for kept in later]
+    most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
+    return (*always, *most, memory.reserve(ask))
+
+
+def weights(counted: Counted, ask: Ask) -> MemoryPart:
+    """The base; if it is streamed, only the layers that are in memory at once."""
+    layers = sorted((_stored(layer, ask) for layer in counted.by_layer), reverse=True)
+    resident = min(ask.resident_layers or len(layers), len(layers))
+    size = _stored(counted.outside, ask) + sum(layers[:resident])
+    form = ask.dtype if ask.quantization == "none" else ask.quantization
+    formula = f"{counted.num_parameters:,} parameters stored, in {form}, {resident} of {len(layers)} layers"
+    if ask.quantization in AFFINE_BITS or ask.device != "cpu" or has_plain_loss(counted, ask):
+        return MemoryPart("weights", size, formula)
+    head = counted.vocab * counted.hidden
+    return MemoryPart("weights", size + ask.item_bytes * head, f"{formula} + {head:,} of the head, transposed")
+
+
+def _stored(layer: CountedLayer, ask: Ask) -> int:
+    c = ask.item_bytes
+    if ask.quantization == "none":
+        return c * layer.parameters
+    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
+    return c * plain + sum(each.number * _matrix(each.out, each.in_, ask) for each in layer.matrices)
+
+
+def _matrix(out: int, in_: int, ask: Ask) -> int:
+    if ask.quantization in AFFINE_BITS:
+        return affine_bytes(out, in_, AFFINE_BITS[ask.quantization], ask.item_bytes)
+    return out * in_ + 4 * out
+
+
+def adapter(counted: Counted, ask: Ask) -> MemoryPart:
+    n, keys = num_trained(counted, ask), adapted(counted, ask.targets).inputs
+    formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
+    return MemoryPart("adapter", MASTER_BYTES * n + 4 * keys, formula)
+
+
+def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:
+    """What is kept at the end of the forward pass, then when each segment is recomputed, from the last one."""
+    lowest = counted.layers - adapted(counted, ask.targets).layers
+    everything = range(lowest, counted.layers)
+    if ask.resident_layers is not None:
+        last = everything[-1:]
+        return [_kept(counted, ask, range(0), len(everything) + 1), _kept(counted, ask, last, len(everything))]
+    spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(counted.layers)]
+    segments = [span for span in spans if span]
+    plain = range(max([lowest, *(span.stop for span in segments)]), counted.layers)
+    kept = [*((span, place) for place, span in enumerate(segments, start=1)), (plain, len(segments))]
+    return [_kept(counted, ask, layers, inputs) for layers, inputs in reversed(kept)]
+
+
+def _kept(counted: Counted, ask: Ask, layers: range, inputs: int) -> MemoryPart:
+    T, c = ask.cells, ask.item_bytes
+    size = T * (sum(_layer(counted, ask, number) for number in layers) + inputs * c * counted.hidden)
+    return MemoryPart("activations", size, f"{T:,} tokens × {len(layers)} layers and {inputs} inputs of segments")
+
+
+def _layer(counted: Counted, ask: Ask, number: int) -> int:
+    """Bytes that a layer keeps for a token, with its adapters."""
+    layer, prefix, c = counted.by_layer[number], f"{counted.paths[number]}.", ask.item_bytes
+    chosen = selected(counted, ask.targets)
+    on = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
+    read = sum({linear.reads: linear.in_ for linear in on}.values())
+    masks = 0
+    if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
+        masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
+    scores = 0 if memory.is_chunked(ask) else counted.heads * memory.row_of(ask)
+    kept = layer.kept[variant(c)]
+    return kept.token + kept.pair * ask.cells + c * (ask.rank * len(on) + read + masks + scores)
+
+
+def feed_forward(counted: Counted, ask: Ask) -> MemoryPart:
+    """The backward pass of the widest part of a layer."""
+    largest = max((layer.kept[variant(ask.item_bytes)].largest for layer in counted.by_layer), default=0)
+    each = 5 * largest + 8 * ask.item_bytes * counted.hidden
+    return MemoryPart("workspace", ask.cells * each, f"{ask.cells:,} tokens × {each:,} B of the widest part of a layer")

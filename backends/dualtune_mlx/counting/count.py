@@ -1,0 +1,128 @@
+"""The shapes of a model without a memory formula, counted on mlx-lm's class without any weights.
+
+MLX computes nothing before it is asked for numbers, so that a model of any size is built at once, and only its shapes
+are read. What a layer keeps follows from the widths of its products, as in the models that have formulas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from dualtune.adapter.dropout import input_of
+from dualtune.errors import DualtuneError
+from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
+from dualtune.memory.shapes import UnknownShape
+from dualtune_mlx.families.classes import classes
+from dualtune_mlx.families.config_keys import complete
+from dualtune_mlx.methods import linear_layers, linear_shape
+
+ERRORS = (ImportError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError, DualtuneError)
+# How many experts a token is sent to, as modules and configs call it.
+EXPERTS_OF_A_TOKEN = (
+    "num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token",
+)  # fmt: skip
+# Measured on the CPU, with documents in rows of their own. How often what its products show is what a layer with a
+# decaying state keeps; scores that are kept for each head with a soft cap, and by latent attention.
+DECAY, WITH_DECAY = "A_log", 5
+SCORES = {"attn_logit_softcapping": 3, "kv_lora_rank": 2}
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+def count(config: Mapping[str, Any]) -> Counted:
+    """Count the shapes of the model of a config.json. UnknownShape if mlx-lm cannot build its class."""
+    try:
+        return _count({**config, **complete(config, {})})
+    except ERRORS as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise UnknownShape(
+            f"its model_type is {config.get('model_type')}, for which there is no formula, and its shapes cannot be "
+            f"counted ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _count(keys: dict[str, Any]) -> Counted:
+    model_class, args_class = classes(keys)
+    model: nn.Module = cast(Any, model_class)(cast(Any, args_class).from_dict(keys))
+    text = keys["text_config"] if isinstance(keys.get("text_config"), dict) else keys
+    modules = dict(model.named_modules())
+    paths = {id(module): path for path, module in modules.items()}
+    layers = [layer for layer in cast(Any, model).layers if layer is not None]
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    outside = {path: module for path, module in modules.items() if id(module) not in in_layers}
+    head = next((path for path in linear_layers(model) if path in outside and path.endswith("lm_head")), None)
+    embedding = next(module for module in outside.values() if isinstance(module, nn.Embedding))
+    vocab, hidden = embedding.weight.shape
+    heads = _heads(text)
+    kinds: dict[str, CountedLayer] = {}
+    counted = [_layer({p: m for p, m in layer.named_modules() if p}, text, hidden) for layer in layers]
+    return Counted(
+        model_class=f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
+        hidden=hidden,
+        vocab=vocab,
+        heads=heads,
+        width=heads * int(text.get("head_dim") or (hidden // heads if heads else 0)),
+        fused_attention=True,
+        fused_loss=True,
+        paths=tuple(paths[id(layer)] for layer in layers),
+        by_layer=tuple(kinds.setdefault(repr(layer), layer) for layer in counted),
+        outside=_layer(outside, text, hidden, head),
+        head=head,
+    )
+
+
+def _layer(
+    modules: Mapping[str, nn.Module], text: Mapping[str, Any], hidden: int, head: str | None = None
+) -> CountedLayer:
+    """Return what there is in a layer, or with its `head` in what is in none."""
+    linears = {path: linear_shape(m) for path, m in modules.items() if type(m) is nn.Linear}
+    experts = [cast(mx.array, m.weight).shape for m in modules.values() if isinstance(m, SwitchLinear)]
+    sent = _experts_of_a_token(modules, text)
+    groups = list(dict.fromkeys((input_of(path), in_) for path, (_, in_) in linears.items()))
+    used = [
+        *(shape for path, shape in linears.items() if path != head),
+        *(shape[1:] for shape in experts for _ in range(sent)),
+    ]
+    numbers = max(0, 2 * sum(out for out, _ in used) - 2 * hidden)
+    numbers += sent * hidden * bool(experts)  # a token's copy for each of its experts
+    numbers *= WITH_DECAY if any(DECAY in module for module in modules.values()) else 1
+    scores = _heads(text) * max((number for key, number in SCORES.items() if text.get(key)), default=0)
+    widest = max((out for out, _ in used), default=0) * (sent if experts else 1)
+    packed = Counter(shape for path, shape in linears.items() if path != head)
+    for number, out, in_ in experts:
+        packed[out, in_] += number
+    kept = {variant(c, code): Kept(c * numbers, c * scores, c * widest, (), ()) for c in (4, 2) for code in CODES}
+    own = [each for module in modules.values() for _, each in _own_arrays(module)]
+    return CountedLayer(
+        linears=tuple(
+            CountedLinear(path, out, in_, groups.index((input_of(path), in_))) for path, (out, in_) in linears.items()
+        ),
+        matrices=tuple(Matrices(out, in_, number) for (out, in_), number in packed.items()),
+        parameters=sum(array.size for array in own),
+        active=sum(out * in_ for out, in_ in used),
+        has_state=any(isinstance(module, nn.Conv1d) for module in modules.values()),
+        kept=kept,
+    )
+
+
+def _heads(text: Mapping[str, Any]) -> int:
+    return next((int(text[name]) for name in HEADS if isinstance(text.get(name), int)), 0)
+
+
+def _own_arrays(module: nn.Module) -> list[tuple[str, mx.array]]:
+    own = {name: value for name, value in module.items() if isinstance(value, mx.array) and not name.startswith("_")}
+    return cast(list[tuple[str, mx.array]], tree_flatten(own))
+
+
+def _experts_of_a_token(modules: Mapping[str, nn.Module], text: Mapping[str, Any]) -> int:
+    for name in EXPERTS_OF_A_TOKEN:
+        found = [text.get(name), *(getattr(module, name, None) for module in modules.values())]
+        if number := next((each for each in found if type(each) is int and each > 0), 0):
+            return number
+    return 1
