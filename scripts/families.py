@@ -12,6 +12,7 @@ if a family has a fault: a traceback, a wrong number or a lost tensor.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -63,24 +64,25 @@ def _arguments() -> argparse.Namespace:
 
 def _preload() -> None:
     """Import once what every family needs: its process is a copy of this one. MLX has threads, so each imports it."""
-    import peft
+    for name in ("peft", "dualtune.preflight.config_check", "dualtune_torch.engine"):
+        importlib.import_module(name)
     import torch
     import transformers
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    del peft
 
 
 def _run_all(families: Iterable[str], only: tuple[str, ...], results: Path, *, again: bool) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    done = set() if again else {(line["family"], line["stage"], line["backend"]) for line in read(results)}
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    lines = [] if again else read(results)
+    done = {(line["family"], line["stage"], line["backend"]) for line in lines}
+    left_out = {line["family"] for line in lines if line["outcome"] == "not made"}
     for family in families:
-        todo = [each for each in steps(only) if (family, *each) not in done]
-        if todo:
-            _run(family, todo, results, commit.stdout.strip())
+        todo = list(steps(only))  # all of them: a later stage needs what an earlier one has written
+        if family not in left_out and any((family, *each) not in done for each in todo):
+            _run(family, todo, results, commit)
 
 
 def steps(only: Iterable[str] = tuple(STAGES)) -> Iterator[tuple[str, str]]:

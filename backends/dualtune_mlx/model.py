@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.base_model.embeddings import own_head
 from dualtune.base_model.int8 import is_quantized
 from dualtune.errors import ConfigError, FormatError
 from dualtune_mlx import int8
@@ -145,11 +146,13 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
     """Return config keys in the spelling that mlx-lm reads.
 
     If `tie_word_embeddings` is absent, mlx-lm's Llama ties and discards the stored output head, while Hugging Face does
-    not tie.
+    not tie. A stored head that differs from the embedding is used whatever the config says, as by transformers.
     """
     keys: dict[str, Any] = {}
-    if "tie_word_embeddings" not in config and weights is not None and "lm_head.weight" in weights.tensors:
-        keys["tie_word_embeddings"] = False
+    if weights is not None:
+        is_open = "tie_word_embeddings" not in config and "lm_head.weight" in weights.tensors
+        if is_open or own_head(weights.tensors):
+            keys["tie_word_embeddings"] = False
     return complete(config, keys) | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
@@ -36,7 +36,8 @@ from dualtune.base_model.places import FilePlace, canonical_names, check_places
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import TorchDecoding, crop_on_device, logits_after
+from dualtune_torch.host.continuation import TextContinuation, crop_on_device
+from dualtune_torch.host.generation import TorchDecoding
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -262,9 +263,15 @@ class TorchEngine:
     def generate(
         self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
     ) -> Iterator[int]:
-        return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
+        forward = self._continuation.next_logits
+        return continue_prompt(prompt, choose, cache, forward=forward, crop_on_device=crop_on_device)
+
+    @cached_property
+    def _continuation(self) -> TextContinuation:
+        return TextContinuation(self.model, self._generating)
 
     def decoding(self) -> TorchDecoding:
+        self._continuation.check_batchable()
         return TorchDecoding(self.model, self._generating)
 
     def save_merged(self, path: Path) -> None:
@@ -283,14 +290,6 @@ class TorchEngine:
         moves_weights = self._streamed is not None or is_split(self.model)
         check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
         return MicroStepGraphs(self.model.device)
-
-    def _next_logits(self, tokens: list[int], held: DynamicCache | None) -> tuple[np.ndarray, DynamicCache]:
-        """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
-        held = held or DynamicCache(config=self.model.config)
-        (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
-        with self._generating():
-            (logits_V,) = logits_after(self.model, tokens_1T, held)
-        return _numpy(logits_V.float()), held
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ left, and training moves rows apart. Only these rows are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,32 @@ def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list
     reserved = {*reserved} - {token}
     found = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
     return [UntrainedRow(name, why) for name, why in found.items() if why]
+
+
+def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the files hold an output head that differs from the embedding.
+
+    It is then used even if the config ties the two, as transformers does.
+    """
+    heads = [tensor for name, tensor in tensors.items() if _HEAD.fullmatch(name)]
+    tables = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    if len(heads) != 1 or len(tables) != 1:
+        return False
+    head, table = heads[0], tables[0]
+    return (head.dtype, head.shape) == (table.dtype, table.shape) and not _same_bytes(head, table)
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.num_bytes
+        while left > 0:
+            size = min(left, 1 << 24)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _why(table: StoredTensor, token: int, reserved: set[int]) -> str | None:

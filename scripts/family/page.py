@@ -27,7 +27,8 @@ HEAD = """\
 What each family of the installed transformers does here, as a tiny model with random weights: the model is written as
 transformers saves it, and taken through the stages below. `make families` measures it and writes this page
 (`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew. A tiny model shows that layers,
-names and files are understood; it does not show quality, speed or the memory of a large one.
+names and files are understood; it does not show quality, speed or the memory of a large one. A family that is not here
+has not been measured yet.
 
 ✓ works · – refused, with a message that says why · empty: nothing to look at, because an earlier stage is not there ·
 crash, wrong, lost: a fault of ours, listed at the end.
@@ -50,7 +51,14 @@ def page_of(results: Sequence[Line]) -> str:
     families = sorted({line["family"] for line in results})
     made = [family for family in families if _outcome(found, family, "make", "both") == "ok"]
     faulty = [line for line in results if line["outcome"] in FAULTS]
-    parts = [*_summary(found, made), "", *_table(found, made), "", *_reasons(found, made, families), *_faults(faulty)]
+    parts = [
+        *_summary(results, found, made),
+        "",
+        *_table(found, made),
+        "",
+        *_reasons(found, made, families),
+        *_faults(faulty),
+    ]
     return "\n".join([HEAD, *parts]).rstrip() + "\n"
 
 
@@ -63,10 +71,10 @@ def _outcome(found: BY_KEY, family: str, stage: str, backend: str) -> str:
     return next((each for each in outcomes if each != "ok"), "ok")
 
 
-def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
+def _summary(results: Sequence[Line], found: BY_KEY, made: Sequence[str]) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "mlx-lm", "torch", "mlx", "peft"))
     rows = [
-        f"{len(made)} families, with {packages}.",
+        f"{len(made)} families, with {packages}; at {_commits(results)}.",
         "",
         "| | works | refused | fault | nothing to look at |",
         "|---|---|---|---|---|",
@@ -76,6 +84,12 @@ def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
         faults = sum(counts[each] for each in FAULTS)
         rows.append(f"| {heading} | {counts['ok']} | {counts['refused']} | {faults} | {counts['-']} |")
     return rows
+
+
+def _commits(results: Sequence[Line]) -> str:
+    """Return the commits that families were made on, with their number."""
+    counts = Counter(line["commit"] for line in results if line["stage"] == "make" and line["outcome"] == "ok")
+    return ", ".join(f"commit {commit} ({number})" for commit, number in counts.most_common())
 
 
 def _table(found: BY_KEY, made: Sequence[str]) -> list[str]:

@@ -16,6 +16,10 @@ def _in(part: str, **values: Any) -> Change:
     return lambda config: config[part].update(values)
 
 
+def _both(*changes: Change) -> Change:
+    return lambda config: [change(config) for change in changes]
+
+
 def _sections(*parts: str, rotary: int = 16) -> Change:
     """Set the shares of the rotary frequencies of text, height and width, which the class has for a large head."""
     half = rotary // 2
@@ -30,6 +34,10 @@ def _sections(*parts: str, rotary: int = 16) -> Change:
 
 
 HEAD_DIM = {"head_dim": 16}
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 PAIRS = ["linear_attention", "hybrid"] * 2
 
@@ -39,24 +47,20 @@ QUIRKS: dict[str, Change] = {
     "cohere2": _set(sliding_window_pattern=4),
     "cohere_compass": _in("text_config", rope_parameters={"full_attention": ROPE}),
     "cohere_compass_text": _set(rope_parameters={"full_attention": ROPE}),
-    "deepseek_v2": _set(num_experts_per_tok=2, n_group=1, topk_group=1, head_dim=8),
-    "dbrx": _in("attn_config", rope_theta=10000.0),
-    "dots3_note": _in("text_config", head_dim=24),
-    "dots3_note_text": _set(head_dim=24),
+    "dbrx": _in("attn_config", rope_theta=10000.0, clip_qkv=8.0),
     "deepseek_ocr2": _in("text_config", mlp_layer_types=["dense", "sparse"], n_routed_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": _set(num_experts_per_tok=2, n_group=1, topk_group=1, head_dim=8),
+    "diffusion_gemma": _in("text_config", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "dots1": _set(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
+    "dots3_note": _both(_in("text_config", head_dim=24), _in("vision_config", adapter_in_dim=32)),
+    "dots3_note_text": _set(head_dim=24),
+    "ernie4_5_vl_moe": _in("text_config", rope_parameters=ROPE | {"mrope_section": [3, 3, 2]}),
     "fun_asr_nano": _in("adaptor_config", intermediate_size=16),
+    "gemma2": _set(sliding_window=64),  # mlx-lm has no windows for it, so that longer documents are refused
     "gemma3n_text": _set(
         num_hidden_layers=10, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2, num_kv_shared_layers=5,
         intermediate_size=[96] * 10, activation_sparsity_pattern=[0.5, 0.5, *[0.0] * 8],
     ),
-    "molmo2": _in("adapter_config", vision_feature_layer=[-1, -2]),
-    "qwen4_exp_text": _set(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
-    ),
-    "diffusion_gemma": _in("text_config", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
-    "dots1": _set(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
-    "ernie4_5_vl_moe": _in("text_config", rope_parameters=ROPE | {"mrope_section": [3, 3, 2]}),
-    "gemma2": _set(sliding_window=64),  # mlx-lm has no windows for it, so that longer documents are refused
     "glm46v": _sections("text_config"),
     "glm4v": _sections("text_config"),
     "glm4v_moe": _sections("text_config", rotary=8),
@@ -76,11 +80,14 @@ QUIRKS: dict[str, Change] = {
     "llama4_text": _set(num_experts_per_tok=1),
     "mamba2": _set(num_heads=8),
     "ministral": _set(**HEAD_DIM),
+    "molmo2": _in("adapter_config", vision_feature_layer=[-1, -2]),
     "nemotron": _set(num_key_value_heads=2, **HEAD_DIM),
     "paddleocr_vl": _sections("text_config"),
     "qwen2_5_omni_thinker": _sections("text_config"),
     "qwen2_5_vl": _sections("text_config"),
     "qwen2_vl": _sections("text_config"),
+    "qwen4_exp": _in("text_config", **INDEXER),
+    "qwen4_exp_text": _set(**INDEXER),
     "reformer": _set(is_decoder=True, axial_pos_embds=False),
     "step3p7": _in("text_config", sliding_window=16),
     "xmod": _set(default_language="en_XX"),

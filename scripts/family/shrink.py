@@ -100,6 +100,8 @@ def _small(name: str, value: Any, config: Mapping[str, Any], tower: bool) -> Any
         return SIZES[False]["qk_rope_head_dim"]  # of families where only that part of a head is rotated
     if name == "sliding_window" and len(set(config.get("layer_types") or ())) < 2:
         return 4 * WINDOW  # longer than a document: MLX refuses those that a window of all layers would cut
+    if name == "num_experts_per_tok":
+        return min(value, 2)
     if name in SIZES[tower]:
         return _heads_alike(name, config, tower) or (SIZES[tower][name] if value > 0 else value)
     if name in {"image_size", "patch_size"}:

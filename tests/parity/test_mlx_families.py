@@ -6,6 +6,7 @@ layouts of experts, wrappers, text parts alone, corrected modules. `scripts/fami
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -72,3 +73,10 @@ def test_what_mlx_lm_computes_otherwise_is_refused(family, case):
     made = case(family)
     with pytest.raises(DualtuneError, match=r"mlx-lm|not those of the model"):
         made.logprobs("mlx")
+
+
+def test_a_stored_head_that_differs_is_used_though_the_config_ties_it(case):
+    made = case("llama")
+    file = made.model_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    check(made)

@@ -14,28 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dualtune.backend.decoding import CannotBatch
+from dualtune_torch.host.continuation import logits_after
 from dualtune_torch.host.inputs import to_device
 
 SPARE = 64  # tokens for which there is room in the cache when it grows: it is not copied at each token
-
-
-def crop_on_device(held: DynamicCache, excess: int) -> bool:
-    """Remove this many tokens from the end. False if a sliding window has forgotten what would be needed again."""
-    try:
-        held.crop(-excess)
-    except RuntimeError:
-        return False
-    return True
-
-
-def logits_after(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, **options: Any) -> Tensor:
-    """Return the logits [B, V] after the last of these tokens, which are added to the cache."""
-    T = tokens_BT.shape[1]
-    if T > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:  # most models have it
-        # An index, not a number: that gives a slice, and a slice of many rows times frozen weights is a batched
-        # product in torch, several times slower on a CPU.
-        options["logits_to_keep"] = torch.tensor([T - 1], device=tokens_BT.device)
-    return model(tokens_BT, past_key_values=cache, use_cache=True, **options).logits[:, -1]
 
 
 class GrowingLayer(DynamicLayer):
