@@ -17,7 +17,7 @@ import numpy as np
 
 from dualtune.base_model.config_file import read_config
 from dualtune.base_model.copies import copy_index, copy_without_weights
-from dualtune.base_model.counts import tables_of
+from dualtune.base_model.counts import decoder_table, tables_of
 from dualtune.base_model.places import FilePlace
 from dualtune.base_model.weights import BaseWeights, StoredTensor
 from dualtune.errors import ConfigError
@@ -155,8 +155,8 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(rope, dict):
             older = _older_spelling(cast("dict[str, Any]", rope))
             table |= {key: value for key, value in older.items() if table.get(key) is None}
-    text: Any = result.get("text_config")
-    if isinstance(text, dict) and "vocab_size" in text:
+    text = decoder_table(result)
+    if "vocab_size" in text:
         result.setdefault("vocab_size", text["vocab_size"])  # where mlx-lm's classes of wrappers look for it
     return result
 
