@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.base_model.embeddings import own_head
 from dualtune.errors import ConfigError
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
@@ -131,7 +133,7 @@ def _pretrained(
     place: Path, weights: BaseWeights, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
     """Load the weights by transformers: plain ones, or those stored in NF4."""
-    config = _config(place)
+    config = _config(place, weights)
     if getattr(config, "quantization_config", None) is None:
         _check_by_headers(config, weights)
     model_class, config = text_model(config)
@@ -170,8 +172,18 @@ def _check_loaded(info: dict[str, Any], weights: BaseWeights) -> None:
     )
 
 
-def _config(place: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+def _config(place: Path, weights: BaseWeights | None = None) -> PreTrainedConfig:
+    kind = read_config(place).get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.name: transformers {transformers.__version__} knows no model_type '{kind}', and code of a model is "
+            "not run. Upgrade transformers, or choose another model"
+        )
+    config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    if weights is not None and own_head(weights.tensors):
+        # As transformers does with weights that it reads itself; a head that is quantized here would be tied.
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    return config
 
 
 def _random(request: LoadRequest, place: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -189,7 +201,7 @@ def _module_by_module(
     quantization: str,
 ) -> PreTrainedModel:
     """Initialize or read, and quantize, one module after another: the plain model need not fit in memory."""
-    config = _config(place)
+    config = _config(place, weights)
     is_packed = getattr(config, "quantization", None) is not None
     place_on = device if request.resident_layers is None else torch.device("cpu")
     if quantization in BITS and (weights is None or not is_packed):

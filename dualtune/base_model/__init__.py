@@ -6,6 +6,7 @@ these files are checked, fingerprinted and loaded, on either backend.
 
 from dualtune.base_model.config_file import (
     MAX_CONFIG_BYTES,
+    ignored_code,
     longest_text,
     position_table_size,
     read_config,
@@ -13,7 +14,7 @@ from dualtune.base_model.config_file import (
     vocabulary_size,
 )
 from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
-from dualtune.base_model.embeddings import untrained_rows
+from dualtune.base_model.embeddings import untied_head, untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
 from dualtune.base_model.names import naming_of
 from dualtune.base_model.resolve import (
@@ -40,6 +41,7 @@ __all__ = [
     "find_weights",
     "fingerprint",
     "has_weights",
+    "ignored_code",
     "is_elsewhere",
     "is_here",
     "longest_text",
@@ -51,6 +53,7 @@ __all__ = [
     "resolve_model",
     "staged",
     "stored_precision",
+    "untied_head",
     "untrained_rows",
     "vocabulary_size",
 ]

@@ -17,10 +17,11 @@ from dualtune.io.untrusted import read_json
 MAX_CONFIG_BYTES = 4 << 20
 # Keys by which a config makes a library import code or open arbitrary files.
 REFUSED = {
-    "auto_map": "names Python code, which transformers would import",
     "model_file": "names Python code, which mlx-lm would run",
     "transformers_weights": "names another weight file",
 }
+# Names Python code for libraries that do not know the model_type. Those that do not run it need a model_type they know.
+CODE = "auto_map"
 # The implementation of attention. transformers takes any other name as a hub repository and loads a kernel from it.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
@@ -75,6 +76,15 @@ def _check_kinds(table: Mapping[str, Any], file: Path) -> None:
             raise fields.wrong(file, key, value, f"a number from 0 to {LARGEST:g}, or null")
 
 
+def ignored_code(config: Mapping[str, Any]) -> str | None:
+    """Return a sentence if a config names code of its model, None if it does not."""
+    if not any(table.get(CODE) for table in tables_of(dict(config))):
+        return None
+    return (
+        f"config.json names code of the model ({CODE}); it is not run, transformers and mlx-lm have their own classes"
+    )
+
+
 def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of the position table, as in GPT-2; None if positions are computed and therefore unlimited."""
     key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
@@ -104,7 +114,7 @@ def config_for_loaders(path: Path) -> dict[str, Any]:
     """
     config = read_config(path)
     for table in tables_of(config):
-        for key in (*REFUSED, *ATTENTION_KEYS):
+        for key in (*REFUSED, CODE, *ATTENTION_KEYS):
             table.pop(key, None)
     return config
 

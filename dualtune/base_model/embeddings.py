@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualtune.base_model.counts import decoder_table
 from dualtune.base_model.weights import StoredTensor, weights_in
 
 SMALL = 0.2  # of the median norm of ordinary rows
@@ -57,6 +58,14 @@ def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
         return False
     head, table = heads[0], tables[0]
     return (head.dtype, head.shape) == (table.dtype, table.shape) and not _same_bytes(head, table)
+
+
+def untied_head(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return a sentence if the files hold a head of their own although the config ties it; None if they do not."""
+    ties = config.get("tie_word_embeddings", decoder_table(config).get("tie_word_embeddings"))
+    if not ties or not own_head(tensors):
+        return None
+    return "the output head is stored and differs from the embedding: it is used, although config.json ties the two"
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dualtune.base_model.config_file import read_config
+from dualtune.base_model.config_file import CODE, read_config
 from dualtune.base_model.copies import copy_index, copy_without_weights
 from dualtune.base_model.counts import decoder_table, tables_of
 from dualtune.base_model.places import FilePlace
@@ -141,6 +141,8 @@ def _write_config(base: BaseWeights, out: Path, dtype: str | None) -> None:
     config = both_spellings(read)
     if "tie_word_embeddings" not in config and "lm_head.weight" in base.tensors:
         config["tie_word_embeddings"] = False  # transformers' default; mlx-lm's Llama would tie
+    for table in tables_of(config):
+        table.pop(CODE, None)  # the code that it names is not copied
     if dtype is not None:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     if config != read:

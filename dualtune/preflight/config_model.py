@@ -13,11 +13,13 @@ from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.targets import OUTPUT_HEAD, Shapes, adapted_as, is_target, select_modules
 from dualtune.base_model import (
     has_weights,
+    ignored_code,
     is_here,
     longest_text,
     position_table_size,
     read_config,
     resolve_model,
+    untied_head,
     untrained_rows,
 )
 from dualtune.base_model.weights import weights_in
@@ -80,7 +82,10 @@ def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[C
     if missing:
         lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
         row = Check("model", "advice", f"{lacks}; the run downloads it", f"hf download {name}")
-    return BaseModel(directory, described), [row, *_architecture(described)]
+    head = untied_head(described, weights_in(directory).tensors) if weights and not missing else None
+    notices = {"code": ignored_code(described), "head": head}
+    rows = [Check(name, "ok", notice) for name, notice in notices.items() if notice]
+    return BaseModel(directory, described), [row, *rows, *_architecture(described)]
 
 
 def _architecture(described: Mapping[str, Any]) -> list[Check]:
@@ -90,7 +95,8 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
         return []
     found = f"{', '.join(names)}: not a causal language model ({', '.join(f'…{end}' for end in CAUSAL)})"
     if any(name.endswith(WITH_MORE) for name in names):
-        return [Check("architecture", "advice", f"{found}; only a run shows whether it can be loaded")]
+        found = f"{', '.join(names)}: of a multimodal model only the text part is loaded and trained"
+        return [Check("architecture", "advice", found)]
     return [_fails("architecture", found, "Choose a causal language model")]
 
 

@@ -17,7 +17,7 @@ from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import position_table_size, read_config
+from dualtune.base_model import ignored_code, position_table_size, read_config, untied_head
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -251,7 +251,10 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, thre
     # A checkpoint from another directory, or one older than the newest, starts a new branch.
     is_here = saved is not None and saved.path.parent == run_dir.checkpoints
     moved = set_aside(run_dir.checkpoints, after=step if is_here else -1)
+    described, weights = read_config(prepared.model.directory), prepared.model.weights
+    head = untied_head(described, weights.tensors) if weights is not None else None
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
+    notes += [note for note in (ignored_code(described), head) if note]
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:

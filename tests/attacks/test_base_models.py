@@ -16,7 +16,7 @@ from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.base_model import fingerprint, resolve_model
-from dualtune.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.errors import ConfigError, DualtuneError, FormatError, NonFiniteError
 from dualtune.evaluate.inference import load_model
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
@@ -333,8 +333,6 @@ def test_preview_and_check_config_see_it(beyond, dualtune_main, tmp_path, data):
     "changes",
     [
         {"model_file": "x.py"},
-        {"auto_map": {"AutoConfig": "x.Config"}},
-        {"text_config": {"auto_map": {"AutoModel": "x.Model"}}},
         {"transformers_weights": "evil.bin"},
         {"attn_implementation": "evil/kernel"},
         {"_attn_implementation": "evil/kernel@main:f"},
@@ -353,6 +351,17 @@ def test_a_config_that_leads_to_code_is_refused_by_every_way_in(model, open_back
     for name in ("torch", "mlx"):
         with pytest.raises(FormatError, match=r"config\.json: "):
             open_backend(name).load(LoadRequest(model, "float32", "auto", init, SPEC, OptimizerSpec(), seed=0))
+
+
+def test_code_beside_a_known_model_type_is_ignored(load, model):
+    """Many published models keep auto_map from the time before transformers knew them."""
+    expected = logits(load(model))
+    (model / "x.py").write_text("raise SystemExit('run')")
+    configure(model, auto_map={"AutoConfig": "x.Config", "AutoModelForCausalLM": "x.Model"})
+    np.testing.assert_array_equal(logits(load(model)), expected)
+    configure(model, model_type="unheard_of")
+    with pytest.raises(DualtuneError, match="unheard_of"):
+        load(model)
 
 
 def test_a_plain_name_of_attention_is_no_fault_and_does_not_reach_the_library(load, model):

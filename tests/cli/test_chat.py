@@ -160,8 +160,10 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(
         found.engine,
         "Hello, this is a long question, is it not?",
     )
-    chat, computed, forward = Chat(found, "one", sampling, "Be brief."), [], engine._next_logits
-    engine._next_logits = lambda tokens, held: computed.append(len(tokens)) or forward(tokens, held)
+    chat, computed = Chat(found, "one", sampling, "Be brief."), []
+    owner, name = (engine._continuation, "next_logits") if backend == "torch" else (engine, "_next_logits")
+    forward = getattr(owner, name)
+    setattr(owner, name, lambda tokens, held: computed.append(len(tokens)) or forward(tokens, held))
     first, start = "".join(chat.ask(question)), computed[0]
     computed.clear()
     second = "".join(chat.ask("Hi"))

@@ -224,6 +224,16 @@ def test_a_model_that_does_not_continue_texts_is_told(check, model, architecture
     assert (row(report, "architecture").level, exit_code(report.checks)) == (level, 4 if level == "fail" else 0)
 
 
+def test_what_is_ignored_in_a_config_json_is_told(check, tiny_llama, tmp_path):
+    """Code for libraries that do not know the model, and the tie of a head that has weights of its own."""
+    model = shutil.copytree(tiny_llama, tmp_path / "untied")
+    assert not {"code", "head"} & {each.name for each in check(f"model.name={model}").checks}
+    rewrite(model, auto_map={"AutoModelForCausalLM": "modeling.Model"}, tie_word_embeddings=True)
+    report = check(f"model.name={model}")
+    assert exit_code(report.checks) == 0
+    assert "auto_map" in row(report, "code").found and "differs from the embedding" in row(report, "head").found
+
+
 def test_a_model_without_a_formula_is_checked_but_for_its_memory(check, model):
     rewrite(model, model_type="unheard_of")
     report = check(f"model.name={model}")

@@ -79,7 +79,7 @@ def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
 
 def is_nf4(module: nn.Module) -> bool:
     """Return whether a module is bitsandbytes' linear layer with packed weights."""
-    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+    return getattr(module._parameters.get("weight"), "quant_state", None) is not None
 
 
 def unpacked(layer: nn.Module, dtype: torch.dtype) -> Tensor:
