@@ -17,6 +17,8 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 # Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
 _EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
 _ROUTER = re.compile(r"gate|(\w+_)?router")
+# Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
+_LATENT = "kv_b_proj"
 # A part of a model that is no text model.
 _OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
 
@@ -42,8 +44,9 @@ def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
 def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return the linear layers of a model that the targets select, in sorted order.
 
-    "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts and
-    routers, which are selected only by name. It replaces the default targets where a model lacks one of them.
+    "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts,
+    routers and what one backend has no layer for: these are selected only by name. It replaces the default targets
+    where a model lacks one of them.
     ConfigError, with the names in the model, if a target selects nothing.
     """
     wanted = tuple(targets)
@@ -73,7 +76,12 @@ def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:
 def _selects(target: str, module: str) -> bool:
     parts = module.split(".")
     if target == ALL_LINEAR:
-        return parts[-1] != OUTPUT_HEAD and is_text(module) and not _is_expert(module) and not _is_router(module)
+        return (
+            parts[-1] not in (OUTPUT_HEAD, _LATENT)
+            and is_text(module)
+            and not _is_expert(module)
+            and not _is_router(module)
+        )
     if not is_target(module, (target,)) or target == module:
         return target == module
     # A tower and an expert have layers called q_proj and gate_proj too: a component of their own names them.

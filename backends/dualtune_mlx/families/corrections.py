@@ -86,6 +86,25 @@ def _jamba(model: Any, config: Mapping[str, Any]) -> None:
             layer.feed_forward.__class__ = AllGates
 
 
+class NormedRotary(nn.Module):
+    """mlx-lm normalizes rotated heads with a constant (`llama4.py`: eps=1e-6), transformers with the config's."""
+
+    def __init__(self, rope: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.rope, self.eps = rope, eps
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        rotate: Any = self.rope
+        return mx.fast.rms_norm(rotate(x, offset=offset), None, self.eps)
+
+
+def _llama4(model: Any, config: Mapping[str, Any]) -> None:
+    for layer in model.layers:
+        if layer.self_attn.use_qk_norm:
+            layer.self_attn.use_qk_norm = False
+            layer.self_attn.rope = NormedRotary(layer.self_attn.rope, layer.args.rms_norm_eps)
+
+
 def _minicpm3(model: Any, config: Mapping[str, Any]) -> None:
     if config.get("tie_word_embeddings"):
         raise ConfigError(
@@ -100,5 +119,7 @@ CORRECTIONS: dict[str, Correction] = {
     "ernie4_5_moe": _ernie4_5_moe,
     "glm": _glm,
     "jamba": _jamba,
+    "llama4": _llama4,
+    "llama4_text": _llama4,
     "minicpm3": _minicpm3,
 }
