@@ -11,7 +11,7 @@ from mlx import nn
 
 from dualtune.errors import ConfigError
 from dualtune_mlx.card import CARD
-from dualtune_mlx.kernels import attention, compiled, cross_entropy
+from dualtune_mlx.kernels import attention, compiled, cross_entropy, gated_delta
 from dualtune_mlx.kernels.attention import Attention
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import Head
@@ -57,6 +57,8 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
         _add_loss(model, chosen)
     if "attention" in wanted:
         _add_attention(model, chosen)
+        if gated_delta.install(model):
+            chosen.used.append("gated delta rule")
     if "compiled step" in wanted:
         reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()
         if streams:

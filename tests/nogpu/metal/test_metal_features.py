@@ -45,7 +45,7 @@ def test_this_mlx_has_it_all_and_an_older_one_is_named():
     with pytest.raises(EnvironmentFault) as error:
         features.check_features(old)
     assert str(error.value).startswith(
-        "MLX 0.30.3 lacks mlx.core.device_info, mlx.core.fast.scaled_dot_product_attention, "
+        "MLX 0.30.3 lacks mlx.core.device_info, mlx.core.fast.rms_norm, mlx.core.fast.scaled_dot_product_attention, "
         "mlx.core.new_thread_local_stream, which dualtune needs."
     )
     assert f">={features.LEAST_MLX}'" in str(error.value)
