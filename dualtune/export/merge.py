@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
@@ -19,11 +20,15 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.verify.identity import compare
 from dualtune.verify.recorded import recorded_in
 
+# Formats whose plain matrices may be merged into: each tensor is copied or changed on its own, and packed ones refused.
+PARTLY_PLAIN = ("mxfp4", "fp8")
+
 
 def check_plain(base: Path) -> None:
-    """Raise ConfigError if the model is stored quantized."""
+    """Raise ConfigError if the model is stored quantized as a whole."""
     config = read_config(base)
-    if "quantization" in config or "quantization_config" in config:
+    stored: dict[str, Any] = config.get("quantization_config") or {}
+    if "quantization" in config or (stored and stored.get("quant_method") not in PARTLY_PLAIN):
         raise ConfigError(
             f"merge: {base} is stored quantized, and merging into packed weights loses the adapter. "
             "Give the plain model as --base, and quantize the result"

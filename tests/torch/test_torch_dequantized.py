@@ -8,9 +8,11 @@ import pytest
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.export.merge import check_plain
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch
+from dualtune.testing.tolerances import LOGPROBS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,6 +101,26 @@ def test_the_weights_are_those_that_the_codes_stand_for(directories, open_backen
     assert engine.description.quantization_reason == f"stored as {kind}, dequantized as it was read"
     assert np.array_equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
     assert "dequantize" not in "".join(capfd.readouterr())
+
+
+def test_an_adapter_is_merged_into_plain_matrices_and_packed_ones_are_refused(directories, open_backend, tmp_path):
+    """gpt-oss has experts in MXFP4, which are copied, and attention in plain weights."""
+    backend, out = open_backend("torch"), tmp_path / "merged"
+    engine = backend.load(request_of(directories[1]))
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    check_plain(directories[1])
+    if "fp8" in engine.description.quantization_reason:
+        with pytest.raises(ConfigError, match="is stored as F8_E4M3, so the adapter of .* cannot be added"):
+            engine.save_merged(out)
+        return
+    engine.save_merged(out)
+    merged = backend.load(request_of(out))
+    merged.load_adapter_state(merged.neutral_state())
+    assert np.abs(merged.logprobs(BATCH) - engine.logprobs(BATCH)).max() <= LOGPROBS
+    before, after = (safetensors.load_file(path / "model.safetensors") for path in (directories[1], out))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in ("q_proj", "o_proj")
+    }
 
 
 def test_another_format_is_refused_with_a_way_out(directories, open_backend):
