@@ -110,7 +110,7 @@ def test_an_adapter_is_merged_into_plain_matrices_and_packed_ones_are_refused(di
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     check_plain(directories[1])
     if "fp8" in engine.description.quantization_reason:
-        with pytest.raises(ConfigError, match="is stored as F8_E4M3, so the adapter of .* cannot be added"):
+        with pytest.raises(ConfigError, match=r"is stored as F8_E4M3, so the adapter of .* cannot be added"):
             engine.save_merged(out)
         return
     engine.save_merged(out)
