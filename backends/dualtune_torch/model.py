@@ -175,10 +175,9 @@ def _check_loaded(info: dict[str, Any], weights: BaseWeights) -> None:
 def _config(place: Path, weights: BaseWeights | None = None) -> PreTrainedConfig:
     kind = read_config(place).get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"model.name: transformers {transformers.__version__} knows no model_type '{kind}', and code of a model is "
-            "not run. Upgrade transformers, or choose another model"
-        )
+        raise ValueError(
+            f"transformers {transformers.__version__} knows no model_type '{kind}', and code of a model is not run"
+        )  # in a sentence that names the model: `dualtune.backend.checks.loading`
     config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     if weights is not None and own_head(weights.tensors):
         # As transformers does with weights that it reads itself; a head that is quantized here would be tied.
