@@ -157,7 +157,7 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
 
 
 def refuse_beyond_window(request: LoadRequest) -> None:
-    """Raise ConfigError for documents that are longer than what mlx-lm computes as transformers does."""
+    """Raise ConfigError for documents that are longer than an attention window that mlx-lm ignores."""
     config = read_config(request.model_dir)
     kind, window = config.get("model_type"), config.get("sliding_window")
     ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # mlx-lm honours those
@@ -165,12 +165,6 @@ def refuse_beyond_window(request: LoadRequest) -> None:
         raise ConfigError(
             f"data.max_length: the longest document has {request.longest} tokens, but this model has an attention "
             f"window of {window}, which mlx-lm does not implement for it. Set data.max_length to at most {window}"
-        )
-    if (chosen := config.get("index_topk")) and request.longest > chosen:
-        raise ConfigError(
-            f"data.max_length: the longest document has {request.longest} tokens, but this model attends to {chosen} "
-            "of them, and mlx-lm chooses others than transformers does (deepseek_v32.py: Indexer). Set "
-            f"data.max_length to at most {chosen}, or train with --platform cpu or cuda"
         )
 
 

@@ -24,6 +24,7 @@ from dualtune.base_model import (
     read_config,
     resolve_model,
 )  # fmt: skip
+from dualtune.base_model.counts import decoder_table
 from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
 from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
@@ -282,11 +283,19 @@ def _resumed(
 
 
 def _check_length(config: Config, model_dir: Path) -> None:
-    positions = position_table_size(read_config(model_dir))
+    described = read_config(model_dir)
+    positions = position_table_size(described)
     if positions is not None and config.data.max_length > positions:
         raise ConfigError(
             f"data.max_length: got {config.data.max_length}, but this model has only {positions} positions. "
             f"Use --set data.max_length={positions}"
+        )
+    chosen = decoder_table(described).get("index_topk")
+    if chosen is not None and config.data.max_length > chosen:
+        raise ConfigError(
+            f"data.max_length: got {config.data.max_length}, but beyond {chosen} tokens (index_topk) this model "
+            "attends to a choice of them, which depends on later tokens in transformers, and is another one in mlx-lm. "
+            f"Use --set data.max_length={chosen}"
         )
 
 

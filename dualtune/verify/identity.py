@@ -9,8 +9,10 @@ from typing import Any, Literal, cast
 
 from dualtune.adapter.formats.canonical import to_pairs
 from dualtune.adapter.formats.directory import Adapter
+from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.adapter.spec import is_target
 from dualtune.base_model import find_weights, fingerprint
+from dualtune.base_model.places import file_names, is_text
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.evaluate.fingerprints import PROMPTS, Entry
 
@@ -135,14 +137,21 @@ def fit(adapter: Adapter, base: Path) -> Fit:
     """Compare lora_A [r, in] and lora_B [out, r] with the weight [out, in] of each module; packed weights by name."""
     shapes = _weight_shapes(base)
     pairs = to_pairs(adapter.tensors, "adapter")
-    problems = [f"{module}: the base has no such module" for module in sorted(pairs.keys() - shapes.keys())]
-    if len(problems) == len(pairs):  # transformers renames some models on loading
-        return Fit([], [], "not compared: the base's files use other names")
+    names = file_names(pairs, shapes)  # other tools, and older versions, have other names inside a wrapper
+    pairs = {names[module]: pair for module, pair in pairs.items()}
+    problems: list[str] = []
     for module, pair in sorted(pairs.items()):
-        if (shape := shapes.get(module)) is not None and shape != pair.delta_shape:
+        whole = module if module in shapes else module.rpartition(".")[0]  # a part of a fused matrix is called after it
+        if whole not in shapes:
+            problems.append(f"{module}: the base has no such module")
+        elif (shape := shapes[whole]) is not None and not _fits(pair.delta_shape, shape, is_part=whole != module):
             problems.append(f"{module}: the adapter is for {list(pair.delta_shape)}, the base has {list(shape)}")
-    missing = [m for m in sorted(shapes) if m not in pairs and is_target(m, adapter.spec.targets)]
+    missing = [m for m in sorted(shapes) if m not in pairs and is_text(m) and is_target(m, adapter.spec.targets)]
     return Fit(problems, missing, f"{len(pairs)} modules fit the base")
+
+
+def _fits(delta: tuple[int, int], shape: tuple[int, int], *, is_part: bool) -> bool:
+    return delta == shape or (is_part and delta[0] < shape[0] and delta[1] == shape[1])
 
 
 def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
@@ -151,6 +160,6 @@ def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
     for name, tensor in find_weights(base).tensors.items():
         module, dot, last = name.rpartition(".")
         if dot and last == "weight" and len(tensor.shape) == 2:
-            out_dim, in_dim = tensor.shape
-            shapes[module] = (out_dim, in_dim) if tensor.dtype in PLAIN else None
+            module, shape = canonical_layer(module, (tensor.shape[0], tensor.shape[1]))
+            shapes[module] = shape if tensor.dtype in PLAIN else None
     return shapes

@@ -184,11 +184,3 @@ def test_documents_beyond_an_ignored_window_are_refused(open_backend, tmp_path):
     open_backend("mlx").load(replace(request, longest=8))
     with pytest.raises(ConfigError, match=r"data.max_length: the longest document has 16 tokens.*window of 8"):
         open_backend("mlx").load(replace(request, longest=16))
-
-
-def test_documents_beyond_the_tokens_that_an_indexer_chooses_are_refused(open_backend, tmp_path):
-    path = write_tiny_llama(tmp_path / "model", index_topk=8)
-    request = LoadRequest(path, "float32", "auto", "pretrained", SPEC, OptimizerSpec(), seed=4, longest=8)
-    open_backend("mlx").load(request)
-    with pytest.raises(ConfigError, match=r"has 9 tokens, but this model attends to 8 .* at most 8, or train with"):
-        open_backend("mlx").load(replace(request, longest=9))
