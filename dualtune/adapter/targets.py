@@ -17,6 +17,8 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 # Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
 _EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
 _ROUTER = re.compile(r"gate|(\w+_)?router")
+# What files call the output head, outside of the stack of layers: GPT-NeoX's embed_out, DeepSeek 4's head.
+_HEADS = frozenset({OUTPUT_HEAD, "embed_out", "head"})
 # Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
 _LATENT = "kv_b_proj"
 # A part of a model that is no text model.
@@ -76,12 +78,8 @@ def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:
 def _selects(target: str, module: str) -> bool:
     parts = module.split(".")
     if target == ALL_LINEAR:
-        return (
-            parts[-1] not in (OUTPUT_HEAD, _LATENT)
-            and is_text(module)
-            and not _is_expert(module)
-            and not _is_router(module)
-        )
+        is_head = parts[-1] in _HEADS and not any(part.isdigit() for part in parts)
+        return not (is_head or parts[-1] == _LATENT or _is_expert(module) or _is_router(module)) and is_text(module)
     if not is_target(module, (target,)) or target == module:
         return target == module
     # A tower and an expert have layers called q_proj and gate_proj too: a component of their own names them.
