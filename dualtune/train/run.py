@@ -15,9 +15,10 @@ from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
+from dualtune.adapter.spec import modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import ignored_code, position_table_size, read_config, untied_head
+from dualtune.base_model import ignored_code, naming_of, position_table_size, read_config, untied_head
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -178,7 +179,7 @@ def execute(
         watchers.tell("on_start", info)
         for problem in unusable_hooks:
             log.event(Event(first_step, "hook_failed", problem))
-        _tell_what_was_found(prepared, run_dir, log, engine.description.threads)
+        _tell_what_was_found(prepared, run_dir, log, engine)
         if restart is not None:
             resume_smaller(restart, recovery, prepared, first_step, log)
         with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
@@ -244,7 +245,7 @@ def _verdict(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
-def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, threads: int | None) -> None:
+def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine) -> None:
     """Log as events what existed before the first step."""
     resumed, saved = prepared.resumed, prepared.checkpoint
     step = saved.step if saved else 0
@@ -255,6 +256,8 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, thre
     head = untied_head(described, weights.tensors) if weights is not None else None
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
+    if not prepared.spec.trains_model:
+        notes += naming_of(prepared.model.directory, modules_of(engine.adapter_state())).notes
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:
@@ -266,7 +269,7 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, thre
     for documents in (prepared.data.train, prepared.data.eval):
         if documents.hidden is not None:
             log.event(Event(step, "activation_cache", str(documents.hidden)))
-    before = saved.state.get("threads") if saved else None
+    before, threads = saved.state.get("threads") if saved else None, engine.description.threads
     if threads is not None and type(before) is int and before != threads:
         text = (
             f"{before} CPU threads before, {threads} now: sums are rounded differently, so the last digits may differ"

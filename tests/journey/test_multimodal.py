@@ -95,7 +95,9 @@ def test_a_wrapper_from_the_laptop_to_the_cluster_and_out(model_dir, dualtune_ma
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("train", "config.yaml", "--platform", "mlx", "--set", "train.steps=2")
+    said = run("train", "config.yaml", "--platform", "mlx", "--set", "train.steps=2")
+    told = "PEFT loads it into the model of AutoModelForImageTextToText"
+    assert told in " ".join(said.split()) and told in run("adapter", "inspect", "run/adapter")
     run("train", "config.yaml", "--platform", "cpu", "--resume", "auto")
     for platform in ("cpu", "mlx"):
         assert "verdict: same: " in run("verify", "run/adapter", "--platform", platform)

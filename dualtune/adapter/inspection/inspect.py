@@ -44,7 +44,7 @@ class AdapterReport:
     num_parameters: int
     file_bytes: dict[str, int]
     projections: tuple[ProjectionNorms, ...]
-    notes: tuple[str, ...]  # what had to be converted
+    notes: tuple[str, ...]  # what had to be converted, and what other tools cannot load
     flags: tuple[str, ...]  # suspicious, but readable
     problems: tuple[str, ...]  # why `read_adapter` refuses the directory
     hashes_ok: bool | None  # None without dualtune.json
@@ -89,7 +89,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         num_parameters=sum(x.size for x in adapter.tensors.values()),
         file_bytes={name: (contents.directory / name).stat().st_size for name in names},
         projections=_projections(pairs, spec.scale),
-        notes=adapter.notes,
+        notes=(*adapter.notes, *adapter.naming.notes),
         flags=tuple(_flags(adapter, pairs)),
         problems=(*(changed or ()), *canonical.value_problems(adapter.tensors), *(disagreements or ())),
         hashes_ok=None if changed is None else not changed,
