@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +120,23 @@ Shape = Decoder | Counted
 # own weights are trained, or the pieces compiled.
 Code = Literal["", "plain", "trained", "compiled"]
 CODES: tuple[Code, ...] = ("", "plain", "trained", "compiled")
+
+
+def stored_bytes(layer: CountedLayer, item_bytes: int, matrix_bytes: Callable[[int, int], int] | None) -> int:
+    """Return the bytes of a layer's weights. `matrix_bytes`: of a packed matrix (out, in); None: all are plain."""
+    if matrix_bytes is None:
+        return item_bytes * layer.parameters
+    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
+    return item_bytes * plain + sum(each.number * matrix_bytes(each.out, each.in_) for each in layer.matrices)
+
+
+def uncountable(config: Mapping[str, Any], error: Exception) -> UnknownShape:
+    """Return the error for a model whose class a backend cannot build or run."""
+    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    return UnknownShape(
+        f"its model_type is {config.get('model_type')}, for which there is no formula, and its shapes cannot be "
+        f"counted ({type(error).__name__}: {reason})"
+    )
 
 
 def variant(item_bytes: int, code: Code = "") -> str:

@@ -6,6 +6,8 @@ block.
 
 from __future__ import annotations
 
+from functools import partial
+
 from dualtune.memory.ask import (
     AFFINE_BITS,
     MASTER_BYTES,
@@ -18,7 +20,7 @@ from dualtune.memory.ask import (
     optimizer,
     selected,
 )
-from dualtune.memory.counted import Counted, CountedLayer, variant
+from dualtune.memory.counted import Counted, CountedLayer, stored_bytes, variant
 from dualtune_mlx.card import memory
 
 
@@ -49,11 +51,7 @@ def weights(counted: Counted, ask: Ask) -> MemoryPart:
 
 
 def _stored(layer: CountedLayer, ask: Ask) -> int:
-    c = ask.item_bytes
-    if ask.quantization == "none":
-        return c * layer.parameters
-    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
-    return c * plain + sum(each.number * _matrix(each.out, each.in_, ask) for each in layer.matrices)
+    return stored_bytes(layer, ask.item_bytes, None if ask.quantization == "none" else partial(_matrix, ask=ask))
 
 
 def _matrix(out: int, in_: int, ask: Ask) -> int:

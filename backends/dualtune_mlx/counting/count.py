@@ -17,8 +17,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from dualtune.adapter.dropout import input_of
 from dualtune.errors import DualtuneError
-from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
-from dualtune.memory.shapes import UnknownShape
+from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, uncountable, variant
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.families.config_keys import complete
 from dualtune_mlx.methods import linear_layers, linear_shape
@@ -40,11 +39,7 @@ def count(config: Mapping[str, Any]) -> Counted:
     try:
         return _count({**config, **complete(config, {})})
     except ERRORS as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise UnknownShape(
-            f"its model_type is {config.get('model_type')}, for which there is no formula, and its shapes cannot be "
-            f"counted ({type(error).__name__}: {reason})"
-        ) from error
+        raise uncountable(config, error) from error
 
 
 def _count(keys: dict[str, Any]) -> Counted:

@@ -8,8 +8,10 @@ Legend: T tokens of the micro-batch, L of its longest document, c bytes of a num
 
 from __future__ import annotations
 
+from functools import partial
+
 from dualtune.memory.ask import AFFINE_BITS, Ask, MemoryPart, affine_bytes, has_plain_loss, optimizer, selected
-from dualtune.memory.counted import Counted, CountedLayer, Kept, variant
+from dualtune.memory.counted import Counted, CountedLayer, Kept, stored_bytes, variant
 from dualtune_torch.card import memory
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
@@ -50,11 +52,7 @@ def _packs(ask: Ask) -> bool:
 
 
 def _stored(layer: CountedLayer, ask: Ask) -> int:
-    c = ask.item_bytes
-    if not _packs(ask):
-        return c * layer.parameters
-    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
-    return c * plain + sum(each.number * _matrix_bytes(each.out, each.in_, ask) for each in layer.matrices)
+    return stored_bytes(layer, ask.item_bytes, partial(_matrix_bytes, ask=ask) if _packs(ask) else None)
 
 
 def _matrix_bytes(out: int, in_: int, ask: Ask) -> int:

@@ -19,8 +19,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.errors import ConfigError
-from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, variant
-from dualtune.memory.shapes import UnknownShape
+from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, uncountable, variant
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.counting.trace import Trace, compile_blocks, has_plain_head, key_of, traced
 from dualtune_torch.kernels import attention
@@ -45,11 +44,7 @@ def count(config: Mapping[str, Any]) -> Counted:
     try:
         return _Counting(_empty(config)).result()
     except ERRORS as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise UnknownShape(
-            f"its model_type is {config.get('model_type')}, for which there is no formula, and its shapes cannot be "
-            f"counted ({type(error).__name__}: {reason})"
-        ) from error
+        raise uncountable(config, error) from error
     finally:
         logging.set_verbosity(verbosity)
 
