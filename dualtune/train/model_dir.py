@@ -19,7 +19,8 @@ from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
 from dualtune.backend import Engine
-from dualtune.base_model import naming_of, read_config
+from dualtune.base_model import read_config
+from dualtune.base_model.peft_trial import named
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.errors import EnvironmentFault
 from dualtune.io.disk import json_bytes, write_whole
@@ -42,10 +43,11 @@ def write_model(path: Path, engine: Engine, template: str | None, record: Mappin
 def trained_adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
     """Return the adapter that a run has trained. `template`: the source of its chat template."""
     directory = prepared.model.directory
-    return Adapter(
+    adapter = Adapter(
         _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
-        naming=naming_of(directory, modules_of(tensors)), fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
+        fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
     )  # fmt: skip
+    return named(adapter, directory)
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:

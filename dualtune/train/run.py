@@ -15,10 +15,9 @@ from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
-from dualtune.adapter.spec import modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import ignored_code, naming_of, position_table_size, read_config, untied_head
+from dualtune.base_model import ignored_code, position_table_size, read_config, untied_head
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -257,7 +256,7 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, engi
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     if not prepared.spec.trains_model:
-        notes += naming_of(prepared.model.directory, modules_of(engine.adapter_state())).notes
+        notes += trained_adapter(prepared, engine.adapter_state(), None).naming.notes
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:
