@@ -14,6 +14,7 @@ from dualtune.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
 from dualtune.testing.conformance_case import assert_equal, norm_of, random_adapter
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.state import checkpoint
+from dualtune.train.state.restored import restore
 
 DECAY = {"weight_decay": 0.1}
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
@@ -109,7 +110,7 @@ def test_a_third_optimizer_is_an_entry_of_the_table(with_lion, open_backend, tin
     assert {file.name for file in path.iterdir()} == {
         "adapter.safetensors", "optimizer_m.safetensors", "state.json", "MANIFEST.json"
     }  # fmt: skip
-    checkpoint.restore(other, checkpoint.read(path))
+    restore(other, checkpoint.read(path))
     for engine in (straight, other):
         train(engine, range(2, 4))
     assert_equal(other.adapter_state(), straight.adapter_state())

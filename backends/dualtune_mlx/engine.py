@@ -77,6 +77,7 @@ class MlxEngine:
             check_places(self._layers, self._places, "mlx-lm")
         fresh = self.neutral_state()
         self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
+        self.adapter_shapes = self._layout.shapes
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
         self._slots = self._optimizer.zero_slots()
@@ -193,7 +194,7 @@ class MlxEngine:
         return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
-        check_state(self.adapter_state(), state, "adapter")
+        check_state(self.adapter_shapes, state, "adapter")
         self._params = self._from_numpy(state)
         self._adapter.bind(self._layout.named(self._params))
 
@@ -203,7 +204,7 @@ class MlxEngine:
         return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_state(), state)
+        check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._step = mx.array(float(state.step))
         slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
         self._slots = self._optimizer.load(slots, state.step)

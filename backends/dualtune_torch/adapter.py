@@ -28,8 +28,8 @@ class AdapterBuffer:
     """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
-        self._shapes = dict(shapes)
-        self.sizes = [*map(math.prod, self._shapes.values())]
+        self.shapes = dict(shapes)
+        self.sizes = [*map(math.prod, self.shapes.values())]
         self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
         self.masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
@@ -49,13 +49,9 @@ class AdapterBuffer:
         views = self._views(flat.detach().cpu())
         return {name: views[name].numpy().copy() for name in sorted(views)}
 
-    def empty(self) -> Tensors:
-        """Return uninitialized arrays with the expected names and shapes, for checks."""
-        return {name: np.empty(shape) for name, shape in self._shapes.items()}
-
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split(self.sizes)
-        return {n: part.view(shape) for (n, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        return {n: part.view(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 def adapter_buffer(

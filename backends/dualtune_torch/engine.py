@@ -85,6 +85,7 @@ class TorchEngine:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+        self.adapter_shapes = self._adapter.shapes
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
@@ -242,7 +243,7 @@ class TorchEngine:
         return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
-        check_state(self._adapter.empty(), state, "adapter")
+        check_state(self.adapter_shapes, state, "adapter")
         self._adapter.load(self._adapter.flat, state)
         self._adapter.refresh()
 
@@ -251,7 +252,7 @@ class TorchEngine:
         return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self._adapter.empty(), state)
+        check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._optimizer.count.fill_(state.step)
         for slot, tensors in state.slots.items():
             self._optimizer.load(slot, partial(self._adapter.load, state=tensors))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 from dualtune.errors import ConfigError
 
@@ -17,10 +18,12 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 # Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
 _EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
 _ROUTER = re.compile(r"gate|(\w+_)?router")
-# What files call the output head, outside of the stack of layers. embed_out: GPT-NeoX.
-_HEADS = frozenset({OUTPUT_HEAD, "embed_out"})
+# What files call the output head, outside of the stack of layers. embed_out: GPT-NeoX, unembed: Inkling.
+_HEADS = frozenset({OUTPUT_HEAD, "embed_out", "unembed"})
 # Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
 _LATENT = "kv_b_proj"
+# Components of a name that only say what a text model is part of.
+_WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
 # A part of a model that is no text model.
 _OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
 
@@ -33,6 +36,30 @@ def is_text(name: str) -> bool:
 def is_target(module: str, targets: Iterable[str]) -> bool:
     """Match a list of names as in PEFT: the whole path, or its last components."""
     return any(module == target or module.endswith("." + target) for target in targets)
+
+
+def bare_name(module: str) -> str:
+    """Return the path of a module without the components that only wrap a text model."""
+    parts = module.split(".")
+    first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
+    return ".".join(parts[first:])
+
+
+def matched(modules: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Return the name of each module among the known ones, which may have another wrapper around the text model.
+
+    A known name is kept. Another one becomes that of the only known layer of the text part with the same path inside
+    its wrapper; a module that matches none, or several, keeps its name.
+    """
+    bare: Mapping[str, list[str]] = defaultdict(list)
+    for name in known:
+        if is_text(name):
+            bare[bare_name(name)].append(name)
+    found: dict[str, str] = {}
+    for module in modules:
+        matches = [module] if module in known else bare.get(bare_name(module), [])
+        found[module] = matches[0] if len(matches) == 1 else module
+    return found
 
 
 def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:

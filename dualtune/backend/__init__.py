@@ -275,6 +275,9 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of `adapter_state()`, by name
+
     def adapter_state(self) -> Tensors: ...
 
     def neutral_state(self) -> Tensors:
@@ -290,7 +293,7 @@ class Engine(Protocol):
         ...
 
     def load_adapter_state(self, state: Tensors) -> None:
-        """Replace the adapter. Names and shapes must be exactly those of `adapter_state()`; ValueError otherwise."""
+        """Replace the adapter. Names and shapes must be exactly `adapter_shapes`; ValueError otherwise."""
         ...
 
     def optimizer_state(self) -> OptimizerState: ...

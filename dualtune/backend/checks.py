@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,18 +14,20 @@ from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.io.fields import shown
 from dualtune.optimizer import OptimizerSpec
 
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 
-def check_state(current: Tensors, given: Tensors, what: str) -> None:
-    """Raise ValueError unless both have the same names and shapes: the contract of the `load_*_state` methods."""
-    missing, foreign = sorted(current.keys() - given.keys()), sorted(given.keys() - current.keys())
-    reshaped = [n for n in current.keys() & given.keys() if current[n].shape != given[n].shape]
+
+def check_state(shapes: Shapes, given: Tensors, what: str) -> None:
+    """Raise ValueError unless the tensors have these names and shapes: the contract of the `load_*_state` methods."""
+    missing, foreign = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    reshaped = [n for n in shapes.keys() & given.keys() if tuple(shapes[n]) != given[n].shape]
     for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"{what}: tensors {problem}: {shown}")
 
 
-def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
+def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
     """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
     if {*state.slots} != {*optimizer.slots}:
         got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))

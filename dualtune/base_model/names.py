@@ -1,16 +1,19 @@
-"""How other tools name the layers of a base model, by its config and the names in its files."""
+"""The names of the layers of a base model: what other tools call them, and an adapter in those of the base's files."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
-from dualtune.adapter.formats.naming import PLAIN, Naming, Prefixes
+from dualtune.adapter.formats.directory import Adapter
+from dualtune.adapter.formats.naming import PLAIN, Naming, Prefixes, rename_modules
 from dualtune.adapter.layers import position_of
+from dualtune.adapter.spec import modules_of
 from dualtune.base_model.config_file import read_config
-from dualtune.base_model.places import is_text
+from dualtune.base_model.places import file_names, is_text
 from dualtune.base_model.weights import has_weights, weights_in
 
 _EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
@@ -45,6 +48,27 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
         has_experts=any(map(_EXPERT.search, stored)),
         towers=towers,
         notes=tuple(notes),
+    )
+
+
+def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
+    """Return an adapter with the names that the files of a base have for its modules.
+
+    Other programs, and older versions of this one, have other names inside the wrapper around a text model. What
+    matches nothing keeps its name, which the engine then refuses.
+    """
+    modules = modules_of(adapter.tensors)
+    if not has_weights(directory):
+        return adapter
+    stored = [name.removesuffix(".weight") for name in weights_in(directory).tensors if name.endswith(".weight")]
+    names = file_names(modules, stored)
+    if all(old == new for old, new in names.items()):
+        return adapter
+    return replace(
+        adapter,
+        tensors=rename_modules(adapter.tensors, names),
+        spec=replace(adapter.spec, targets=tuple(names.get(target, target) for target in adapter.spec.targets)),
+        naming=naming_of(directory, names.values()),
     )
 
 

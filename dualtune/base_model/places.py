@@ -7,16 +7,13 @@ common with them: the path from the stack of layers on, which no wrapper around 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.adapter.targets import is_text as is_text
+from dualtune.adapter.targets import matched
 from dualtune.errors import ConfigError
-
-# Components of a name that only say what a text model is part of.
-_WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
 
 
 class FilePlace(NamedTuple):
@@ -53,26 +50,6 @@ def check_places(modules: Iterable[str], placed: Collection[str], library: str) 
         )
 
 
-def bare_name(module: str) -> str:
-    """Return the path of a module without the components that only wrap a text model."""
-    parts = module.split(".")
-    first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
-    return ".".join(parts[first:])
-
-
 def file_names(modules: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each module, by the names that the base's files have for their linear layers.
-
-    A name that the files have is kept. Another one becomes that of the only layer of the text part with the same path
-    inside its wrapper; a module that matches none, or several, keeps its name.
-    """
-    known = {canonical_layer(name, None)[0] for name in stored}
-    bare: Mapping[str, list[str]] = defaultdict(list)
-    for name in known:
-        if is_text(name):
-            bare[bare_name(name)].append(name)
-    found: dict[str, str] = {}
-    for module in modules:
-        matches = [module] if module in known else bare.get(bare_name(module), [])
-        found[module] = matches[0] if len(matches) == 1 else module
-    return found
+    """Return the canonical name of each module, by the names that the base's files have for their linear layers."""
+    return matched(modules, {canonical_layer(name, None)[0] for name in stored})

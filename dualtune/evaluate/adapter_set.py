@@ -14,6 +14,7 @@ from dualtune.adapter.spec import AdapterSpec, Tensors, modules_of, parse_name
 from dualtune.backend import Backend
 from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import resolve_model
+from dualtune.base_model.names import in_names_of
 from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import LoadedModel, inference_spec, load_adapter, load_model, load_tokenizer
 
@@ -35,7 +36,7 @@ class AdapterSet:
         self._caches = {name: GenerationCache() for name in self.names}
         self._tensors: dict[str, Tensors] = {}
         if spec is not None:
-            empty = {name: np.zeros_like(value) for name, value in self.engine.adapter_state().items()}
+            empty = {name: np.zeros(shape, np.float32) for name, shape in self.engine.adapter_shapes.items()}
             fitted = {name: fit(adapter, spec, empty) for name, adapter in adapters.items()}
             self._tensors = {BASE: self.engine.neutral_state()} | fitted
         self._current: str | None = None
@@ -64,15 +65,18 @@ def load_adapter_set(
     """
     directories = {label: adapter_directory(path) for label, path in directories.items()}
     adapters = {label: read_adapter(path) for label, path in directories.items()}
+    model_dir = resolve_model(name)
+    adapters = {label: in_names_of(adapter, model_dir) for label, adapter in adapters.items()}
     spec = common_spec([*adapters.values()]) if adapters else None
     base = load_model(backend, name, dtype=dtype, quantization=quantization, template=template, spec=spec)
     if spec is None:
         return AdapterSet({BASE: base}, {})
-    state = base.engine.adapter_state()
+    shapes = base.engine.adapter_shapes
     for adapter in adapters.values():
-        if not all(_fits(tensor, state.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()):
+        if not all(
+            _fits(tensor.shape, shapes.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()
+        ):
             load_adapter(base.engine, adapter, name)  # says which tensors do not fit
-    model_dir = resolve_model(name, weights=False)
     models = {
         label: _with_template(base, model_dir, adapter, directories[label], template)
         for label, adapter in adapters.items()
@@ -91,10 +95,10 @@ def _with_template(base: LoadedModel, model_dir: Path, adapter: Adapter, directo
     return replace(base, tokenizer=tokenizer, note=note)
 
 
-def _fits(tensor: np.ndarray, into: np.ndarray | None, rank: int) -> bool:
-    if into is None or tensor.ndim != into.ndim:
+def _fits(shape: tuple[int, ...], into: tuple[int, ...] | None, rank: int) -> bool:
+    if into is None or len(shape) != len(into):
         return False
-    sizes = zip(tensor.shape, into.shape, strict=True)
+    sizes = zip(shape, into, strict=True)
     return all(mine == its or (its == rank and mine < rank) for mine, its in sizes)
 
 

@@ -23,6 +23,7 @@ from dualtune.adapter.spec import AdapterSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import position_table_size, read_config, resolve_model
+from dualtune.base_model.names import in_names_of
 from dualtune.data.chat.formats import Example
 from dualtune.data.chat.named import is_name
 from dualtune.data.tokens.control_tokens import Policy
@@ -69,8 +70,10 @@ def load_model(
     """
     adapter = adapter_directory(adapter) if adapter else None
     start = read_adapter(adapter) if adapter else None
-    spec = spec or (inference_spec(start) if start else BASE_ONLY)
     model_dir = resolve_model(name, weights=init == "pretrained")
+    if start is not None and init == "pretrained":
+        start = in_names_of(start, model_dir)
+    spec = spec or (inference_spec(start) if start else BASE_ONLY)
     tokenizer, note = load_tokenizer(
         model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}, system
     )

@@ -10,6 +10,7 @@ from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config, stored_precision
+from dualtune.base_model.names import in_names_of
 from dualtune.data.tokens.stop_tokens import stop_texts, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -56,6 +57,7 @@ def load_to_merge(adapter: Adapter, base: Path, backend: Backend, dtype: str = "
     """
     check_plain(base)
     stored = stored_precision(read_config(base)) or "auto"  # the merged float32 weights are rounded to it once
+    adapter = in_names_of(adapter, base)
     spec = inference_spec(adapter)
     engine = backend.load(
         LoadRequest(base, stored if dtype == "auto" else dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)

@@ -114,9 +114,12 @@ class Adapted:
 @cache
 def selected(shape: Shape, targets: Targets) -> Mapping[str, tuple[int, int]]:
     """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
-    from dualtune.adapter.targets import select_modules
+    from dualtune.adapter.targets import matched, select_modules
 
-    return select_modules(shape.modules(), (targets,) if isinstance(targets, str) else targets)
+    modules = shape.modules()
+    # A whole path is that of the base's files, which the class may have inside another wrapper.
+    named = matched((targets,) if isinstance(targets, str) else targets, modules)
+    return select_modules(modules, tuple(named.values()))
 
 
 @cache

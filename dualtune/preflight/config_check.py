@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dualtune.adapter.formats.directory import read_adapter
 from dualtune.backend import get_backend
 from dualtune.capabilities import Honours, check_capabilities
 from dualtune.card import card_of
@@ -15,7 +14,7 @@ from dualtune.checks import Check
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
-from dualtune.io.disk import existing, expanded
+from dualtune.io.disk import existing
 from dualtune.memory.ask import num_trained
 from dualtune.memory.counted import Shape
 from dualtune.memory.plan import plan_of
@@ -39,7 +38,7 @@ from dualtune.preflight.config_model import (
     stop_rows,
     targets_rows,
 )
-from dualtune.train.prepare import with_adapter_of
+from dualtune.train.prepare import start_of, with_adapter_of
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 
@@ -116,7 +115,7 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
     if config.adapter.init_from is None:
         return config, []
     try:
-        config = with_adapter_of(config, read_adapter(expanded(config.adapter.init_from)))
+        config = with_adapter_of(config, start_of(config))
     except DualtuneError as error:
         return config, [failure("start", error)]
     found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dualtune.adapter.formats.directory import read_adapter
 from dualtune.card import card_of
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.io.disk import expanded
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.platform.budget import Budget, budget, within
@@ -17,7 +15,7 @@ from dualtune.platform.choose import PlatformChoice
 from dualtune.platform.machine import Machine
 from dualtune.preflight.config_model import decoder_to_plan
 from dualtune.text.show import in_bytes
-from dualtune.train.prepare import with_adapter_of
+from dualtune.train.prepare import start_of, with_adapter_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ def plan_config(
     ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
     """
     if config.adapter.init_from is not None:
-        start = read_adapter(expanded(config.adapter.init_from))
+        start = start_of(config)
         config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)

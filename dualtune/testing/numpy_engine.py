@@ -221,6 +221,10 @@ class NumpyEngine:
 
     # --- states ---------------------------------------------------------------------------------------------------
 
+    @property
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: w.shape for name, w in self._params.items()}
+
     def adapter_state(self) -> Tensors:
         return {n: w.copy() for n, w in self._params.items()}
 
@@ -228,14 +232,14 @@ class NumpyEngine:
         return init_adapter(self._shapes, self._request.adapter.rank, self._request.seed)
 
     def load_adapter_state(self, state: Tensors) -> None:
-        check_state(self._params, state, "adapter")
+        check_state(self.adapter_shapes, state, "adapter")
         self._params = {n: state[n].copy() for n in self._params}
 
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self._params, state)
+        check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}
 
     # --- use ------------------------------------------------------------------------------------------------------

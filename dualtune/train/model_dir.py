@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
@@ -48,6 +50,12 @@ def trained_adapter(prepared: Prepared, tensors: Tensors, template: str | None) 
         fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
     )  # fmt: skip
     return named(adapter, directory)
+
+
+def notes_before_training(prepared: Prepared, engine: Engine) -> tuple[str, ...]:
+    """Return what PEFT will not load of the adapter, by its shapes: an array of one number takes any without memory."""
+    empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in engine.adapter_shapes.items()}
+    return trained_adapter(prepared, empty, None).naming.notes
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:

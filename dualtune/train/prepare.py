@@ -25,6 +25,7 @@ from dualtune.base_model import (
     resolve_model,
 )  # fmt: skip
 from dualtune.base_model.counts import decoder_table
+from dualtune.base_model.names import in_names_of
 from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
 from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
@@ -205,7 +206,7 @@ def _prepare(
 ) -> Prepared:
     check_capabilities(backend, config)
     _check_sharding(config, team)
-    start = read_adapter(expanded(config.adapter.init_from)) if config.adapter.init_from else None
+    start = start_of(config)
     config = with_adapter_of(config, start)
     changes: list[Change] = []
     if saved is not None:
@@ -250,6 +251,8 @@ def _prepare(
         config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
     )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
+    if start is not None and is_pretrained:
+        start = in_names_of(start, model_dir)  # which may have been downloaded since
     spec = _spec(config, start)
     return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 
@@ -338,6 +341,15 @@ def _fingerprints(model: ModelFiles, data: TrainingData) -> dict[str, str]:
         TRAIN_DOCUMENTS: data.train.fingerprint(),
         EVAL_DOCUMENTS: data.eval.fingerprint(),
     }
+
+
+def start_of(config: Config) -> Adapter | None:
+    """Return the adapter that training starts from, in the names of its model where that is on this machine."""
+    if config.adapter.init_from is None:
+        return None
+    start, directory = read_adapter(expanded(config.adapter.init_from)), model_here(config.model.name)
+    is_random = config.model.init == "random"  # its layers have no names in files
+    return start if directory is None or is_random else in_names_of(start, directory)
 
 
 def with_adapter_of(config: Config, start: Adapter | None) -> Config:

@@ -40,16 +40,17 @@ from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
-from dualtune.train.model_dir import trained_adapter, write_model
+from dualtune.train.model_dir import notes_before_training, trained_adapter, write_model
 from dualtune.train.moments import Moments, watchers_of
 from dualtune.train.packing import check_causality, check_packing
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
+from dualtune.train.state.checkpoint import bytes_per_weight, set_aside
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.records import environment, start
+from dualtune.train.state.restored import in_names_of, restore
 from dualtune.train.state.resume import Change, table
 from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, LOG, METRICS, REPORT, SAMPLES, RunDir
 from dualtune.train.state.together import open_together
@@ -256,7 +257,7 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, engi
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     if not prepared.spec.trains_model:
-        notes += trained_adapter(prepared, engine.adapter_state(), None).naming.notes
+        notes += notes_before_training(prepared, engine)
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:
@@ -300,6 +301,7 @@ def _in_result(
     if best is None:
         return using_result(engine, optimizer)
     log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
+    best = in_names_of(engine.adapter_shapes, best)
     # What was evaluated then: the result of that step, whose slots are in the same checkpoint.
     return using(engine, result_of(optimizer, best.adapter, best.optimizer))
 

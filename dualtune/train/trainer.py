@@ -22,8 +22,8 @@ from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
 from dualtune.train.schedule import is_due, steps_until_due
-from dualtune.train.state.checkpoint import restore
 from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.restored import restore
 from dualtune.train.step import TrainingStep, record
 from dualtune.watchers import Watchers
 

@@ -23,6 +23,7 @@ from dualtune.train.prepare import prepare
 from dualtune.train.run import execute, load_engine
 from dualtune.train.schedule import learning_rate
 from dualtune.train.state import checkpoint
+from dualtune.train.state.restored import restore
 from dualtune.train.state.run_dir import open_run
 from dualtune.train.step import Ordinary, Outcome, PolicyState, TrainingStep
 from dualtune.transfer.bundles.bundle import unpack
@@ -165,7 +166,7 @@ class Listed(list):
 
 def load_engine_after(prepared, run_dir, step):
     engine = load_engine(prepared)
-    checkpoint.restore(engine, saved_after(run_dir, step))
+    restore(engine, saved_after(run_dir, step))
     return engine
 
 

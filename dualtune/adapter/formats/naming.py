@@ -7,12 +7,14 @@ without its base.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from dualtune.adapter.layers import is_module_path
-from dualtune.adapter.spec import PREFIX, Tensors, parse_name
+from dualtune.adapter.spec import PREFIX, Tensors, modules_of, parse_name
+from dualtune.errors import FormatError
 from dualtune.io import fields
 
 Prefixes = tuple[tuple[str, str], ...]  # of canonical names -> of the tool's
@@ -76,12 +78,20 @@ def rename_tensors(tensors: Tensors, prefixes: Prefixes) -> Tensors:
     """Return canonical tensors with the prefixes of their modules replaced."""
     if not prefixes:
         return tensors
+    return rename_modules(tensors, renamed(modules_of(tensors), prefixes))
+
+
+def rename_modules(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Return canonical tensors with other names for their modules. FormatError if two would have the same one."""
     modules = {name: parsed[0] for name in tensors if (parsed := parse_name(name))}
-    new = renamed(modules.values(), prefixes)
-    return {
-        f"{PREFIX}{new[modules[name]]}{name.removeprefix(PREFIX + modules[name])}" if name in modules else name: x
+    new = {
+        f"{PREFIX}{names[modules[name]]}{name.removeprefix(PREFIX + modules[name])}" if name in modules else name: x
         for name, x in tensors.items()
     }
+    if len(new) < len(tensors):
+        twice = next(each for each, times in Counter(names.values()).items() if times > 1)
+        raise FormatError(f"two layers of the adapter would be {twice}: it mixes the names of several programs")
+    return new
 
 
 def reversed_(prefixes: Prefixes) -> Prefixes:

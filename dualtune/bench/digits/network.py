@@ -110,16 +110,20 @@ class DigitsEngine:
             for slot, tensor in after.items():
                 self._slots[slot][name] = tensor.astype(np.float32)
 
+    @property
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: w.shape for name, w in self._weights.items()}
+
     def adapter_state(self) -> Tensors:
         return {name: w.copy() for name, w in self._weights.items()}
 
     def load_adapter_state(self, state: Tensors) -> None:
-        check_state(self._weights, state, "weights")
+        check_state(self.adapter_shapes, state, "weights")
         self._weights = {name: state[name].copy() for name in self._weights}
 
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._optimizer, self._weights, state)
+        check_slots(self._optimizer, self.adapter_shapes, state)
         self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}

@@ -30,7 +30,6 @@ import numpy as np
 from dualtune import faults
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import Engine, OptimizerState
-from dualtune.backend.checks import check_state
 from dualtune.data.batching.order import MAX_STEPS
 from dualtune.errors import DiskError, FormatError, NonFiniteError
 from dualtune.io import fields
@@ -187,16 +186,6 @@ def read(path: Path) -> Checkpoint:
         if any((x < 0).any() for x in slots[slot].values()):
             raise FormatError(f"{path / slot_file(slot)}: holds a negative second moment: it was changed afterwards")
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
-
-
-def restore(engine: Engine, saved: Checkpoint) -> None:
-    """Restore an engine from a checkpoint. FormatError, with nothing changed, if it belongs to another adapter."""
-    try:
-        check_state(engine.adapter_state(), saved.adapter, f"{saved.path}: adapter.safetensors")
-    except ValueError as error:
-        raise FormatError(f"{error}. It is from another run, or was changed afterwards") from None
-    engine.load_adapter_state(saved.adapter)
-    engine.load_optimizer_state(saved.optimizer)
 
 
 def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
