@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dualtune.base_model import HUB_PATTERNS, fingerprint, resolve_model
-from dualtune.errors import EnvironmentFault
+from dualtune.base_model import HUB_PATTERNS, fingerprint, resolve_model, vocabulary_size
+from dualtune.base_model.counts import check_limits
+from dualtune.errors import EnvironmentFault, FormatError
 
 
 @pytest.fixture
@@ -57,3 +58,15 @@ def test_such_a_copy_is_not_downloaded(model, monkeypatch):
     assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3") == model
     assert asked == ["config.json", "model-00001-of-00002.safetensors"]
     assert any(fnmatch.fnmatch("consolidated.safetensors", pattern) for pattern in HUB_PATTERNS)  # the trap
+
+
+def test_a_head_without_rotation_may_have_a_rotated_part_of_0(tmp_path):
+    file = tmp_path / "config.json"
+    check_limits({"head_dim": 0, "qk_rope_head_dim": 0}, file)  # GLM-5
+    with pytest.raises(FormatError, match="head_dim: got '0'"):
+        check_limits({"head_dim": 0}, file)
+
+
+def test_a_padded_head_writes_no_token_beyond_the_unpadded_ones(model):
+    (model / "config.json").write_text(json.dumps({"vocab_size": 320, "unpadded_vocab_size": 310}))
+    assert vocabulary_size(model) == 310

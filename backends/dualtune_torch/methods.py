@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from importlib import import_module
+from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -39,11 +40,13 @@ class AdaptedLayer(nn.Module):
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
-    """Return the linear layers of the text part by path, but no output head that shares the embedding's weight.
+    """Return the linear layers of the text part by path, but none that shares its weight with another module.
 
-    MLX has no separate layer for it either, and an adapter on one side of the pair could not be merged.
+    An adapter on one side of such a pair could not be merged: an output head that is the embedding, for which MLX has
+    no separate layer either, or a block that several layers share (Zamba).
     """
-    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+    pairs = chain.from_iterable(model.all_tied_weights_keys.items())
+    tied = {name.removesuffix(".weight") for name in pairs}
     return {path: layer for path, layer in model.named_modules() if is_linear(layer) and path not in tied}
 
 

@@ -18,8 +18,8 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 # Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
 _EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
 _ROUTER = re.compile(r"gate|(\w+_)?router")
-# What files call the output head, outside of the stack of layers. embed_out: GPT-NeoX.
-_HEADS = frozenset({OUTPUT_HEAD, "embed_out"})
+# What files call the output head, outside of the stack of layers. embed_out: GPT-NeoX, unembed: Inkling.
+_HEADS = frozenset({OUTPUT_HEAD, "embed_out", "unembed"})
 # Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
 _LATENT = "kv_b_proj"
 # Components of a name that only say what a text model is part of.

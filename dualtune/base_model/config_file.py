@@ -130,16 +130,18 @@ def check_storage(config: Mapping[str, Any], weights: BaseWeights) -> None:
 
 
 def vocabulary_size(directory: Path) -> int | None:
-    """Return the number of tokens in a model's embedding, from its config or else its weights; None if unknown.
+    """Return the number of tokens that a model reads and writes, from its config or else its weights; None if unknown.
 
     Loading the model checks that both agree.
     """
     if not (directory / "config.json").is_file():
         return None
     config = read_config(directory)
-    found = decoder_table(config).get("vocab_size")
-    if type(found) is int:
-        return found
+    table = decoder_table(config)
+    # A head of padded rows writes no token beyond the unpadded ones.
+    sizes = [table[key] for key in ("vocab_size", "unpadded_vocab_size") if type(table.get(key)) is int]
+    if sizes:
+        return min(sizes)
     if not has_weights(directory):
         return None
     rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if EMBEDDING.fullmatch(name)]

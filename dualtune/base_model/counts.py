@@ -60,6 +60,8 @@ def check_limits(config: Mapping[str, Any], file: Path) -> None:
     """Raise FormatError for a count of the wrong kind, or above that of any model, at any depth of a config."""
     table = decoder_table(config)
     for key, value in (*config.items(), *table.items()):
+        if key == "head_dim" and value == 0 == table.get("qk_rope_head_dim"):
+            continue  # transformers' name for the rotated part of a head, which a model without rotation has not
         if SHAPE.fullmatch(key) and not _is_shape(value):
             raise wrong(file, key, value, "an integer >= 1, or a list of them, one a layer")
     for part in tables_of(config):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from family.quirks import QUIRKS
 from family.shrink import shrink
 
-MAX_PARAMETERS = 8_000_000
+MAX_PARAMETERS = 20_000_000
 SPECIAL = ("<pad>", "<s>", "</s>")
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -52,13 +52,23 @@ def tiny_config(family: str) -> Any:
 
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that a user loads this model with."""
+    return auto_classes(config)[0]
+
+
+def auto_classes(config: Any) -> list[Any]:
+    """Return all classes of transformers that load this model, the first of them first."""
     import transformers
 
-    for name in CLASSES:
-        kind = getattr(transformers, name)
-        if type(config) in kind._model_mapping:
-            return kind
+    kinds = [getattr(transformers, name) for name in CLASSES]
+    mapped = [kind for kind in kinds if type(config) in kind._model_mapping]
+    if found := [kind for kind in mapped if _is_known(kind._model_mapping[type(config)].config_class, config)]:
+        return found
     raise CannotMake(f"class: none of {', '.join(CLASSES)} takes a {type(config).__name__}")
+
+
+def _is_known(saved: type, config: Any) -> bool:
+    """Whether a model of a class whose saved config is of this type is loaded again: a text part alone may not be."""
+    return saved is type(config) or cast(Any, saved).model_type in transformers_names()
 
 
 def make(family: str, directory: Path) -> int:
@@ -87,8 +97,15 @@ def make(family: str, directory: Path) -> int:
             model.save_pretrained(directory)
         except Exception as error:
             raise CannotMake(f"save: {type(error).__name__}: {error}") from error
+        _check_loads_again(kind, directory)
     write_tokenizer(directory)
     return size
+
+
+def _check_loads_again(kind: Any, directory: Path) -> None:
+    told = kind.from_pretrained(directory, output_loading_info=True)[1]
+    if lost := told["missing_keys"]:
+        raise CannotMake(f"save: transformers does not find {len(lost)} tensors of its own file, such as {min(lost)}")
 
 
 def _randomize(model: Any) -> None:

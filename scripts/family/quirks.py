@@ -39,11 +39,15 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }  # fmt: skip
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+VISION_START = {"vision_start_token_id": 291}  # every published config has it, the class has no default
 PAIRS = ["linear_attention", "hybrid"] * 2
+
+IMAGE_NAMES = {"<image>": 290, "<|extra_200|>": 291, "IMGIMGAZ": 292, "<|visual token 000000|>": 292}
 
 QUIRKS: dict[str, Change] = {
     "axk1": _set(head_dim=8),
     "bailing_hybrid": _set(num_expert_group=2, topk_group=1, num_experts_per_token=2, layer_group_size=6),
+    "chameleon": _set(vocabulary_map=IMAGE_NAMES),
     "cohere2": _set(sliding_window_pattern=4),
     "cohere_compass": _in("text_config", rope_parameters={"full_attention": ROPE}),
     "cohere_compass_text": _set(rope_parameters={"full_attention": ROPE}),
@@ -54,6 +58,7 @@ QUIRKS: dict[str, Change] = {
     "dots1": _set(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
     "dots3_note": _both(_in("text_config", head_dim=24), _in("vision_config", adapter_in_dim=32)),
     "dots3_note_text": _set(head_dim=24),
+    "emu3": _set(vocabulary_map=IMAGE_NAMES),
     "ernie4_5_vl_moe": _in("text_config", rope_parameters=ROPE | {"mrope_section": [3, 3, 2]}),
     "fun_asr_nano": _in("adaptor_config", intermediate_size=16),
     "gemma2": _set(sliding_window=64),  # mlx-lm has no windows for it, so that longer documents are refused
@@ -83,9 +88,12 @@ QUIRKS: dict[str, Change] = {
     "molmo2": _in("adapter_config", vision_feature_layer=[-1, -2]),
     "nemotron": _set(num_key_value_heads=2, **HEAD_DIM),
     "paddleocr_vl": _sections("text_config"),
-    "qwen2_5_omni_thinker": _sections("text_config"),
+    "inkling2": _in("text_config", unpadded_vocab_size=310),
+    "inkling2_text": _set(unpadded_vocab_size=310),
+    "qwen2_5_omni_thinker": _both(_sections("text_config"), _set(**VISION_START)),
     "qwen2_5_vl": _sections("text_config"),
     "qwen2_vl": _sections("text_config"),
+    "qwen3_omni_moe_thinker": _set(**VISION_START),
     "qwen4_exp": _in("text_config", **INDEXER),
     "qwen4_exp_text": _set(**INDEXER),
     "reformer": _set(is_decoder=True, axial_pos_embds=False),

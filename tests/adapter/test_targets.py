@@ -13,7 +13,7 @@ SHARED = ["model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.share
 EXPERTS = ["model.layers.1.mlp.experts.3.up_proj", "model.layers.1.mlp.switch_mlp.up_proj"]
 ROUTERS = ["model.layers.1.mlp.gate", "model.layers.2.router.layer"]
 TOWER = ["vision_tower.layers.0.self_attn.q_proj", "model.visual.merger.mlp.0"]
-HEAD = ["lm_head", "embed_out"]  # the second is GPT-NeoX's
+HEAD = ["lm_head", "embed_out", "unembed"]  # the second is GPT-NeoX's, the third Inkling's
 
 
 def chosen(available: list[str], *targets: str) -> set[str]:

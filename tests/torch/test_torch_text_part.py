@@ -17,6 +17,9 @@ from dualtune.train.packing import check_packing
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from dualtune_torch.methods import linear_layers  # noqa: E402
+from dualtune_torch.weights.text_part import empty_model, whole_class  # noqa: E402
+
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 BATCH = random_batch([9, 16], 96)
 TEXT = {
@@ -117,3 +120,35 @@ def test_a_model_that_writes_no_text_is_refused(tmp_path, backend):
     ).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no class that writes text for model_type 'clip'"):
         backend.load(request_of(tmp_path, init="random"))
+
+
+@pytest.mark.parametrize("name", ["ShieldGemma2ForImageClassification", "LlamaForSequenceClassification"])
+def test_a_classifier_is_refused(name, tmp_path, backend):
+    config = transformers.Gemma3TextConfig(**TEXT)
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"the model is a {name}, which does not write text"):
+        backend.load(request_of(tmp_path, init="random"))
+
+
+def test_a_diffusion_model_is_refused():
+    config = transformers.DiffusionGemmaConfig()
+    with pytest.raises(ConfigError, match="DiffusionGemmaForBlockDiffusion, which does not write text one token after"):
+        whole_class(config)
+
+
+def test_the_whole_model_is_loaded_where_no_auto_class_loads_its_text_part():
+    config = transformers.MllamaConfig()
+    assert transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__ == "MllamaForCausalLM"
+    assert whole_class(config).__name__ == "MllamaForConditionalGeneration"
+
+
+def test_a_block_that_several_layers_share_has_no_adapter():
+    shared = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "mamba_d_state": 8}
+    with torch.device("meta"):
+        model = empty_model(transformers.ZambaConfig(**shared, **sizes), torch.float32)
+    assert any("shared_transf" in path for path, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    paths = set(linear_layers(model))
+    assert paths
+    assert not [path for path in paths if "shared_transf" in path]

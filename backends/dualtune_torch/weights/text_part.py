@@ -12,11 +12,13 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -47,15 +49,38 @@ def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrai
 
 
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class for a config. ConfigError if it knows none that writes text."""
-    for auto in AUTO_CLASSES:
-        if type(config) in auto._model_mapping:
-            kind = auto._model_mapping[type(config)]
-            return kind[0] if isinstance(kind, tuple) else kind
+    """Return transformers' class for a config. ConfigError if it knows none that writes text token by token."""
+    _check_saved_class(config)
+    for kind in filter(None, (_class_of(type(config), auto) for auto in AUTO_CLASSES)):
+        _check_generates(kind)
+        # A class of the text alone that no Auto class loads again has other names than the files of the whole.
+        if kind.config_class is type(config) or any(_class_of(kind.config_class, auto) for auto in AUTO_CLASSES):
+            return kind
     raise ConfigError(
         f"model.name: transformers has no class that writes text for model_type '{config.model_type}'. Allowed: "
         "models that AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM load"
     )
+
+
+def _check_saved_class(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if the files are of a class with another head, such as a classifier's."""
+    named = (getattr(transformers, name, None) for name in config.architectures or () if "For" in name)
+    if kind := next((kind for kind in named if isinstance(kind, type)), None):
+        _check_generates(kind)
+
+
+def _check_generates(kind: type) -> None:
+    if not issubclass(kind, GenerationMixin):
+        raise ConfigError(
+            f"model.name: the model is a {kind.__name__}, which does not write text one token after another. Allowed: "
+            "models that predict each token from those before it"
+        )
+
+
+def _class_of(config_class: Any, auto: Any) -> Any:
+    """Return the class that an Auto class has for a kind of config, None if it has none."""
+    kind = auto._model_mapping.get(config_class, None)
+    return kind[0] if isinstance(kind, tuple) else kind
 
 
 class Absent(nn.Module):
