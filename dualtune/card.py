@@ -143,6 +143,9 @@ class Card:
     problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
     environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator
     twin: Twin = field(default_factory=Twin)
+    # "module:function" that tries what PEFT would do with an adapter: (config.json, adapter_config.json,
+    # the shapes of the tensors) -> for each auto class of transformers what goes wrong, or "".
+    peft_trial: str = ""
 
     def __str__(self) -> str:
         return self.title or self.name

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 FACADE = "the package root"  # __init__ and __main__: the way in from outside, with imports in functions
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
 FOR_BACKENDS = {
-    "activation_checkpointing", "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config",
-    "errors", "io", "optimizer", "world",
+    "activation_checkpointing", "adapter", "adapter/formats", "adapter/methods", "backend", "base_model",
+    "base_model/spellings", "config", "errors", "io", "optimizer", "world",
 }  # fmt: skip
 # What is read before the framework.
 FOR_CARDS = {"activation_checkpointing", "card", "checks", "memory", "optimizer", "platform", "preflight"}

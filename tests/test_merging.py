@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from dualtune.base_model import find_weights
-from dualtune.base_model.merging import both_spellings, write_merged
+from dualtune.base_model.merging import write_merged
 from dualtune.base_model.places import FilePlace, canonical_names, check_places, file_names
+from dualtune.base_model.spellings.complete import both_spellings
 from dualtune.errors import ConfigError, FormatError
 
 RNG = np.random.default_rng(0)

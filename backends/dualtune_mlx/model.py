@@ -18,12 +18,12 @@ from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.base_model.embeddings import own_head
 from dualtune.base_model.int8 import is_quantized
+from dualtune.base_model.spellings.complete import complete
 from dualtune.errors import ConfigError, FormatError
 from dualtune_mlx import int8
 from dualtune_mlx.card.chips import emulates_bfloat16
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.classes import classes
-from dualtune_mlx.families.config_keys import complete
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
 from dualtune_mlx.runtime.device import chip
@@ -153,7 +153,9 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
         is_open = "tie_word_embeddings" not in config and "lm_head.weight" in weights.tensors
         if is_open or own_head(weights.tensors):
             keys["tie_word_embeddings"] = False
-    return complete(config, keys) | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
+    if config.get("model_type") == "gpt2":
+        gpt2.check_computed(config)
+    return complete(config, keys)
 
 
 def refuse_beyond_window(request: LoadRequest) -> None:

@@ -66,7 +66,9 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
         position = position_of(module)
         return module in given or (is_target(module, given) and (position is None or position.name in uniform))
 
-    selects_something = all(any(is_target(module, [target]) for module in modules) for target in given)
+    # A number as a name, such as that of the first layer of an MLP in a list, would also select a whole decoder layer.
+    is_name = not any(target.isdigit() for target in given)
+    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in given)
     return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
 
 
@@ -79,5 +81,9 @@ def short_targets(modules: Collection[str]) -> tuple[str, ...]:
     sharing: dict[str, set[str]] = defaultdict(set)  # q_proj -> {self_attn.q_proj}
     for name in uniform:
         sharing[name.rpartition(".")[2]].add(name)
-    short = {name: last if len(names) == 1 else name for last, names in sharing.items() for name in names}
+    short = {
+        name: last if len(names) == 1 and not last.isdigit() else name
+        for last, names in sharing.items()
+        for name in names
+    }
     return tuple(sorted({short[position.name] if position else module for module, position in positions.items()}))

@@ -6,19 +6,18 @@ the towers of a multimodal model, experts, tensors that no class reads. No more 
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
 from dualtune.base_model.config_file import CODE, read_config
 from dualtune.base_model.copies import copy_index, copy_without_weights
-from dualtune.base_model.counts import decoder_table, tables_of
+from dualtune.base_model.counts import tables_of
 from dualtune.base_model.places import FilePlace
+from dualtune.base_model.spellings.complete import both_spellings
 from dualtune.base_model.weights import BaseWeights, StoredTensor
 from dualtune.errors import ConfigError
 from dualtune.io import tensors
@@ -147,29 +146,3 @@ def _write_config(base: BaseWeights, out: Path, dtype: str | None) -> None:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     if config != read:
         (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with `rope_theta` and the like beside the `rope_parameters` in which transformers 5 has them."""
-    result: dict[str, Any] = copy.deepcopy(dict(config))
-    for table in tables_of(result):
-        rope: Any = table.get("rope_parameters")
-        if isinstance(rope, dict):
-            older = _older_spelling(cast("dict[str, Any]", rope))
-            table |= {key: value for key, value in older.items() if table.get(key) is None}
-    text = decoder_table(result)
-    if "vocab_size" in text:
-        result.setdefault("vocab_size", text["vocab_size"])  # where mlx-lm's classes of wrappers look for it
-    return result
-
-
-def _older_spelling(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys for `rope_parameters`, which may be of the whole model or by the kind of its layers."""
-    full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
-    known = cast("dict[str, Any]", full) if isinstance(full, dict) else rope
-    found = {key: known[key] for key in ("rope_theta", "partial_rotary_factor") if key in known}
-    if known is rope and rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if isinstance(sliding, dict) and "rope_theta" in sliding:
-        found["rope_local_base_freq"] = sliding["rope_theta"]
-    return found

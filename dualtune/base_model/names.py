@@ -37,7 +37,9 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
     is_wrapper = bool(towers) or isinstance(config.get("text_config"), dict)
     notes: list[str] = []
     if is_wrapper:
-        notes.append("PEFT loads it into the model of AutoModelForImageTextToText, not of AutoModelForCausalLM")
+        notes.append(
+            "PEFT loads it into the model of AutoModelForImageTextToText, not always into that of AutoModelForCausalLM"
+        )
     if config.get("model_type") in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
         notes.append("PEFT 0.21 refuses adapters of out_proj in this family: for transformers, merge it")
     return Naming(

@@ -6,7 +6,7 @@ Metadata: https://huggingface.co/docs/hub/model-cards
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -22,8 +22,8 @@ _DIVERGENCES = {
 }
 
 
-def card(name: str, record: Mapping[str, Any]) -> str:
-    """Return README.md for the content of an export.json."""
+def card(name: str, record: Mapping[str, Any], of_adapter: Sequence[str] = ()) -> str:
+    """Return README.md for the content of an export.json. `of_adapter`: what PEFT does not load of the adapter."""
     base = record["base"]
     table: dict[str, Any] = {"library_name": _LIBRARIES[record["target"]], "tags": ["dualtune"]}
     if base and _HUB_NAME.fullmatch(base):
@@ -34,6 +34,7 @@ def card(name: str, record: Mapping[str, Any]) -> str:
         f"# {_safe(name)}",
         f"{whole}, written for {record['target']} ({record['quantization']}) by dualtune {record['dualtune']}.",
         _merge(record),
+        *(f"Of the adapter by itself: {_safe(note)}." for note in of_adapter),
         _rows("Loss on the rows that the run held out, nats", _losses(record["loss"])),
         _rows("Distances on fixed prompts, mean KL in nats", _distances(record["divergence_nats"])),
         f"An answer ends with {', '.join(map(_code, record['stops']))}." if record["stops"] else "",

@@ -90,7 +90,10 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
                 "of each request; transformers needs generate(..., tokenizer=tokenizer)"
             )
         if adapter is not None or not (directory / CARD).exists():  # the author's own one stays
-            write_file(directory / CARD, card(request.name, _record(request, exported)))
+            write_file(
+                directory / CARD,
+                card(request.name, _record(request, exported), adapter.naming.notes if adapter else ()),
+            )
         exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
         write_file(directory / RECORD, json.dumps(_record(request, exported), indent=2) + "\n")
 

@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
 from dualtune.backend import Engine
-from dualtune.base_model import naming_of, read_config
+from dualtune.base_model import read_config
+from dualtune.base_model.peft_trial import named
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.errors import EnvironmentFault
 from dualtune.io.disk import json_bytes, write_whole
@@ -42,10 +45,17 @@ def write_model(path: Path, engine: Engine, template: str | None, record: Mappin
 def trained_adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
     """Return the adapter that a run has trained. `template`: the source of its chat template."""
     directory = prepared.model.directory
-    return Adapter(
+    adapter = Adapter(
         _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
-        naming=naming_of(directory, modules_of(tensors)), fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
+        fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
     )  # fmt: skip
+    return named(adapter, directory)
+
+
+def notes_before_training(prepared: Prepared, engine: Engine) -> tuple[str, ...]:
+    """Return what PEFT will not load of the adapter, by its shapes: an array of one number takes any without memory."""
+    empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in engine.adapter_shapes.items()}
+    return trained_adapter(prepared, empty, None).naming.notes
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:

@@ -15,10 +15,9 @@ from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
-from dualtune.adapter.spec import modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import ignored_code, naming_of, position_table_size, read_config, untied_head
+from dualtune.base_model import ignored_code, position_table_size, read_config, untied_head
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -41,7 +40,7 @@ from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
-from dualtune.train.model_dir import trained_adapter, write_model
+from dualtune.train.model_dir import notes_before_training, trained_adapter, write_model
 from dualtune.train.moments import Moments, watchers_of
 from dualtune.train.packing import check_causality, check_packing
 from dualtune.train.policies import MakePolicy
@@ -258,7 +257,7 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, engi
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     if not prepared.spec.trains_model:
-        notes += naming_of(prepared.model.directory, modules_of(engine.adapter_shapes)).notes
+        notes += notes_before_training(prepared, engine)
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:

@@ -18,6 +18,7 @@ from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.backend import Backend, Engine
 from dualtune.base_model import resolve_model, vocabulary_size
+from dualtune.base_model.peft_trial import peft_notes
 from dualtune.checks import Check, Level
 from dualtune.evaluate.fingerprints import Gap, effect, gap, recompute, recorded_tops, without_adapter
 from dualtune.evaluate.inference import load_model
@@ -71,7 +72,7 @@ def verify(
     model_dir = resolve_model(base)
     fit = identity.fit(adapter, model_dir)
     if recorded is None:
-        return _nothing_recorded(adapter, fit, origin)
+        return _nothing_recorded(adapter, fit, [*origin, *_peft_checks(adapter, model_dir)])
     if recorded.base_model.get("init") == "random":
         text = "it was trained on random weights (model.init: random), which are not saved anywhere"
         return _result(VerifyVerdict("nothing-recorded", False, text), origin)
@@ -79,6 +80,7 @@ def verify(
         return _result(_other_vocabulary(problem), [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
     parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
     checks = [*origin, Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
+    checks += _peft_checks(adapter, model_dir)
     if fit.problems:
         return _result(does_not_fit(parts, fit), checks)
     engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
@@ -169,6 +171,11 @@ def _fit_check(fit: Fit) -> Check:
     if fit.missing:
         return Check("shapes", "advice", f"{fit.note}; {len(fit.missing)} targets without tensors: {fit.missing[0]}, …")
     return Check("shapes", "ok", fit.note)
+
+
+def _peft_checks(adapter: Adapter, model_dir: Path) -> list[Check]:
+    """What PEFT does not load: no fault of the adapter, and of no interest if it is not in PEFT's files."""
+    return [Check("PEFT", "advice", each) for each in peft_notes(adapter, model_dir)] if adapter.is_for_peft else []
 
 
 def _function_checks(function: Function) -> list[Check]:

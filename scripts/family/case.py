@@ -15,7 +15,7 @@ from dualtune.config import Config
 from dualtune.evaluate.inference import load_model
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.state.metrics import read_rows
-from family.make import auto_class
+from family.make import auto_class, auto_classes
 from family.mlx_only import is_known_to_transformers
 
 BACKENDS = ("torch", "mlx")
@@ -30,6 +30,10 @@ class Needs(Exception):
 
 class Differs(Exception):
     """Two numbers that should be equal are not."""
+
+
+class Told(Exception):
+    """Something does not work that cannot work, and the user is told."""
 
 
 class Lost(Exception):
@@ -115,6 +119,14 @@ class Case:
         config = transformers.AutoConfig.from_pretrained(path)
         chosen = getattr(transformers, kind) if kind else auto_class(config)
         return chosen.from_pretrained(path, dtype="float32", output_loading_info=True)
+
+    def kinds(self) -> list[str]:
+        """Return the names of the auto classes of transformers that load this model."""
+        import transformers
+
+        if not self.in_transformers:
+            raise Needs
+        return [kind.__name__ for kind in auto_classes(transformers.AutoConfig.from_pretrained(self.model_dir))]
 
     def of_transformers(self, model: Any) -> np.ndarray:
         import torch

@@ -52,12 +52,17 @@ def tiny_config(family: str) -> Any:
 
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that a user loads this model with."""
+    return auto_classes(config)[0]
+
+
+def auto_classes(config: Any) -> list[Any]:
+    """Return all classes of transformers that load this model, the first of them first."""
     import transformers
 
-    for name in CLASSES:
-        kind = getattr(transformers, name)
-        if type(config) in kind._model_mapping and _is_known(kind._model_mapping[type(config)].config_class, config):
-            return kind
+    kinds = [getattr(transformers, name) for name in CLASSES]
+    mapped = [kind for kind in kinds if type(config) in kind._model_mapping]
+    if found := [kind for kind in mapped if _is_known(kind._model_mapping[type(config)].config_class, config)]:
+        return found
     raise CannotMake(f"class: none of {', '.join(CLASSES)} takes a {type(config).__name__}")
 
 

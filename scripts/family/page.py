@@ -19,7 +19,7 @@ COLUMNS = {  # heading -> the stage, and the backend that it is about
     "generates, torch": ("generates", "torch"), "generates, MLX": ("generates", "mlx"),
 }  # fmt: skip
 FIRST = {"train": ("train", "base"), "reload": ("merge", "reload")}  # stages that one column sums up, in order
-SIGNS = {"ok": "✓", "refused": "–", "-": "", "CRASH": "crash", "WRONG": "wrong", "LOST": "lost"}
+SIGNS = {"ok": "✓", "refused": "–", "told": "told", "-": "", "CRASH": "crash", "WRONG": "wrong", "LOST": "lost"}
 FAULTS = ("CRASH", "WRONG", "LOST")
 HEAD = """\
 # Families
@@ -30,8 +30,9 @@ transformers saves it, and taken through the stages below. `make families` measu
 names and files are understood; it does not show quality, speed or the memory of a large one. A family that is not here
 has not been measured yet.
 
-✓ works · – refused, with a message that says why · empty: nothing to look at, because an earlier stage is not there ·
-crash, wrong, lost: a fault of ours, listed at the end.
+✓ works · – refused, with a message that says why · told: PEFT drops or refuses adapted layers of these classes, and the
+start of a run, `inspect`, `verify` and the card say so (the merge works) · empty: nothing to look at, because an
+earlier stage is not there · crash, wrong, lost: a fault of ours, listed at the end.
 
 | column | what is compared |
 |---|---|
@@ -39,7 +40,7 @@ crash, wrong, lost: a fault of ours, listed at the end.
 | packs | the losses of packed rows are those of single ones, within 1e-4 |
 | same steps | both backends adapt the same layers, and their step losses agree within 1e-4 |
 | torch → MLX, MLX → torch | `verify` accepts the adapter on the other backend |
-| PEFT | PEFT loads the adapter on the model of transformers' auto class and computes the same |
+| PEFT | in the model of each auto class PEFT computes the same, or the notes say that it does not; never both |
 | merge | the merge has every tensor of the base, and transformers computes with it what the adapter does |
 | generates | decoding with a cache gives the tokens that the whole text gives |
 """
@@ -76,13 +77,15 @@ def _summary(results: Sequence[Line], found: BY_KEY, made: Sequence[str]) -> lis
     rows = [
         f"{len(made)} families, with {packages}; at {_commits(results)}.",
         "",
-        "| | works | refused | fault | nothing to look at |",
-        "|---|---|---|---|---|",
+        "| | works | refused | told | fault | nothing to look at |",
+        "|---|---|---|---|---|---|",
     ]
     for heading, (stage, backend) in COLUMNS.items():
         counts = Counter(_outcome(found, family, stage, backend) for family in made)
         faults = sum(counts[each] for each in FAULTS)
-        rows.append(f"| {heading} | {counts['ok']} | {counts['refused']} | {faults} | {counts['-']} |")
+        rows.append(
+            f"| {heading} | {counts['ok']} | {counts['refused']} | {counts['told']} | {faults} | {counts['-']} |"
+        )
     return rows
 
 

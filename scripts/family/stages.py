@@ -1,7 +1,8 @@
 """The stages of a family: what a user does with a model, each compared with what it must give.
 
 A stage is a function of a `Case` and the name of a backend. It returns a number to show or None, and raises otherwise:
-a DualtuneError is a refusal, Differs and Lost are wrong results, and every other exception is a crash.
+a DualtuneError is a refusal, Told what another tool cannot do and the user is told of, Differs and Lost are wrong
+results, and every other exception is a crash.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import numpy as np
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.spec import modules_of
+from dualtune.base_model import find_weights
+from dualtune.base_model.merging import write_merged as copy_base
+from dualtune.base_model.peft_trial import NO_MODEL
 from dualtune.config import to_yaml
 from dualtune.errors import ConfigError, DualtuneError
 from dualtune.export.merge import load_to_merge, write_merged
 from dualtune.train.run import run
 from dualtune.verify.verify import verify
-from family.case import Case, Differs, Lost, Needs, check_close, stored
+from family.case import Case, Differs, Lost, Needs, Told, check_close, stored
 from family.make import make, write_data
 from family.mlx_only import make_mlx_only
 
@@ -118,30 +122,54 @@ def _verify(case: Case, trained: str, here: str) -> None:
 
 
 def peft(case: Case, name: str) -> float | None:
-    """PEFT loads the adapter on the model of the auto class and computes the same."""
+    """In the model of each auto class PEFT computes the same, or the notes say that it does not; never both."""
+    adapter = case.adapter(name)
+    expected, notes = case.logprobs(name, adapter), read_adapter(adapter).naming.notes
+    gaps: list[float] = []
+    for kind in case.kinds():
+        try:
+            check_close(case.of_transformers(case.stock_model(kind=kind)[0]), case.stock, LOGPROBS)
+        except Exception:  # noqa: BLE001  transformers itself does not compute the base in this class
+            continue
+        is_told = any(NO_MODEL in note or kind in note.partition("not of")[2] for note in notes)
+        try:
+            gaps.append(_gap_in_peft(case, adapter, kind, expected))
+        except Exception:
+            if not is_told:
+                raise
+        else:
+            if is_told:
+                raise Differs(f"told of {kind}, where PEFT computes the same")
+    if any(NO_MODEL in note for note in notes):
+        raise Told(notes[0])
+    if not gaps:
+        raise Needs
+    return max(gaps)
+
+
+def _gap_in_peft(case: Case, adapter: Path, kind: str, expected: np.ndarray) -> float:
     import warnings
 
     from peft import PeftModel
 
-    adapter = case.adapter(name)
-    expected = case.logprobs(name, adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(case.stock_model()[0], str(adapter))
+        model = PeftModel.from_pretrained(case.stock_model(kind=kind)[0], str(adapter))
     return check_close(case.of_transformers(model), expected, LOGPROBS)
 
 
 def in_mlx_lm(case: Case, name: str) -> float:
     """Stock mlx-lm loads the adapter and computes the same. Not looked at where it computes another base."""
     expected = case.logprobs(name, case.adapter(name))
-    _needs_mlx_lm(case)
+    _needs_mlx_lm(case, case.model_dir)
     return check_close(case.of_mlx_lm(case.model_dir, case.adapter(name)), expected, LOGPROBS)
 
 
-def _needs_mlx_lm(case: Case) -> None:
+def _needs_mlx_lm(case: Case, model_dir: Path) -> None:
+    """Need a base that mlx-lm's class computes; some classes end the process instead."""
     try:
-        check_close(case.of_mlx_lm(case.model_dir), case.stock, LOGPROBS)
-    except Exception as error:
+        check_close(case.of_mlx_lm(model_dir), case.stock, LOGPROBS)
+    except (Exception, SystemExit) as error:
         raise Needs from error
 
 
@@ -174,9 +202,13 @@ def reloads(case: Case, name: str) -> float:
 
 
 def reloads_in_mlx_lm(case: Case, name: str) -> float:
-    """Stock mlx-lm loads the merge and computes what the adapter does, where it computes the base."""
+    """Stock mlx-lm loads the merge and computes what the adapter does, where it computes the base of such a config."""
     expected, out = case.logprobs(name, case.adapter(name)), _ready(case, name)
-    _needs_mlx_lm(case)
+    base = case.directory / "base-as-merged"
+    if not base.exists():
+        base.mkdir()
+        copy_base(find_weights(case.model_dir), base, {}, lambda module: np.zeros(0), "float32")
+    _needs_mlx_lm(case, base)
     return check_close(case.of_mlx_lm(out), expected, MERGED)
 
 
@@ -224,6 +256,8 @@ def outcome(stage: Stage, case: Case, name: str) -> dict[str, object]:
         return {"outcome": "-"}
     except CannotMake as error:
         return {"outcome": "not made", "why": _line(error)}
+    except Told as error:
+        return {"outcome": "told", "why": _line(error)}
     except Differs as error:
         return {"outcome": "WRONG", "why": str(error)}
     except Lost as error:

@@ -96,17 +96,20 @@ def test_a_wrapper_from_the_laptop_to_the_cluster_and_out(model_dir, dualtune_ma
         return done.stdout
 
     said = run("train", "config.yaml", "--platform", "mlx", "--set", "train.steps=2")
-    told = "PEFT loads it into the model of AutoModelForImageTextToText"
-    assert told in " ".join(said.split()) and told in run("adapter", "inspect", "run/adapter")
+    inspected = run("adapter", "inspect", "run/adapter")
     run("train", "config.yaml", "--platform", "cpu", "--resume", "auto")
     for platform in ("cpu", "mlx"):
         assert "verdict: same: " in run("verify", "run/adapter", "--platform", platform)
         run("adapter", "merge", "run/adapter", f"merged-{platform}", "--base", model_dir, "--platform", platform)
 
-    # The text of the adapter in other tools: PEFT on the class of the whole model, and the merges in both.
+    # The text of the adapter in other tools: PEFT on the class of the whole model and of the text, the merges in both.
+    text_model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = logprobs(peft.PeftModel.from_pretrained(whole_model(model_dir), "run/adapter"))
+        gap = np.abs(logprobs(peft.PeftModel.from_pretrained(text_model, "run/adapter")) - expected).max()
+    for text in (said, inspected, run("verify", "run/adapter", "--platform", "cpu")):
+        assert ("not of AutoModelForCausalLM" in " ".join(text.split())) is bool(gap > LOGPROBS), (gap, text)
     assert np.abs(expected - logprobs(whole_model(model_dir))).max() > 0.1  # it has learned something
     for platform in ("cpu", "mlx"):
         merged = Path(f"merged-{platform}")

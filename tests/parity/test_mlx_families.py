@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base_model import find_weights
+from dualtune.base_model.merging import write_merged
 from dualtune.errors import DualtuneError
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,8 @@ MORE = [
     "muse_glimmer", "nanochat", "nemotron_h", "olmo_hybrid", "phimoe", "qwen2_moe", "qwen2_vl", "qwen3_5_moe",
     "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "recurrent_gemma", "solar_open", "stablelm",
 ]  # fmt: skip
+# Their config.json as transformers 5 writes it is none that mlx-lm reads, the files are.
+WRITTEN_ANEW = ["granitemoehybrid", "lfm2", "minimax_m2", "olmo3", "qwen3_moe", "qwen3_vl"]
 REFUSED = ["bitnet", "minimax", "minicpm3", "olmo"]
 
 
@@ -66,6 +70,20 @@ def test_a_family_computes_what_transformers_computes(family, case):
 @pytest.mark.parametrize("family", MORE)
 def test_other_families_compute_what_transformers_computes(family, case):
     check(case(family))
+
+
+@pytest.mark.parametrize("family", WRITTEN_ANEW)
+def test_stock_mlx_lm_and_transformers_read_the_config_of_a_merge(family, case, tmp_path):
+    made, out = case(family), tmp_path / "merged"
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        made.of_mlx_lm(made.model_dir)
+    out.mkdir()
+    write_merged(find_weights(made.model_dir), out, {}, lambda module: np.zeros(0), "float32")
+    gap = np.abs(made.of_mlx_lm(out) - made.stock) / np.maximum(1, np.abs(made.stock))
+    assert gap.max() < TOLERANCE
+    model, told = made.stock_model(out)
+    assert not told["missing_keys"]
+    assert np.array_equal(made.of_transformers(model), made.stock)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -16,10 +16,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from dualtune.adapter.dropout import input_of
+from dualtune.base_model.spellings.complete import complete
 from dualtune.errors import DualtuneError
 from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, uncountable, variant
 from dualtune_mlx.families.classes import classes
-from dualtune_mlx.families.config_keys import complete
 from dualtune_mlx.methods import linear_layers, linear_shape
 
 ERRORS = (ImportError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError, DualtuneError)

@@ -44,8 +44,8 @@ def classes(config: Mapping[str, Any]) -> tuple[type[Model], type[gpt2.ModelArgs
     return Model, gpt2.ModelArgs
 
 
-def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that mlx-lm needs and transformers omits. Raises ConfigError for values that mlx-lm ignores."""
+def check_computed(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for values that mlx-lm ignores."""
     for key, (default, *others) in COMPUTED.items():
         if config.get(key, default) not in (default, *others):
             raise ConfigError(
@@ -57,4 +57,3 @@ def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             f"model.name: n_inner is {config['n_inner']} in the config.json of this GPT-2, but mlx-lm supports only "
             "4 x n_embd. Train it with --platform cpu or cuda"
         )
-    return {"n_ctx": config.get("n_ctx", config["n_positions"])}

@@ -68,4 +68,5 @@ CARD = Card(
     # torch has no memory statistics on a CPU, so the peak is the growth of the process since before the first model
     # was loaded, including the libraries that are loaded with it.
     twin=Twin(peak_bytes=256 * 10**6, divisors={"full": 5}),
+    peft_trial="dualtune_torch.counting.peft_trial:problems",
 )

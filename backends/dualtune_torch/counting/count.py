@@ -55,17 +55,17 @@ def _empty(config: Mapping[str, Any]) -> PreTrainedModel:
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers does not know the model_type {kind}")
     with torch.device("meta"):
-        model = empty_model(CONFIG_MAPPING[kind].from_dict(_decoded(dict(config))), DTYPES[0])
+        model = empty_model(CONFIG_MAPPING[kind].from_dict(decoded(dict(config))), DTYPES[0])
     model.requires_grad_(False)
     return model.eval()
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Return a value of a config.json with the infinite numbers that transformers writes as objects."""
     if isinstance(value, dict):
         found = cast("dict[str, Any]", value)
-        return float(found["__float__"]) if "__float__" in found else {k: _decoded(v) for k, v in found.items()}
-    return [_decoded(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+        return float(found["__float__"]) if "__float__" in found else {k: decoded(v) for k, v in found.items()}
+    return [decoded(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 class _Counting:

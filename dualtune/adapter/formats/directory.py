@@ -61,6 +61,10 @@ class Adapter:
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.adapter.formats.gpt2`
 
     @property
+    def is_for_peft(self) -> bool:
+        return self.layout != "mlx"
+
+    @property
     def template_hash(self) -> str | None:
         """The hash of its training's chat template; "none" if it had none, None if that is not recorded."""
         return recorded_hash(self.template, self.metadata)
@@ -115,10 +119,8 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     _check_values(tensors)
     config, files, naming = dict[str, Any](), dict[str, Content](), adapter.naming
     if layout != "mlx":
-        named, own = _in_names(spec, tensors, naming.peft)
-        config |= peft.peft_config(
-            own, modules_of(named), adapter.base_model, fan_in_fan_out=fan_in_fan_out, naming=naming
-        )
+        in_peft, named = peft_layout(replace(adapter, spec=spec, tensors=tensors))
+        config |= in_peft
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
         named, own = _in_names(spec, tensors, naming.mlx)
@@ -138,6 +140,15 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         facts["naming"] = naming.as_json()
     files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, **facts}))
     return files
+
+
+def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
+    """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
+    named, spec = _in_names(adapter.spec, adapter.tensors, adapter.naming.peft)
+    config = peft.peft_config(
+        spec, modules_of(named), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming
+    )
+    return config, named
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:

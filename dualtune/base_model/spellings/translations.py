@@ -28,8 +28,8 @@ def _head_size(config: Keys) -> dict[str, Any]:
 
 def _pattern(config: Keys) -> dict[str, Any]:
     """Return the period of layers with full attention where the layers are listed one by one."""
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or "full_attention" not in kinds or len(set(kinds)) == 1:
+    kinds: list[str] = config.get("layer_types") or []
+    if "full_attention" not in kinds or len(set(kinds)) == 1:
         return {}
     period = kinds.index("full_attention") + 1
     return {"sliding_window_pattern": period, "full_attention_interval": period}
@@ -37,7 +37,11 @@ def _pattern(config: Keys) -> dict[str, Any]:
 
 def _renamed_layers(key: str) -> Callable[[Keys], dict[str, Any]]:
     """Return the translation of a list with the kinds of layers."""
-    return lambda config: {key: [MAMBA_NAMES.get(kind, kind) for kind in config.get(key) or []]}
+    return lambda config: {key: [MAMBA_NAMES.get(kind, kind) for kind in _texts(config, key)]}
+
+
+def _texts(config: Keys, key: str) -> list[str]:
+    return config.get(key) or []
 
 
 def _minimax_m2(config: Keys) -> dict[str, Any]:
@@ -91,7 +95,8 @@ def _mimo_v2_flash(config: Keys) -> dict[str, Any]:
 
 def _gemma4(config: Keys) -> dict[str, Any]:
     """The heads of layers with full attention are larger: transformers 5 lists these layers one by one."""
-    special = [v["head_dim"] for v in (config.get("per_layer_config") or {}).values() if "head_dim" in v]
+    changed: Mapping[str, Keys] = config.get("per_layer_config") or {}
+    special = [keys["head_dim"] for keys in changed.values() if "head_dim" in keys]
     found: dict[str, Any] = {"global_head_dim": special[0]} if special else {}
     per_layer = {"hidden_size_per_layer_input": 0} if config["model_type"] == "gemma4_unified_text" else {}
     return {name: value for name, value in (found | per_layer).items() if config.get(name) is None}
@@ -130,6 +135,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
     "glm_moe_dsa": lambda config: {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "gpt2": lambda config: {"n_ctx": config.get("n_ctx", config["n_positions"])},
     "gpt_bigcode": lambda config: {"n_inner": config.get("n_inner") or 4 * config["n_embd"]},
     "gpt_neox": lambda config: {
         "rotary_emb_base": config.get("rotary_emb_base") or config["rope_theta"],

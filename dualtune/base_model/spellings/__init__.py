@@ -1,0 +1,1 @@
+"""The names under which transformers and mlx-lm each look for the values of a config.json."""
