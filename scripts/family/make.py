@@ -99,7 +99,10 @@ def make(family: str, directory: Path) -> int:
 
 
 def _check_loads_again(kind: Any, directory: Path) -> None:
-    told = kind.from_pretrained(directory, output_loading_info=True)[1]
+    try:
+        told = kind.from_pretrained(directory, output_loading_info=True)[1]
+    except OSError as error:  # a file besides the model
+        raise CannotMake(f"save: {error}") from error
     if lost := told["missing_keys"]:
         raise CannotMake(f"save: transformers does not find {len(lost)} tensors of its own file, such as {min(lost)}")
 
