@@ -59,7 +59,7 @@ def _separate(model: PreTrainedModel) -> Tensor:
     try:
         return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
     except (TypeError, ValueError) as error:  # an argument is missing
-        reason = shown(" ".join(str(error).split()), 200)
+        reason = shown(" ".join(str(error).split()), 200).rstrip(".")
         raise ConfigError(
             f"model.name: this model ({type(model).__name__}) computes nothing from text alone: {reason}. Allowed: "
             "models that read text without an image or sound"
