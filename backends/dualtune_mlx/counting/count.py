@@ -31,7 +31,7 @@ EXPERTS_OF_A_TOKEN = (
 # Measured on the CPU, with documents in rows of their own: how often what its products show is what a layer with a
 # decaying state keeps (the gated delta rule less, which is computed in chunks), and how many numbers for each score an
 # attention with a soft cap or sinks.
-DECAY, WITH_DECAY, DELTA_RULE, WITH_DELTA_RULE = "A_log", 6, "linear_key_head_dim", 3
+DECAY, WITH_DECAY, DELTA_RULE, WITH_DELTA_RULE = "A_log", 6, "linear_key_head_dim", 5
 SOFT_CAP, SINKS, CHANGED_SCORES = "attn_logit_softcapping", "sinks", 2
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
@@ -90,14 +90,14 @@ def _layer(
     experts = [cast(mx.array, m.weight).shape for m in modules.values() if isinstance(m, SwitchLinear)]
     sent = _experts_of_a_token(modules, text)
     groups = list(dict.fromkeys((input_of(path), in_) for path, (_, in_) in linears.items()))
-    used = [
-        *(shape for path, shape in linears.items() if path != head),
-        *(shape[1:] for shape in experts for _ in range(sent)),
-    ]
-    numbers = max(0, 2 * sum(out for out, _ in used) - 2 * hidden)
-    numbers += sent * hidden * bool(experts)  # a token's copy for each of its experts
+    plain = [shape for path, shape in linears.items() if path != head]
+    routed = [shape[1:] for shape in experts for _ in range(sent)]
+    used = [*plain, *routed]
+    numbers = max(0, 2 * sum(out for out, _ in plain) - 2 * hidden)
     if any(DECAY in module for module in modules.values()):
         numbers *= WITH_DELTA_RULE if DELTA_RULE in text else WITH_DECAY
+    numbers += 2 * sum(out for out, _ in routed)
+    numbers += sent * hidden * bool(experts)  # a token's copy for each of its experts
     widest = max((out for out, _ in used), default=0) * (sent if experts else 1)
     packed = Counter(shape for path, shape in linears.items() if path != head)
     for number, out, in_ in experts:
