@@ -86,6 +86,12 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
         found = [module for module in available if _selects(target, module)]
         if not found:
             names = sorted({module.split(".")[-1] for module in available})
+            if target == ALL_LINEAR:
+                raise ConfigError(
+                    "adapter.targets: the text part of this model has no linear layer that this backend adapts: its "
+                    "layers are of kinds of their own. All that there is, output heads, experts, routers and other "
+                    f"parts, is adapted only if it is named: {', '.join(names) or 'none'}. Take the other backend"
+                )
             raise ConfigError(
                 f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names) or 'none'}. "
                 f"Use --set adapter.targets={ALL_LINEAR}, or names: --set 'adapter.targets=[{', '.join(names[:2])}]'"

@@ -66,6 +66,7 @@ def loading(backend: Backend, model_dir: Path, library: str) -> Generator[None]:
             raise
         text = " ".join(str(error).split())
         reason = shown(re.sub(r"[^\s'\"]*/dualtune-model-\w+", str(model_dir), text), 300)  # of `staged`
+        reason = reason.removesuffix(".")
         kind = "" if isinstance(error, (OSError, ValueError)) and reason else f"{type(error).__name__}: "
         raise EnvironmentFault(
             f"{model_dir}: {library} cannot load this model: {kind}{reason}. If its config.json was changed, take the "

@@ -22,7 +22,7 @@ from dualtune.io.disk import cache_dir, write_file
 from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
 from dualtune.versions import versions_of
 
-FORMAT = 4  # of the files in the cache
+FORMAT = 5  # of the files in the cache
 
 
 class CountedLinear(NamedTuple):
@@ -50,6 +50,10 @@ class Kept(NamedTuple):
     largest: int  # the largest single tensor, for each token
     inputs: tuple[int, ...]  # of linear layers (`CountedLinear.reads`) that are kept anyway
     remade: tuple[int, ...]  # …and those of them that are not, because they are computed again
+    # Scores for each pair: what torch on a CPU keeps in the place of `pair`, of heads that are not all alike; what MLX
+    # keeps of each document that is no longer than a chunk.
+    scores: int = 0
+    masks: int = 0  # of `pair`: what has no gradient of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +154,15 @@ def shape_from(config: Mapping[str, Any], backend: str) -> Shape:
     UnknownShape if there is no formula, and the backend cannot count it or is not installed.
     """
     try:
-        return decoder_of(config)
+        decoder = decoder_of(config)
     except UnknownShape as error:
         return _counted(config, backend, error)
+    if "text_config" not in config:
+        return decoder
+    # The class around a text model may tie its head, and need other code than the text model alone.
+    with contextlib.suppress(UnknownShape):
+        return _counted(config, backend, UnknownShape("it is part of a model with other parts"))
+    return decoder
 
 
 def _counted(config: Mapping[str, Any], backend: str, why: UnknownShape) -> Counted:
@@ -213,8 +223,8 @@ def _read(file: Path) -> Counted | None:
 
 def _layer(table: Mapping[str, Any]) -> CountedLayer:
     kept = {
-        name: Kept(token, pair, largest, tuple(inputs), tuple(remade))
-        for name, (token, pair, largest, inputs, remade) in table["kept"].items()
+        name: Kept(token, pair, largest, tuple(inputs), tuple(remade), *rest)
+        for name, (token, pair, largest, inputs, remade, *rest) in table["kept"].items()
     }
     return CountedLayer(
         linears=tuple(CountedLinear(*each) for each in table["linears"]),

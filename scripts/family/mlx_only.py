@@ -25,7 +25,7 @@ REQUIRED: dict[str, Any] = {  # arguments without a default whose value is no si
     "scale_depth": 1.4, "scale_emb": 12.0, "model_dim": 64, "ffn_dim_divisor": 8, "num_query_heads": [4] * 4,
     "num_kv_heads": [2] * 4, "ffn_multipliers": [1.0] * 4, "dense_attention_every_n_layers": 2, "gegelu_limit": 20.0,
     "ff_intermediate_size": 96, "a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8,
-    "decay_low_rank_dim": 8,
+    "decay_low_rank_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
 
@@ -55,6 +55,8 @@ def make_mlx_only(family: str, directory: Path) -> int:
 
     module = importlib.import_module(f"mlx_lm.models.{family}")
     config = _config(module.ModelArgs) | {"model_type": family, "vocab_size": 320}
+    if "num_vocab" in config:
+        config["num_vocab"] = config["vocab_size"]
     try:
         model = module.Model(module.ModelArgs.from_dict(config))
         size = sum(w.size for _, w in tree_flatten(model.parameters()))

@@ -23,10 +23,12 @@ FAMILIES = {  # by kind of layer
     "mixture of experts": "qwen3_moe", "mixture with plain attention": "gpt_oss", "linear attention": "qwen3_next",
     "state space": "mamba2", "both, side by side": "falcon_h1", "convolution": "lfm2", "vision tower": "gemma3",
     "vision tower and linear attention": "qwen3_5", "window and soft caps": "gemma2", "scaled logits": "cohere2",
+    "heads of unequal size": "deepseek_v3", "window in its own masks": "mellum", "rotary in float32": "olmo",
+    "Llama in a wrapper": "internvl",
 }  # fmt: skip
 # Of tensors that exist between steps; of what is kept; of the peak of a step. A peak that is too high costs a user
 # speed, one that is too low the run.
-EXACT, KEPT, PEAK = (0.99, 1.01), (0.95, 1.25), (0.95, 1.6)
+EXACT, KEPT, PEAK = (0.99, 1.01), (0.95, 1.25), (0.95, 1.45)
 ASK = Ask("torch", "cpu", "none", "float32", 8, "all-linear", micro_batch_tokens=512, max_length=512, dropout=False)
 
 pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
@@ -148,8 +150,9 @@ def test_a_family_that_the_framework_does_not_know_is_refused_with_the_reason():
 ON_MLX = {
     "mixture of experts": "qwen3_moe", "another": "glm4_moe", "convolution": "lfm2", "soft caps": "gemma2",
     "state space": "mamba2", "linear attention": "qwen3_next", "latent attention": "deepseek_v3",
+    "windows": "gemma3_text", "sinks": "gpt_oss",
 }  # fmt: skip
-PEAK_ON_MLX = (0.9, 1.8)  # of everything that is there at the peak; what a layer with a state keeps is roughly known
+PEAK_ON_MLX = (0.9, 1.2)  # of everything that is there at the peak
 
 
 @pytest.mark.parametrize("family", ON_MLX.values(), ids=ON_MLX)

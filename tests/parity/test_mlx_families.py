@@ -6,6 +6,7 @@ layouts of experts, wrappers, text parts alone, corrected modules. `scripts/fami
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from dualtune.base_model import find_weights
 from dualtune.base_model.merging import write_merged
-from dualtune.errors import DualtuneError
+from dualtune.errors import ConfigError, DualtuneError
+from dualtune.train.run import run
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-3  # of log-probabilities, relative below −1
@@ -91,6 +93,29 @@ def test_what_mlx_lm_computes_otherwise_is_refused(family, case):
     made = case(family)
     with pytest.raises(DualtuneError, match=r"mlx-lm|not those of the model"):
         made.logprobs("mlx")
+
+
+NO_CLASS = r"^/.*: mlx-lm cannot load this model: mlx-lm [\d.]+ knows no model_type 'opt'\. If "
+NO_KEY = r"cannot load this model: its class for 'bailing_hybrid' needs group_norm_size in config\.json\. If "
+NO_LAYER = r"has no linear layer that this backend adapts: .* named: lm_head\. Take the other backend$"
+
+
+@pytest.mark.parametrize(("family", "sentence"), [("opt", NO_CLASS), ("bailing_hybrid", NO_KEY), ("bitnet", NO_LAYER)])
+def test_a_refusal_says_what_is_so(family, sentence, case):
+    made = case(family)
+    importlib.import_module("family.make").write_data(made.data)
+    with pytest.raises(DualtuneError, match=sentence):
+        run(made.config("mlx"), made.backend("mlx"), resume="never")
+
+
+def test_a_class_that_computes_wrong_numbers_is_refused():
+    pytest.importorskip("mlx_lm")
+    keys = {"model_type": "phi3small", "vocab_size": 320, "gegelu_limit": 20.0, "layer_norm_epsilon": 1e-5}
+    sizes = {"hidden_size": 64, "ff_intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "dense_attention_every_n_layers": 2}
+    model_class, args_class = importlib.import_module("dualtune_mlx.families.classes").classes(keys | sizes | more)
+    with pytest.raises(ConfigError, match=r"wrong numbers for a Phi-3 small \(phi3small\.py"):
+        model_class(args_class.from_dict(keys | sizes | more))
 
 
 def test_a_stored_head_that_differs_is_used_though_the_config_ties_it(case):

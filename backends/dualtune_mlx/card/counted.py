@@ -28,10 +28,10 @@ def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(counted, ask), adapter(counted, ask), optimizer(counted, ask))
     at_end, *later = activations(counted, ask)
-    attention, block = memory.attention(counted, ask), feed_forward(counted, ask)
-    plain = (memory.loss(counted, ask), attention, block, memory.update(counted, ask, at_end))
+    scores, block = attention(counted, ask), feed_forward(counted, ask)
+    plain = (memory.loss(counted, ask), scores, block, memory.update(counted, ask, at_end))
     moments = [(at_end, moment) for moment in plain]
-    both = MemoryPart("workspace", attention.bytes + block.bytes, f"{attention.formula} + {block.formula}, recomputed")
+    both = MemoryPart("workspace", scores.bytes + block.bytes, f"{scores.formula} + {block.formula}, recomputed")
     moments += [(kept, both) for kept in later]
     most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
     return (*always, *most, memory.reserve(ask))
@@ -95,9 +95,22 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
         masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
-    scores = 0 if memory.is_chunked(ask) else counted.heads * memory.row_of(ask)
     kept = layer.kept[variant(c)]
-    return kept.token + kept.pair * ask.cells + c * (ask.rank * len(on) + read + masks + scores)
+    scores = kept.pair * _row(ask) + (0 if memory.is_chunked(ask) else kept.scores * memory.row_of(ask))
+    return kept.token + scores + c * (ask.rank * len(on) + read + masks)
+
+
+def _row(ask: Ask) -> int:
+    return ask.cells if ask.packing else memory.row_of(ask)
+
+
+def attention(counted: Counted, ask: Ask) -> MemoryPart:
+    """The backward pass of a layer's attention: of documents, or of whole rows."""
+    each = [layer.kept[variant(ask.item_bytes)] for layer in counted.by_layer]
+    pair = max((kept.pair - kept.masks for kept in each), default=0)
+    size = memory.SCORES_OF_A_ROW * ask.cells * pair * _row(ask)
+    whole = MemoryPart("attention", size, f"{memory.SCORES_OF_A_ROW} × {ask.cells:,} × {_row(ask):,} scores × {pair} B")
+    return max(memory.attention(counted, ask), whole, key=lambda part: part.bytes)
 
 
 def feed_forward(counted: Counted, ask: Ask) -> MemoryPart:

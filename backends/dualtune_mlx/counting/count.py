@@ -19,6 +19,7 @@ from dualtune.adapter.dropout import input_of
 from dualtune.base_model.spellings.complete import complete
 from dualtune.errors import DualtuneError
 from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear, Kept, Matrices, uncountable, variant
+from dualtune_mlx.counting.attention import Heads, heads_of
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.methods import linear_layers, linear_shape
 
@@ -27,10 +28,11 @@ ERRORS = (ImportError, TypeError, AttributeError, ValueError, LookupError, Arith
 EXPERTS_OF_A_TOKEN = (
     "num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token",
 )  # fmt: skip
-# Measured on the CPU, with documents in rows of their own. How often what its products show is what a layer with a
-# decaying state keeps; scores that are kept for each head with a soft cap, and by latent attention.
-DECAY, WITH_DECAY = "A_log", 5
-SCORES = {"attn_logit_softcapping": 3, "kv_lora_rank": 2}
+# Measured on the CPU, with documents in rows of their own: how often what its products show is what a layer with a
+# decaying state keeps (the gated delta rule less, which is computed in chunks), and how many numbers for each score an
+# attention with a soft cap or sinks.
+DECAY, WITH_DECAY, DELTA_RULE, WITH_DELTA_RULE = "A_log", 6, "linear_key_head_dim", 3
+SOFT_CAP, SINKS, CHANGED_SCORES = "attn_logit_softcapping", "sinks", 2
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -56,7 +58,11 @@ def _count(keys: dict[str, Any]) -> Counted:
     vocab, hidden = embedding.weight.shape
     heads = _heads(text)
     kinds: dict[str, CountedLayer] = {}
-    counted = [_layer({p: m for p, m in layer.named_modules() if p}, text, hidden) for layer in layers]
+    attending = heads_of(model, layers)
+    counted = [
+        _layer({p: m for p, m in layer.named_modules() if p}, text, hidden, heads=_attending(attending, number, text))
+        for number, layer in enumerate(layers)
+    ]
     return Counted(
         model_class=f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
         hidden=hidden,
@@ -73,9 +79,13 @@ def _count(keys: dict[str, Any]) -> Counted:
 
 
 def _layer(
-    modules: Mapping[str, nn.Module], text: Mapping[str, Any], hidden: int, head: str | None = None
-) -> CountedLayer:
-    """Return what there is in a layer, or with its `head` in what is in none."""
+    modules: Mapping[str, nn.Module], text: Mapping[str, Any], hidden: int, head: str | None = None,
+    heads: tuple[int, int] = (0, 0),
+) -> CountedLayer:  # fmt: skip
+    """Return what there is in a layer, or with its `head` in what is in none.
+
+    `heads`: those whose scores of whole rows are kept, and those of documents.
+    """
     linears = {path: linear_shape(m) for path, m in modules.items() if type(m) is nn.Linear}
     experts = [cast(mx.array, m.weight).shape for m in modules.values() if isinstance(m, SwitchLinear)]
     sent = _experts_of_a_token(modules, text)
@@ -86,13 +96,20 @@ def _layer(
     ]
     numbers = max(0, 2 * sum(out for out, _ in used) - 2 * hidden)
     numbers += sent * hidden * bool(experts)  # a token's copy for each of its experts
-    numbers *= WITH_DECAY if any(DECAY in module for module in modules.values()) else 1
-    scores = _heads(text) * max((number for key, number in SCORES.items() if text.get(key)), default=0)
+    if any(DECAY in module for module in modules.values()):
+        numbers *= WITH_DELTA_RULE if DELTA_RULE in text else WITH_DECAY
     widest = max((out for out, _ in used), default=0) * (sent if experts else 1)
     packed = Counter(shape for path, shape in linears.items() if path != head)
     for number, out, in_ in experts:
         packed[out, in_] += number
-    kept = {variant(c, code): Kept(c * numbers, c * scores, c * widest, (), ()) for c in (4, 2) for code in CODES}
+    whole, by_document = heads
+    changes = bool(text.get(SOFT_CAP)) or any(SINKS in module for module in modules.values())
+    scores = whole * (CHANGED_SCORES if changes else 1)
+    kept = {
+        variant(c, code): Kept(c * numbers, c * scores, c * widest, (), (), c * by_document, c * (scores - whole))
+        for c in (4, 2)
+        for code in CODES
+    }
     own = [each for module in modules.values() for _, each in _own_arrays(module)]
     return CountedLayer(
         linears=tuple(
@@ -104,6 +121,15 @@ def _layer(
         has_state=any(isinstance(module, nn.Conv1d) for module in modules.values()),
         kept=kept,
     )
+
+
+def _attending(found: Heads | None, number: int, text: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many heads of a layer keep the scores of whole rows, and how many those of documents."""
+    if found is None:
+        return (0, _heads(text))
+    if text.get(SOFT_CAP) and not found.whole[number]:  # in code of its own
+        return (_heads(text), 0)
+    return (found.whole[number], found.by_document[number])
 
 
 def _heads(text: Mapping[str, Any]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import version
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,9 +15,8 @@ from mlx_lm.utils import _get_classes
 
 from dualtune.errors import ConfigError
 from dualtune_mlx.families import gpt2
-from dualtune_mlx.families.corrections import CORRECTIONS
+from dualtune_mlx.families.corrections import CORRECTIONS, correct_frequencies
 from dualtune_mlx.families.layouts import LAYOUTS
-from dualtune_mlx.families.rotary import correct_frequencies
 
 TEXT = "_text"  # the end of the model_type of a text part, which transformers stores by itself too
 
@@ -27,6 +28,8 @@ def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return gpt2.classes(config)
     whole = _whole(config)
     model_class, args_class = _of_mlx_lm(config | {"model_type": whole or kind})
+    if whole is None:
+        _check_keys(args_class, config)
     return _as_transformers(whole or kind, model_class, config, is_text=whole is not None), _of_text(args_class, whole)
 
 
@@ -40,6 +43,14 @@ def _whole(config: Mapping[str, Any]) -> str | None:
     return None if _has_class(kind) else kind.removesuffix(TEXT)
 
 
+def _check_keys(args_class: Any, config: Mapping[str, Any]) -> None:
+    """Raise ValueError, as for an unknown family, if the config lacks what the arguments of a class need."""
+    fields = dataclasses.fields(args_class) if dataclasses.is_dataclass(args_class) else ()
+    needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in config]:
+        raise ValueError(f"its class for '{config['model_type']}' needs {', '.join(missing)} in config.json")
+
+
 def _has_class(kind: str) -> bool:
     try:
         _of_mlx_lm({"model_type": kind})
@@ -49,11 +60,14 @@ def _has_class(kind: str) -> bool:
 
 
 def _of_mlx_lm(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    kind = config["model_type"]
     try:
         return _get_classes(config)
+    except ValueError as error:
+        raise ValueError(f"mlx-lm {version('mlx-lm')} knows no model_type '{kind}'") from error
     except SystemExit as error:  # a class that ends the process without a package of its own
         raise ConfigError(
-            f"model.name: mlx-lm computes a '{config['model_type']}' of another layout than transformers, and needs a "
+            f"model.name: mlx-lm computes a '{kind}' of another layout than transformers, and needs a "
             "package for it. Train this model with --platform cpu or cuda"
         ) from error
 

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, D hidden size, E experts, k experts of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx import nn
 from mlx_lm.models.dbrx import SparseMoeBlock
 from mlx_lm.models.ernie4_5_moe import Ernie4_5_MoeMLP
 from mlx_lm.models.jamba import JambaSparseMoeBlock
+from mlx_lm.models.rope_utils import YarnRoPE
 
 from dualtune.errors import ConfigError
 
@@ -105,6 +107,39 @@ def _llama4(model: Any, config: Mapping[str, Any]) -> None:
             layer.self_attn.rope = NormedRotary(layer.self_attn.rope, layer.args.rms_norm_eps)
 
 
+def _phi3small(model: Any, config: Mapping[str, Any]) -> None:
+    raise ConfigError(
+        "model.name: mlx-lm computes wrong numbers for a Phi-3 small (phi3small.py: layers with sparse attention add "
+        "their causal mask, of true and false, to the scores), and no other program here has a class for it"
+    )
+
+
+def correct_frequencies(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """mlx-lm's YaRN begins and ends its ramp at whole dimensions, also where the config has `truncate: false`."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("truncate", True):
+        return
+    for module in model.modules():
+        if isinstance(module, YarnRoPE):
+            module._freqs = _yarn(module.dims, config["rope_theta"], scaling)
+
+
+def _yarn(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
+    """Return the period of each pair of dimensions (Peng et al., YaRN, arXiv 2309.00071), not truncated."""
+
+    def dimension(turns: float) -> float:
+        """Return the dimension that turns this often over the length that the model was first trained on."""
+        return (
+            dims * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        )
+
+    low = max(dimension(scaling.get("beta_fast") or 32), 0)
+    high = min(dimension(scaling.get("beta_slow") or 1), dims - 1)
+    slowed = mx.clip((mx.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+    periods = base ** (mx.arange(0, dims, 2) / dims)
+    return 1 / ((1 - slowed) / periods + slowed / (scaling["factor"] * periods))
+
+
 def _minicpm3(model: Any, config: Mapping[str, Any]) -> None:
     if config.get("tie_word_embeddings"):
         raise ConfigError(
@@ -122,4 +157,5 @@ CORRECTIONS: dict[str, Correction] = {
     "llama4": _llama4,
     "llama4_text": _llama4,
     "minicpm3": _minicpm3,
+    "phi3small": _phi3small,
 }

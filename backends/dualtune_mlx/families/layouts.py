@@ -107,6 +107,7 @@ def _longcat_flash(weights: Weights, config: Keys) -> Weights:
 
 LAYOUTS: dict[str, Layout] = {
     "ernie4_5_moe": _ernie4_5_moe,
+    "gemma3n": _renamed((r"^language_model\.model\.", "model.language_model.")),  # the text part by itself
     "gpt_oss": _gpt_oss,
     "kimi_k25": _kimi_k25,
     "kimi_linear": _renamed((r"block_sparse_moe\.((gate|up|down)_proj)\.", r"mlp.\1.")),

@@ -102,7 +102,7 @@ def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
     """Bytes that a layer keeps besides its adapters."""
     kept = _kept(layer, ask, compiled=compiled)
     rearranged = layer.has_state and ask.packing and ask.max_length < ask.cells
-    return int((REARRANGED if rearranged else 1) * ask.cells * (kept.token + kept.pair * _row(ask)))
+    return int((REARRANGED if rearranged else 1) * ask.cells * (kept.token + _pair(kept, ask) * _row(ask)))
 
 
 def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
@@ -111,6 +111,10 @@ def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
     if ask.kernels == "reference":
         return layer.kept[variant(ask.item_bytes, "plain")]
     return layer.kept[variant(ask.item_bytes, "compiled" if compiled else "")]
+
+
+def _pair(kept: Kept, ask: Ask) -> int:
+    return kept.scores if kept.scores and ask.device == "cpu" else kept.pair
 
 
 def _row(ask: Ask) -> int:
@@ -157,7 +161,7 @@ def _moment(counted: Counted, ask: Ask, layer: CountedLayer) -> int:
         each = 5 * c if compiled else 2 * c + 12
     matrix = max((each.out * each.in_ for each in layer.matrices), default=0)
     unpacked = c * matrix if ask.quantization != "none" or ask.trains_model else 0
-    plain = SCORES * kept.pair * _row(ask)
+    plain = SCORES * max(0, _pair(kept, ask) - kept.masks) * _row(ask)
     return T * (each * kept.largest // c + plain) + unpacked + _attention(counted, ask)
 
 

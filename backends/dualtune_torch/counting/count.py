@@ -23,6 +23,7 @@ from dualtune.memory.counted import CODES, Counted, CountedLayer, CountedLinear,
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.counting.trace import Trace, compile_blocks, has_plain_head, key_of, traced
 from dualtune_torch.kernels import attention
+from dualtune_torch.kernels.choose import has_window
 from dualtune_torch.methods import linear_layers
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 from dualtune_torch.weights.text_part import empty_model
@@ -109,15 +110,19 @@ class _Counting:
         """Return the first trace, and what each layer keeps by variant."""
         self._choose()
         first, found = None, dict[str, list[Kept]]()
-        remade: list[Tensor] = []
         for code in CODES:  # what is compiled stays so, and comes last
             self.model.requires_grad_(code == "trained")
             self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
-            if code == "compiled":
-                remade = compile_blocks(self.model)
+            remade = compile_blocks(self.model) if code == "compiled" else list[Tensor]()
             for dtype in DTYPES:
                 cast(nn.Module, self.model).to(dtype)
-                traces = [self._traced(T) for T in LENGTHS]
+                try:
+                    traces = [self._traced(T) for T in LENGTHS]
+                except ERRORS:
+                    if code != "compiled":
+                        raise
+                    found[variant(dtype.itemsize, code)] = found[variant(dtype.itemsize)]  # nor can the engine use them
+                    continue
                 first = first or traces[0]
                 again = {key_of(each) for each in remade}
                 found[variant(dtype.itemsize, code)] = [
@@ -136,8 +141,8 @@ class _Counting:
                     self.model.set_attn_implementation(name)
                     self.whole, self.twins = True, twins
                     found = self._traced(LENGTHS[0])
-                    if name == attention.NAME and not (found.attends and self.model._supports_attention_backend):
-                        raise attention.NotCovered("did not call transformers' attention interface")
+                    if name == attention.NAME and not self._attends(found):
+                        raise attention.NotCovered("needs more than the attention of this package")
                     self.whole = not has_plain_head(self.model, found)
                     self._traced(LENGTHS[1])
                 except ERRORS as raised:
@@ -149,6 +154,11 @@ class _Counting:
                     return
         assert error is not None
         raise error
+
+    def _attends(self, found: Trace) -> bool:
+        """Return whether the trial of an engine accepts the attention of this package (`kernels.choose`)."""
+        hidden = has_window(self.model) and found.windows == {None}  # it exists only in the model's own masks
+        return bool(found.windows) and bool(self.model._supports_attention_backend) and not hidden
 
     def _traced(self, T: int) -> Trace:
         with _passed_on(self.layers, self.twins):
@@ -167,6 +177,8 @@ class _Counting:
         return Kept(
             token=max(0, round((three - two) / T - 5 * pair * T)),
             pair=round(pair),
+            scores=long.unequal[number] // long.T**2,
+            masks=long.masks[number] // long.T**2,
             largest=max(long.kept[number].values(), default=0) // long.T,
             inputs=read_from(long.kept[number].keys() | remade),
             remade=read_from(remade),

@@ -52,7 +52,11 @@ class Trace:
     after: set[str] = field(default_factory=lambda: set())  # functions that were called after the last layer
     alive: list[Any] = field(default_factory=lambda: [])  # so that no address is used twice
     layer: int = -1
-    attends: bool = False  # whether the attention of this package was called
+    windows: set[int | None] = field(
+        default_factory=lambda: set()
+    )  # with which the attention of this package was called
+    unequal: Counter[int] = field(default_factory=Counter)  # bytes of scores that a CPU keeps, by layer
+    masks: Counter[int] = field(default_factory=Counter)  # bytes of the masks of torch's attention, by layer
 
 
 def traced(
@@ -74,19 +78,19 @@ def traced(
         _Functions(found),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        found.attends = run(model if whole else model.base_model, model, T)
+        found.windows = run(model if whole else model.base_model, model, T)
     return found
 
 
-def run(part: nn.Module, model: PreTrainedModel, T: int) -> bool:
-    """Run a model or its base. Return whether it called the attention of this package."""
+def run(part: nn.Module, model: PreTrainedModel, T: int) -> set[int | None]:
+    """Run a model or its base. Return the windows with which it called the attention of this package."""
     tokens = torch.zeros(1, T, dtype=torch.long, device="meta")
     options: dict[str, Any] = {"use_cache": False, "position_ids": torch.arange(T, device="meta")[None]}
     if model.config._attn_implementation == attention.NAME:
         borders = torch.tensor([0, T], dtype=torch.int32, device="meta")
         options["documents"] = DocumentBorders(((0, 0, T),), borders, T, lambda function: function)
     part(tokens, **options)
-    return "documents" in options and bool(options["documents"].windows)
+    return options["documents"].windows if "documents" in options else set()
 
 
 @contextmanager
@@ -154,11 +158,21 @@ class _Functions(TorchFunctionMode):
             return x_NI.to(weights_EIO.dtype) @ weights_EIO[0]
         if func is torch.nn.functional.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+            self._found.unequal[self._found.layer] += _scores(*args[:3])
+            if mask is not None:
+                self._found.masks[self._found.layer] += mask.numel() * args[0].element_size()
             return _Attention.apply(*args[:3], None if mask is None else mask.shape)
         if func is Tensor.__bool__ and args[0].is_meta:
             return False
         self._found.after.add(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+
+def _scores(q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> int:
+    """Return the bytes of the scores where torch's attention on a CPU keeps them: of heads that are not all alike."""
+    if q_BHTd.shape == k_BGTd.shape == v_BGTd.shape:
+        return 0
+    return q_BHTd[..., 0].numel() * k_BGTd.shape[-2] * q_BHTd.element_size()
 
 
 class _Attention(torch.autograd.Function):

@@ -128,7 +128,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResul
         compare(model, lambda: packed(model, where), expected)
         if not where.windows:
             raise NotCovered("did not call transformers' attention interface")
-        if _has_window(model) and where.windows == {None}:
+        if has_window(model) and where.windows == {None}:
             raise NotCovered("has a sliding window that exists only in its own masks")
     except TRIAL_ERRORS as error:
         _check_memory(error)
@@ -193,7 +193,8 @@ def _documents(model: PreTrainedModel, chosen: Kernels) -> DocumentBorders | Non
     return document_borders(model, chosen.maybe_compile) if chosen.attention else None
 
 
-def _has_window(model: PreTrainedModel) -> bool:
+def has_window(model: PreTrainedModel) -> bool:
+    """Return whether the config says that a token sees only the last ones."""
     config = model.config.get_text_config()
     chunked = getattr(config, "attention_chunk_size", None)
     return bool(chunked or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)))

@@ -159,6 +159,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "minicpm3": _yarn_of_one,
     "minimax_m2": _minimax_m2,
     "minimax_m3_vl_text": _minimax_m3,
+    "phixtral": lambda config: {"num_vocab": config.get("num_vocab") or config["vocab_size"]},
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {
         "intermediate_size": config["moe_intermediate_size"],  # of dense layers, of which it has none
