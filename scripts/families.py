@@ -5,8 +5,10 @@
 
 Without names it takes all families, and goes on where it was stopped: what has a result is not run again unless --again
 says so. Each family runs in a process of its own with a time limit; each stage is a line of JSON in
-build/families/results.jsonl, with the commit that it ran on. Needs both backends, PEFT, and no network. It ends with 1
-if a family has a fault: a traceback, a wrong number or a lost tensor.
+build/families/results.jsonl, with the commit that it ran on. Needs both backends, PEFT, and no network. Families with a
+tower of timm (gemma3n, fast_vlm, perception_lm) are made where timm, pillow and the torchvision of the same index as
+torch are installed (`pip install timm pillow torchvision`). It ends with 1 if a family has a fault: a traceback, a
+wrong number or a lost tensor.
 """
 
 from __future__ import annotations

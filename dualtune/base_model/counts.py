@@ -51,9 +51,14 @@ def tables_of(value: object) -> Iterator[dict[str, Any]]:
 
 
 def decoder_table(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that describes the language model: its text_config, or all of it."""
-    text = config.get("text_config")
-    return cast("Mapping[str, Any]", text) if isinstance(text, dict) else config
+    """Return the part of a config that describes the language model: its text_config, or all of it.
+
+    Of several models side by side (Qwen Omni), the one called thinker writes text.
+    """
+    for name in ("thinker_config", "text_config"):
+        part = config.get(name)
+        config = cast("Mapping[str, Any]", part) if isinstance(part, dict) else config
+    return config
 
 
 def check_limits(config: Mapping[str, Any], file: Path) -> None:

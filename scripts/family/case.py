@@ -131,7 +131,7 @@ class Case:
     def of_transformers(self, model: Any) -> np.ndarray:
         import torch
 
-        model.eval()
+        model = _writing_part(model.eval())
         rows = []
         for tokens, real in zip(self.batch.tokens_BT, self.real, strict=True):
             ids = torch.from_numpy(tokens[real]).long()[None]
@@ -156,6 +156,12 @@ class Case:
         for b, row in enumerate(rows):
             found[b, : len(row)] = row
         return found
+
+
+def _writing_part(model: Any) -> Any:
+    """Return the model that computes: the one within a model that is several side by side (Qwen Omni)."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(whole, "thinker", model)
 
 
 def check_close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> float:

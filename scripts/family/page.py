@@ -12,7 +12,9 @@ BY_KEY = dict[tuple[str, str, str], Line]
 
 COLUMNS = {  # heading -> the stage, and the backend that it is about
     "torch": ("train", "torch"), "MLX": ("train", "mlx"),
-    "packs, torch": ("packs", "torch"), "packs, MLX": ("packs", "mlx"), "same steps": ("parity", "both"),
+    "packs, torch": ("packs", "torch"), "packs, MLX": ("packs", "mlx"),
+    "plan, torch": ("memory", "torch"), "plan, MLX": ("memory", "mlx"),
+    "same steps": ("parity", "both"),
     "torch → MLX": ("crosses", "torch"), "MLX → torch": ("crosses", "mlx"),
     "PEFT, torch": ("peft", "torch"), "PEFT, MLX": ("peft", "mlx"),
     "merge, torch": ("reload", "torch"), "merge, MLX": ("reload", "mlx"),
@@ -38,6 +40,7 @@ earlier stage is not there · crash, wrong, lost: a fault of ours, listed at the
 |---|---|
 | torch, MLX | the base computes what transformers does (log p within 1e-3), and four steps train |
 | packs | the losses of packed rows are those of single ones, within 1e-4 |
+| plan | the plan counts the engine's parameters, and plans 90 to 150 % of the peak of a packed step |
 | same steps | both backends adapt the same layers, and their step losses agree within 1e-4 |
 | torch → MLX, MLX → torch | `verify` accepts the adapter on the other backend |
 | PEFT | in the model of each auto class PEFT computes the same, or the notes say that it does not; never both |

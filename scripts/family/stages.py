@@ -25,9 +25,11 @@ from dualtune.train.run import run
 from dualtune.verify.verify import verify
 from family.case import Case, Differs, Lost, Needs, Told, check_close, stored
 from family.make import make, write_data
+from family.memory import share_of_peak
 from family.mlx_only import make_mlx_only
 
 LOGPROBS, MERGED, STEP = 1e-3, 2e-3, 1e-4
+PEAK = (0.9, 1.5)  # of planned memory; a plan that is too high costs a user speed, one that is too low the run
 NEW_TOKENS, TIE = 12, 1e-3
 
 Stage = Callable[[Case, str], float | str | None]
@@ -86,6 +88,18 @@ def packs(case: Case, name: str) -> float:
     expected = case.losses(name)
     run(case.config(name, packing=True), case.backend(name), resume="never")
     return _same_losses(case.losses(name, packing=True), expected)
+
+
+def planned(case: Case, name: str) -> float:
+    """A packed step takes what was planned, and the plan counts the engine's parameters; the number is the share."""
+    case.losses(name, packing=True)
+    try:
+        share = share_of_peak(case.model_dir, case.backend(name))
+    except ValueError as error:
+        raise Differs(str(error)) from error
+    if not PEAK[0] <= share <= PEAK[1]:
+        raise Differs(f"{share:.2f} of the peak is planned")
+    return round(share, 3)
 
 
 def parity(case: Case, _: str) -> float:
@@ -239,8 +253,8 @@ def generates(case: Case, name: str) -> None:
 
 
 STAGES: dict[str, Stage] = {
-    "check": check, "plan": plan, "train": train, "base": base, "packs": packs, "verify": verifies, "parity": parity,
-    "crosses": crosses, "generates": generates, "peft": peft, "mlx-lm": in_mlx_lm, "merge": merges,
+    "check": check, "plan": plan, "train": train, "base": base, "packs": packs, "memory": planned, "verify": verifies,
+    "parity": parity, "crosses": crosses, "generates": generates, "peft": peft, "mlx-lm": in_mlx_lm, "merge": merges,
     "reload": reloads, "reload-mlx-lm": reloads_in_mlx_lm,
 }  # fmt: skip
 CHEAP = ("check", "train", "base", "parity", "packs")

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from dualtune_torch.methods import linear_layers  # noqa: E402
-from dualtune_torch.weights.text_part import empty_model, whole_class  # noqa: E402
+from dualtune_torch.weights.text_part import empty_model, text_model, whole_class  # noqa: E402
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 BATCH = random_batch([9, 16], 96)
@@ -141,6 +141,22 @@ def test_the_whole_model_is_loaded_where_no_auto_class_loads_its_text_part():
     config = transformers.MllamaConfig()
     assert transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__ == "MllamaForCausalLM"
     assert whole_class(config).__name__ == "MllamaForConditionalGeneration"
+
+
+def test_of_several_models_side_by_side_the_one_that_writes_text_is_loaded():
+    config = transformers.Qwen2_5OmniConfig()
+    kind, part = text_model(config)
+    assert kind.__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
+    assert part is config.thinker_config
+
+
+def test_a_model_that_needs_an_image_is_refused(tmp_path, backend):
+    tower = {"embed_dim": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = transformers.IdeficsConfig(**sizes, num_hidden_layers=1, vision_config=tower | {"image_size": 28})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="computes nothing from text alone: Exactly 1 of pixel_values"):
+        backend.load(request_of(tmp_path, init="random"))
 
 
 def test_a_block_that_several_layers_share_has_no_adapter():

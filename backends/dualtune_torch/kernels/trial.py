@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from dualtune.errors import ConfigError
+from dualtune.io.fields import shown
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
@@ -54,7 +56,14 @@ def own_results(model: PreTrainedModel) -> TrialResults:
 
 def _separate(model: PreTrainedModel) -> Tensor:
     parts = _tokens(model).split(LENGTHS, dim=1)
-    return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+    try:
+        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+    except (TypeError, ValueError) as error:  # an argument is missing
+        reason = shown(" ".join(str(error).split()), 200).rstrip(".")
+        raise ConfigError(
+            f"model.name: this model ({type(model).__name__}) computes nothing from text alone: {reason}. Allowed: "
+            "models that read text without an image or sound"
+        ) from error
 
 
 def packed(model: nn.Module, where: DocumentBorders | None, *, masks: bool = False) -> Tensor:

@@ -38,6 +38,8 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """Return the class that computes a config's model without its towers, and the config that this class takes."""
     kind, text_config = whole_class(config), config.get_text_config()
+    if kind.forward is nn.Module.forward:  # several models side by side (Qwen Omni): one of them writes text
+        return text_model(_writing_part(config))
     if text_config is config:
         return kind, config
     if kind.config_class is type(text_config):
@@ -46,6 +48,18 @@ def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrai
             text_config.quantization_config = stored
         return kind, text_config
     return _without_towers(kind), config
+
+
+def _writing_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config within a config of the only model with a class that writes text. ConfigError if not one is."""
+    parts = [getattr(config, name) for name in config.sub_configs]
+    known = [part for part in parts if any(_class_of(type(part), auto) for auto in AUTO_CLASSES)]
+    if len(known) != 1:
+        raise ConfigError(
+            f"model.name: a model of model_type '{config.model_type}' is {len(parts)} models, of which {len(known)} "
+            "write text. Allowed: one model that writes text; give the files of one of them"
+        )
+    return known[0]
 
 
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -114,7 +128,8 @@ def _towers(model: Any) -> Iterator[str]:
                 continue
             if id(child) in around:
                 yield from outside(child, f"{path}{name}.")
-            elif any(True for _ in child.parameters()):
+            elif any(True for _ in child.parameters()) and not hasattr(child, "vocab_offset"):
+                # With an offset it embeds the tokens from there on, and is asked for each token (Gemma 3n).
                 yield f"{path}{name}"
 
     yield from outside(model, "")
