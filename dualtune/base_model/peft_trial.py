@@ -55,16 +55,15 @@ def _is_plain(naming: Naming, modules: Collection[str]) -> bool:
 
 def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
     """Return what PEFT would do wrong in the model of each class, "" if nothing; empty if that cannot be tried here."""
-    if find_spec("peft") is None:
+    config = read_config(directory)
+    if find_spec("peft") is None or "architectures" not in config:  # no class of transformers has saved the model
         return {}
     for card in cards():
         if card.peft_trial and card.package.is_installed:
-            config, tensors = peft_layout(replace(adapter, spec=replace(adapter.spec, alpha=1.0)))  # an integer
+            in_peft, tensors = peft_layout(replace(adapter, spec=replace(adapter.spec, alpha=1.0)))  # an integer
             module, _, function = card.peft_trial.partition(":")
             shapes = {name: x.shape for name, x in tensors.items()}
-            found: dict[str, str] = getattr(importlib.import_module(module), function)(
-                read_config(directory), config, shapes
-            )
+            found: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
             return found
     return {}
 

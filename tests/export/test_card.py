@@ -80,3 +80,8 @@ def test_the_card_names_no_directory_of_this_machine_and_no_markup_of_a_name():
     assert front == {"library_name": "transformers", "tags": ["dualtune"]}
     front = yaml.safe_load(card("x", record_of()).split("---")[1])
     assert front["base_model"] == "org/llama"
+
+
+def test_the_card_says_what_peft_does_not_load_of_the_adapter():
+    assert "Of the adapter by itself: PEFT drops it." in card("tuned", record_of(), ("PEFT drops it",))
+    assert "by itself" not in card("tuned", record_of())
