@@ -32,14 +32,14 @@ import page_tables
 import record
 from memory_estimate import CONFIGS
 
-from dualtune.activation_cache.fill import use_cache
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Backend, Engine, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Documents, in_memory
-from dualtune.distributed.team import Team
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Backend, Engine, LoadRequest, get_backend
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.activation_cache import use_cache
+from dualtune.train.team import Team
 
 SHAPES = {"llama-19m": 8, "SmolLM2-135M": 4}  # and how many documents make up a step
 UPPER = {"half": 2, "quarter": 4}

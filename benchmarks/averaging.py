@@ -24,7 +24,7 @@ from typing import Any
 
 from stories_gsm8k import HELD_OUT, base_config
 
-from dualtune.bench.intervals import paired
+from dualtune.doctor.bench.in_process import paired
 
 ROOT = Path(__file__).parents[1]
 STEPS, DOCUMENTS = 240, 8
@@ -91,10 +91,9 @@ class Averages:
     """The losses of COMPUTED in the next run: it takes the weights after each step, and evaluates after the last."""
 
     def __init__(self) -> None:
-        from dualtune.evaluate.evaluation import evaluate
-        from dualtune.evaluate.weights import using
-        from dualtune.optimizer.averaging import averaging
-        from dualtune.train import policies, schedule, trainer
+        from dualtune.model.optimizer import averaging
+        from dualtune.train import objective, policies, trainer
+        from dualtune.train.evaluation import evaluate, using
         from dualtune.train.step import Ordinary, Outcome, TrainingStep
 
         self.losses: dict[str, float] = {}
@@ -107,7 +106,7 @@ class Averages:
                 return outcome
 
         def average(kind: str, over: float) -> Any:
-            how = averaging(kind, schedule.steps_of(over, STEPS), STEPS)
+            how = averaging(kind, objective.steps_of(over, STEPS), STEPS)
             assert how is not None
             found = {name: w * 0.0 for name, w in weights[0].items()}
             for step, after in enumerate(weights, 1):

@@ -91,9 +91,9 @@ def measure(
     """Return the least processor time of a step of the tree that PYTHONPATH names, in seconds."""
     import numpy as np
 
-    from dualtune.adapter.spec import AdapterSpec
-    from dualtune.backend import Batch, LoadRequest, get_backend
-    from dualtune.optimizer import OptimizerSpec
+    from dualtune.engine.backend import Batch, LoadRequest, get_backend
+    from dualtune.model.adapter import AdapterSpec
+    from dualtune.model.optimizer import OptimizerSpec
 
     numbers = np.random.default_rng(0).integers(1, 100, (1, tokens)).astype(np.int32)
     segments = (np.arange(tokens)[None] * 4 // tokens + 1).astype(np.int32)

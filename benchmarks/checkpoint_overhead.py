@@ -23,9 +23,9 @@ import record
 
 import dualtune
 from dualtune.config import Config, load_config
-from dualtune.hooks import Hook
-from dualtune.platform.choose import choose, open_backend
-from dualtune.train.run import run
+from dualtune.engine.choose import choose, open_backend
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 from dualtune.train.state import checkpoint
 
 DEMO = Path(dualtune.__file__).parent / "demo"

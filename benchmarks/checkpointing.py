@@ -24,10 +24,10 @@ import memory_storages
 import record
 from memory_estimate import CONFIGS, load, one_batch
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.ask import ITEM_BYTES, Ask
+from dualtune.engine.backend import get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.estimate import ITEM_BYTES, Ask
 
 MODEL, DTYPE, TOKENS, QUICK_TOKENS = "SmolLM2-135M", "float32", 2048, 1024
 ROUNDS = 3

@@ -26,14 +26,14 @@ import numpy as np
 import record
 from peers_inputs import SHAPES
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Batch, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory.shapes import KNOWN
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Batch, LoadRequest, get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.shapes import KNOWN
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_mlx import checkpointing
 from dualtune_mlx.engine import MlxEngine
 

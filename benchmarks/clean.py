@@ -33,10 +33,9 @@ import record
 
 from dualtune.config.data_section import SourceConfig
 from dualtune.data.chat.formats import Example
-from dualtune.data.cleaning.clean import clean
+from dualtune.data.cleaning import clean
 from dualtune.data.documents import open_one
-from dualtune.data.similarity.repeats import Repeats
-from dualtune.data.similarity.shingles import NEAR, jaccard, shingles, text_of
+from dualtune.data.similarity import NEAR, Repeats, jaccard, shingles, text_of
 
 GSM8K = "data/gsm8k/train.jsonl"
 PEER = Path(__file__).with_name("clean_peer.py")

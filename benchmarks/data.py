@@ -37,13 +37,12 @@ from data_peers import MAX_LENGTH
 
 import dualtune.train.run as train_run
 from dualtune.config import Config, parse_config
-from dualtune.data.batching.batches import micro_batches
-from dualtune.data.batching.order import Order
-from dualtune.data.batching.prefetch import Ahead
+from dualtune.data.batches import Ahead, micro_batches
 from dualtune.data.documents import Data, Documents
+from dualtune.data.order import Order
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.evaluation import layout_of
-from dualtune.platform.choose import choose, open_backend
+from dualtune.engine.choose import choose, open_backend
+from dualtune.train.evaluation import layout_of
 
 PEERS = Path(__file__).with_name("data_peers.py")
 GSM8K = "data/gsm8k/train.jsonl"

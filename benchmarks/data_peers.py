@@ -22,11 +22,11 @@ SOME_STEPS, MANY_STEPS = 100, 1500
 
 def dualtune(rows: str, tokenizer_dir: str) -> dict[str, Any]:
     from dualtune.config import parse_config
-    from dualtune.data.batching.batches import micro_batches, plan
-    from dualtune.data.batching.order import Order
+    from dualtune.data.batches import micro_batches, plan
     from dualtune.data.documents import Data
+    from dualtune.data.order import Order
     from dualtune.data.tokens.tokenizer import Tokenizer
-    from dualtune.evaluate.evaluation import layout_of
+    from dualtune.train.evaluation import layout_of
 
     overrides = [f"model.name={tokenizer_dir}", f"data.train={rows}", "data.eval=0", "train.epochs=1"]
     config = parse_config("model: {}", overrides=overrides)
@@ -91,11 +91,11 @@ def start(rows: str, tokenizer_dir: str) -> dict[str, Any]:
     import numpy as np
 
     from dualtune.config import parse_config
-    from dualtune.data.batching.batches import micro_batches
-    from dualtune.data.batching.order import Order
+    from dualtune.data.batches import micro_batches
     from dualtune.data.documents import Data
+    from dualtune.data.order import Order
     from dualtune.data.tokens.tokenizer import Tokenizer
-    from dualtune.evaluate.evaluation import layout_of
+    from dualtune.train.evaluation import layout_of
 
     config = parse_config("model: {}", overrides=[f"model.name={tokenizer_dir}", f"data.train={rows}"])
     tokenizer = Tokenizer(Path(tokenizer_dir))

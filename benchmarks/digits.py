@@ -2,8 +2,9 @@
 
     python benchmarks/digits.py [--seeds 5]
 
-The images are the 1,797 of scikit-learn; the comparison is that of `dualtune.bench.digits`. Before it, RATES are tried
-with the baseline on parts of the training images. The tuned rate is the best of them: held-out images chose nothing.
+The images are the 1,797 of scikit-learn; the comparison is that of `dualtune.doctor.bench.digits`. Before it, RATES are
+tried with the baseline on parts of the training images. The tuned rate is the best of them: held-out images chose
+nothing.
 Writes results/digits.json and the tables of docs/hybrid_claims.md.
 """
 
@@ -19,11 +20,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # befo
 import hybrid_claims
 import record
 
-from dualtune.bench.digits import digits
-from dualtune.bench.digits.compare import STEPS
-from dualtune.bench.digits.data import read_digits, split
-from dualtune.bench.digits.network import losses
-from dualtune.bench.digits.trial import config_of, train
+from dualtune.doctor.bench.digits import STEPS, config_of, digits, losses, read_digits, split, train
 
 RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 

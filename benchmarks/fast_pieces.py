@@ -24,12 +24,12 @@ import record
 import torch
 from peers_inputs import SHAPES
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Backend, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Backend, LoadRequest, get_backend
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.kernels import attention, cross_entropy
 
 VARIANTS = (

@@ -34,12 +34,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of MLX on a CPU
 import numpy as np
 import record
 
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.evaluate.batched import continue_all
-from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.inference import BASE_ONLY, LoadedModel, load_model
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.batched import continue_all
+from dualtune.train.inference import BASE_ONLY, LoadedModel, Sampling, load_model
 
 NUM_PROMPTS, LENGTHS = (1, 8, 32), (8, 64)
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,

@@ -22,9 +22,9 @@ from typing import Any
 import record
 import validation_results
 
-from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.ask import Ask
+from dualtune.engine.backend import get_backend
+from dualtune.engine.memory.estimate import Ask
 
 RESULT = record.RESULTS / "gpt2_memory.json"
 LENGTH = 512

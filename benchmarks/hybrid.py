@@ -24,10 +24,8 @@ import page_tables
 import record
 from stories_gsm8k import base_config
 
-from dualtune.bench.hybrid.arms import ARMS
-from dualtune.bench.hybrid.compare import Comparison, compare
-from dualtune.bench.hybrid.report import lines, plot
-from dualtune.platform.choose import choose, open_backend
+from dualtune.doctor.bench.hybrid import ARMS, Comparison, compare, lines, plot
+from dualtune.engine.choose import choose, open_backend
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("baseline", "predict", "fast_forward")

@@ -28,14 +28,13 @@ import page_tables
 import record
 from hybrid import corpora
 
-from dualtune.bench.hybrid.trial import Place
-from dualtune.hybrid.confidence import calibration, mean_and_error
-from dualtune.hybrid.economics import Economics
-from dualtune.hybrid.policy import Predictive
-from dualtune.hybrid.search import WORTH
-from dualtune.platform.choose import choose, open_backend
-from dualtune.policy import Outcome
-from dualtune.train.run import run
+from dualtune.doctor.bench.hybrid import Place
+from dualtune.engine.choose import choose, open_backend
+from dualtune.show.run import run
+from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.hybrid.prediction import Economics, calibration, mean_and_error
+from dualtune.train.hybrid.step import WORTH
+from dualtune.train.policy import Outcome
 
 ROOT = Path(__file__).parents[1]
 FRESH = 48  # documents that judge

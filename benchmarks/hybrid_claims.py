@@ -14,9 +14,8 @@ from typing import Any
 import page_tables
 import record
 
-from dualtune.bench.digits.compare import BASELINE, CASES, DigitsResult, DigitsRow
-from dualtune.bench.digits.trial import DigitsTrial
-from dualtune.text.show import in_bytes
+from dualtune.base.text import in_bytes
+from dualtune.doctor.bench.digits import BASELINE, CASES, DigitsResult, DigitsRow, DigitsTrial
 
 # What the validation plan reports of MNIST: seconds, speed-up, accuracy, MB, backward reduction in %.
 THEIRS: Mapping[str, tuple[float, float | None, float, float, float | None]] = {
@@ -24,7 +23,7 @@ THEIRS: Mapping[str, tuple[float, float | None, float, float, float | None]] = {
     "conservative": (599.0, 1.35, 99.05, 161.8, 32.8),
     "aggressive": (431.5, 1.88, 99.37, 189.1, 42.8),
 }
-# Forward passes that a computed step costs (dualtune/hybrid/settings.py).
+# Forward passes that a computed step costs (dualtune/train/hybrid/settings.py).
 ADAPTER, WHOLE = "an adapter", "an adapter with full checkpointing, or a model trained whole"
 STEP_COSTS = {ADAPTER: 2.11, WHOLE: 3.11}
 SHARES = (0.328, 0.428, 0.6, 0.78, 1.0)  # of the steps, that are predicted

@@ -25,11 +25,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import pack, random_batch
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.testing.tiny_models import pack, random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 RESULT = Path(__file__).parent / "results/launches.json"
 FEWER, MORE = 3, 5  # layers

@@ -3,8 +3,8 @@
     python benchmarks/load_memory.py [MODEL]
 
 A model of a known shape (TinyLlama's, with 1.1 billion parameters, or that of another hub id in
-`dualtune/memory/shapes.py`) with random bfloat16 weights in several files is loaded in each format, to compute in
-bfloat16, in one process for each backend, both at the same time. Anonymous memory (RssAnon of /proc/PID/status, on
+`dualtune/engine/memory/shapes.py`) with random bfloat16 weights in several files is loaded in each format, to compute
+in bfloat16, in one process for each backend, both at the same time. Anonymous memory (RssAnon of /proc/PID/status, on
 Linux) is what a process really needs: pages of mapped files are dropped when memory is short. Before each measured
 load, the process loads a tiny model in the same format. Writes results/load_memory.json.
 """
@@ -27,11 +27,11 @@ from typing import Any
 
 import record
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.memory.shapes import KNOWN
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.memory.shapes import KNOWN
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 EVERY_S = 0.004
 MODEL, FILES = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 4

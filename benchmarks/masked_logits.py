@@ -21,9 +21,9 @@ import numpy as np
 import record
 from memory_estimate import CONFIGS, load, one_batch
 
-from dualtune.backend import IGNORE_INDEX, Batch, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.ask import Ask
+from dualtune.engine.backend import IGNORE_INDEX, Batch, get_backend
+from dualtune.engine.memory.estimate import Ask
 
 MODEL, TOKENS, SHARE, ROUNDS, WITHIN = "SmolLM2-135M", 1024, 0.25, 5, 1e-5
 

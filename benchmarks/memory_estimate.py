@@ -2,10 +2,10 @@
 
     python benchmarks/memory_estimate.py [CASE …]
 
-A case is a model (`llama-19m`, or the end of a hub id of `dualtune.memory.shapes.KNOWN`), a dtype, a quantization and
-the lengths of the documents of its micro-batch, such as `SmolLM2-135M:bfloat16:none:1024`. Weights are random; each
-case runs in a separate process. The script counts storages one by one, takes the peak of a step from torch's allocator,
-and the physical memory of the process from the system. Writes results/memory_estimate.json.
+A case is a model (`llama-19m`, or the end of a hub id of `dualtune.engine.memory.shapes.KNOWN`), a dtype, a
+quantization and the lengths of the documents of its micro-batch, such as `SmolLM2-135M:bfloat16:none:1024`. Weights
+are random; each case runs in a separate process. The script counts storages one by one, takes the peak of a step from
+torch's allocator, and the physical memory of the process from the system. Writes results/memory_estimate.json.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 import record
 from peers_inputs import SHAPES
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 LLAMA_19M = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES["llama-19m"]
 CONFIGS = {"llama-19m": LLAMA_19M} | {name.split("/")[1]: dict(config) for name, config in KNOWN.items()}

@@ -27,8 +27,8 @@ import record
 
 import dualtune
 from dualtune.config import load_config
-from dualtune.memory.plan import plan_of
-from dualtune.memory.shapes import decoder_of
+from dualtune.engine.memory.plan import plan_of
+from dualtune.engine.memory.shapes import decoder_of
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 NUMBER, EXITS = 30, {0: "trained", 2: "refused", 8: "out of memory"}

@@ -31,11 +31,11 @@ import memory_estimate
 import record
 from load_memory import resident
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.backend import Backend, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import Decoder, decoder_of
+from dualtune.engine.backend import Backend, get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import Decoder, decoder_of
 
 RESULT = record.RESULTS / "memory_plan.json"
 STEPS = 2

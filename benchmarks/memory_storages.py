@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualtune.backend import Batch
+from dualtune.engine.backend import Batch
 
 Storages = dict[int, int]  # address -> bytes
 

@@ -22,10 +22,9 @@ from typing import Any
 
 from peers_inputs import SHAPES
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import estimate
-from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 ROOT = Path(__file__).parents[1]
 NULL = ROOT / "tests" / "nogpu" / "null"

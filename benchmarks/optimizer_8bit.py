@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dualtune
-from dualtune.optimizer import OPTIMIZERS, OptimizerSpec, eight_bit
+from dualtune.model import eight_bit
+from dualtune.model.optimizer import OPTIMIZERS, OptimizerSpec
 from dualtune_torch.optimizer import flat_optimizer
 
 DEMO = Path(dualtune.__file__).parent / "demo"

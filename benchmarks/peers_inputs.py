@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from checkpoint_overhead import SHAPE
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.config import Config, parse_config
-from dualtune.data.batching.order import Order
 from dualtune.data.documents import Data
+from dualtune.data.order import Order
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
 
 TOKENIZER = "tokenizers/smollm2"
 VOCABULARY = 49152  # of this tokenizer, for all shapes

@@ -30,20 +30,18 @@ import record
 import torch
 from torch.nn import functional
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Backend, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches, step_documents
 from dualtune.data.documents import in_memory
-from dualtune.memory.ask import Ask
-from dualtune.memory.plan import make_plan
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.performance.documents import StepDocuments
-from dualtune.performance.prediction import StepTime, predict
-from dualtune.platform.budget import budget
-from dualtune.platform.machines import limits_for, named
-from dualtune.platform.rates import MachineLimits
+from dualtune.engine.backend import Backend, LoadRequest, get_backend
+from dualtune.engine.machines import MachineLimits, limits_for, named
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.plan import make_plan
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.step_time import StepTime, predict
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.card.costs import EXPONENTIAL
 from dualtune_torch.kernels.compiled import compile_function
 
@@ -159,7 +157,7 @@ def predicted(case: Case, limits: MachineLimits) -> StepTime:
         "torch", "cpu", case.quantization, "float32", case.rank, SEVEN, LAYOUT.max_tokens, longest,
         kernels="fused", dropout=case.dropout > 0,
     )  # fmt: skip
-    documents = StepDocuments.of(np.array(case.lengths), LAYOUT, "the case")
+    documents = step_documents(np.array(case.lengths), LAYOUT, "the case")
     return predict(decoder_of(config_of(case)), ask, documents, limits)
 
 
@@ -298,7 +296,7 @@ def speed(model: str, kind: str, machine: str) -> str:
     plan = make_plan(decoder, ask, has, auto=True)
     if not plan.fits:
         return "does not fit"
-    documents = StepDocuments.of(np.full(8, 2048), SequenceLayout(tokens, tokens), "2,048 tokens each")
+    documents = step_documents(np.full(8, 2048), SequenceLayout(tokens, tokens), "2,048 tokens each")
     found = predict(decoder, plan.ask, documents, limits_for(machine))
     return f"{found.tokens_per_s:,.0f} tokens/s, {found.utilisation:.0%}, {found.bound}"
 

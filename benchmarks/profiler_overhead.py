@@ -21,14 +21,14 @@ from typing import Any
 import record
 
 import dualtune
-from dualtune.backend import get_backend
+from dualtune.base.errors import EnvironmentFault
 from dualtune.config import load_config
-from dualtune.errors import EnvironmentFault
-from dualtune.hooks import PhaseChange, RunInfo
-from dualtune.profiler.analysis import find_leak
-from dualtune.profiler.snapshot import read_timeline
-from dualtune.profiler.timeline import Timeline
-from dualtune.train.run import run
+from dualtune.engine.backend import get_backend
+from dualtune.show.run import run
+from dualtune.train.hooks import PhaseChange, RunInfo
+from dualtune.train.profiler.analysis import find_leak
+from dualtune.train.profiler.profiler import Timeline
+from dualtune.train.profiler.snapshot import read_timeline
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 STEP_S, SNAPSHOTS_PER_STEP = 0.1, 3

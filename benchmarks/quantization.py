@@ -25,11 +25,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Batch, Engine, LoadRequest, get_backend
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Batch, Engine, LoadRequest, get_backend
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.model import _finish  # pyright: ignore[reportPrivateUsage]
 from dualtune_torch.weights.frozen import stored_bytes, weight_of
 

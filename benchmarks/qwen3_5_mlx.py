@@ -95,9 +95,9 @@ def _row(tokens: int) -> np.ndarray:
 def _dualtune(model: Path, tokens: int) -> dict[str, Any]:
     import mlx.core as mx
 
-    from dualtune.adapter.spec import AdapterSpec
-    from dualtune.backend import Batch, LoadRequest
-    from dualtune.optimizer import OptimizerSpec
+    from dualtune.engine.backend import Batch, LoadRequest
+    from dualtune.model.adapter import AdapterSpec
+    from dualtune.model.optimizer import OptimizerSpec
     from dualtune_mlx.backend import MlxBackend
 
     spec = AdapterSpec(rank=RANK, alpha=20.0 * RANK, dropout=0.0, targets=TARGETS)

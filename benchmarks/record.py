@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from dualtune.platform.detect import detect
-from dualtune.versions import versions_of
+from dualtune.base.versions import versions_of
+from dualtune.engine.detect import detect
 
 CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")
 RESULTS = Path(__file__).parent / "results"

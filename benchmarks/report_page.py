@@ -19,10 +19,10 @@ from pathlib import Path
 import record
 
 import dualtune
-from dualtune.backend import get_backend
 from dualtune.config import load_config
-from dualtune.report.run_page import run_page
-from dualtune.train.run import run
+from dualtune.engine.backend import get_backend
+from dualtune.show.report.run_page import run_page
+from dualtune.show.run import run
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 STEPS = (100, 1_000, 10_000, 100_000)

@@ -15,14 +15,13 @@ from typing import Any
 import page_tables
 import record
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import longest_that_fits
-from dualtune.memory.plan import ROOM, make_plan
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.platform.budget import budget
-from dualtune.platform.machines import named
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.machines import named
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.estimate import Ask, longest_that_fits
+from dualtune.engine.memory.plan import ROOM, make_plan
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 MACHINE, TOKENS, LARGEST = "rtx-5080-16", 2048, 15e9  # parameters
 BASES = ("none", "int8", "nf4")

@@ -33,7 +33,7 @@ STEPS = 2
 
 
 def main() -> None:
-    from dualtune.testing.tiny_models import write_tiny_llama
+    from dualtune.engine.testing.tiny_models import write_tiny_llama
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_tiny_llama(Path(scratch) / "model", **SHAPE)
@@ -60,10 +60,10 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
     """One process of a run."""
     import torch
 
-    from dualtune.adapter.spec import AdapterSpec
-    from dualtune.backend import LoadRequest, get_backend
-    from dualtune.optimizer import OptimizerSpec
-    from dualtune.testing.tiny_models import random_batch
+    from dualtune.engine.backend import LoadRequest, get_backend
+    from dualtune.engine.testing.tiny_models import random_batch
+    from dualtune.model.adapter import AdapterSpec
+    from dualtune.model.optimizer import OptimizerSpec
 
     torch.set_num_threads(1)
     backend = get_backend("torch", "cpu")

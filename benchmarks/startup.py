@@ -30,7 +30,7 @@ FIRST_STEP = """
 import os, shutil, sys
 import dualtune
 from dualtune.config import load_config
-from dualtune.hooks import Hook
+from dualtune.train.hooks import Hook
 class Stop(Hook):
     def on_step(self, record):
         os._exit(0)

@@ -29,8 +29,8 @@ run: {{dir: runs/one}}
 """
 LOAD = f"""
 from pathlib import Path
-from dualtune.evaluate.inference import load_model
-from dualtune.platform.choose import choose, open_backend
+from dualtune.train.inference import load_model
+from dualtune.engine.choose import choose, open_backend
 load_model(open_backend(choose("cpu")), {str(DEMO / "model")!r}, Path("runs/one/adapter"))
 """
 CASES = {

@@ -26,11 +26,11 @@ from typing import Any
 import record
 from memory_estimate import CONFIGS, one_batch
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 FULL = ActivationCheckpointing("all")
 SMALL, SMALL_TOKENS, FORMATS, SLOTS, ROUNDS = "SmolLM2-135M", 64, ("none", "nf4", "int8", "affine4"), (1, 2), 3

@@ -28,12 +28,12 @@ import numpy as np
 import record
 from checkpointing_mlx import batch_of
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_mlx.engine import MlxEngine
 
 SHAPE: dict[str, Any] = {

@@ -23,7 +23,7 @@ import record
 from startup import COMMAND, child_cpu_s
 
 import dualtune
-from dualtune.trackers.tracker import TRACKERS
+from dualtune.show.trackers.tracker import TRACKERS
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 CONFIG = f"""
@@ -67,7 +67,7 @@ def sent_s(place: Path, name: str, rows: int) -> float:
     text = "".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 1 + rows))
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     quiet = {"TRACKIO_DIR": str(run / "trackio"), "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
-    seconds = child_cpu_s([sys.executable, "-P", "-m", "dualtune.trackers.send", str(run), name], place, **quiet)
+    seconds = child_cpu_s([sys.executable, "-P", "-m", "dualtune.show.trackers.send", str(run), name], place, **quiet)
     shutil.rmtree(run)
     return seconds
 

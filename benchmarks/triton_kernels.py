@@ -33,7 +33,7 @@ SHAPES = {
     "Llama-3-8B gate up, r64, 4096 tokens": (4096, 4096, 14336, 64, 2),
 }
 LORA = ("lora_down", "lora_dx", "lora_da", "lora_back_g")
-WIDE = "u in float32"  # the variant of lora_back_g for `dualtune.kernels.lora_backward`
+WIDE = "u in float32"  # the variant of lora_back_g for `dualtune.engine.kernels.lora_backward`
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 
 

@@ -17,13 +17,12 @@ import page_tables
 import record
 import validation_lines
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.methods import FULL
-from dualtune.bench.hybrid.report import in_percent
-from dualtune.bench.intervals import Interval
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import estimate
-from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
+from dualtune.doctor.bench.hybrid import in_percent
+from dualtune.doctor.bench.in_process import Interval
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import KNOWN, Decoder, decoder_of
+from dualtune.model.methods import FULL
 
 GB, GIB, MB = 1e9, 2**30, 1e6
 VOCAB, POSITIONS = 50257, 1024

@@ -30,14 +30,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 import record
 
 import dualtune
-from dualtune.backend import Backend, get_backend
-from dualtune.cli.output.progress import progress_hook
-from dualtune.cli.output.screen import phases
+from dualtune.cli.progress import progress_hook
+from dualtune.cli.screen import phases
 from dualtune.config import Config, load_config
-from dualtune.hooks import Hook
+from dualtune.engine.backend import Backend, get_backend
+from dualtune.show.run import run
+from dualtune.show.view.lines import RunLog
 from dualtune.train import moments
-from dualtune.train.run import run
-from dualtune.view.lines import RunLog
+from dualtune.train.hooks import Hook
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 CASES = {"1 document": 1, "16 documents": 16}

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtune.versions import VERSION
+from dualtune.base.versions import VERSION
 
 if TYPE_CHECKING:
     from dualtune.config import Config
-    from dualtune.hooks import Hook
+    from dualtune.train.hooks import Hook
     from dualtune.train.run import TrainResult
 
 __version__ = VERSION
@@ -41,10 +41,10 @@ def train(
 ) -> TrainResult:  # fmt: skip
     """Train an adapter and return where it is. `config` may also be a path or a mapping, as in `load_config`.
 
-    `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. If the run directory holds a checkpoint, the
-    run resumes from it, unless `resume` is "never"; `resume` can also be a path. In a
+    `platform` is auto, mlx, cuda or cpu; see `dualtune.train.hooks` for hooks. If the run directory holds a checkpoint,
+    the run resumes from it, unless `resume` is "never"; `resume` can also be a path. In a
     notebook, a table and a curve below the cell show the run.
     """
-    from dualtune.train import train_on
+    from dualtune.show.run import train_on
 
     return train_on(config, platform, hooks, resume=resume)

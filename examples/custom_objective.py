@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 import dualtune
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.optimizer import OptimizerSpec
-from dualtune.platform.choose import choose, open_backend
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.choose import choose, open_backend
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.objective import add_gradient
 
 DEMO = Path(dualtune.__file__).parent / "demo"

@@ -11,14 +11,13 @@ import shutil
 from pathlib import Path
 
 import dualtune
+from dualtune.base.text import in_bytes
 from dualtune.config import parse_config
-from dualtune.hooks import Hook
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.platform.choose import choose, open_backend
-from dualtune.text.show import in_bytes
-from dualtune.train.run import run
+from dualtune.engine.choose import choose, open_backend
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 # Layers, width and heads: OpenAI's four, and one of 1.02B between the last two. Radford et al., Language models are

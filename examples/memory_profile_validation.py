@@ -16,12 +16,12 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.platform.choose import choose, open_backend
-from dualtune.profiler.profiler import MemoryProfiler
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.choose import choose, open_backend
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.profiler.profiler import MemoryProfiler
 
 # openai-community/gpt2, config.json
 GPT2_SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}

@@ -11,15 +11,15 @@ import argparse
 from pathlib import Path
 
 import dualtune
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.base.files import free_name
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.io.disk import free_name
-from dualtune.optimizer import OptimizerSpec
-from dualtune.platform.choose import choose, open_backend
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.choose import choose, open_backend
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.model.optimizer import OptimizerSpec
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 SEED, DOCUMENTS_PER_STEP = 42, 16

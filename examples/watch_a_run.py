@@ -11,7 +11,7 @@ import csv
 from pathlib import Path
 
 import dualtune
-from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
+from dualtune.train.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 

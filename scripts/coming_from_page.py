@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dualtune.config.importing.page import with_tables
+from dualtune.config.importing.translate import with_tables
 
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 

@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
 
 def _preload() -> None:
     """Import once what every family needs: its process is a copy of this one. MLX has threads, so each imports it."""
-    for name in ("peft", "dualtune.preflight.config_check", "dualtune_torch.engine"):
+    for name in ("peft", "dualtune.doctor.check_config", "dualtune_torch.engine"):
         importlib.import_module(name)
     import torch
     import transformers

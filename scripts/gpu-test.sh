@@ -32,7 +32,7 @@ TEXT
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-vram_mb() { # what a tier may take, as in dualtune/validate/tiers.py
+vram_mb() { # what a tier may take, as in dualtune/doctor/validate/tiers.py
     case $1 in
         quick | convergence) echo 256 ;;
         memory | extended) echo 2000 ;;

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dualtune.config import load_config
-from dualtune.config.examples import example_path
-from dualtune.validate.criteria import shown
-from dualtune.validate.tiers import TIERS, Tier
+from dualtune.config.render import example_path
+from dualtune.doctor.validate.criteria import shown
+from dualtune.doctor.validate.tiers import TIERS, Tier
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "GPU_TIERS.md"

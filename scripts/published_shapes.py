@@ -1,4 +1,4 @@
-"""Write dualtune/memory/published.json: the shapes of published models, by hub id, each checked by its parameter count.
+"""Write engine/memory/published.json: the shapes of published models, by hub id, each checked by its parameter count.
 
     PYTHONPATH=… python scripts/published_shapes.py          # with the package litgpt, whose config.py lists models
     python scripts/published_shapes.py --configs DIR         # also DIR/owner/name/config.json, which win over it
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualtune.memory.shapes import FAMILIES, UnknownShape, decoder_of
+from dualtune.engine.memory.shapes import FAMILIES, UnknownShape, decoder_of
 
-OUT = Path(__file__).parents[1] / "dualtune" / "memory" / "published.json"
+OUT = Path(__file__).parents[1] / "dualtune" / "engine" / "memory" / "published.json"
 SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",

@@ -1,4 +1,4 @@
-"""Write dualtune/selftest/recorded anew: what the self-test compares every machine with.
+"""Write dualtune/doctor/selftest/recorded anew: what the self-test compares every machine with.
 
     python scripts/record_selftest.py [--output DIRECTORY]
 
@@ -13,12 +13,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dualtune.backend import get_backend
-from dualtune.card import card_of
-from dualtune.selftest.checks.finding import Site
-from dualtune.selftest.checks.recorded import RECORDED, record
-from dualtune.selftest.checks.sizes import SIZES
-from dualtune.selftest.process import DEMO
+from dualtune.doctor.selftest.case import SIZES, Site
+from dualtune.doctor.selftest.correctness import RECORDED, record
+from dualtune.doctor.selftest.process import DEMO
+from dualtune.engine.backend import get_backend
+from dualtune.engine.card import card_of
 
 BACKENDS = ("torch", "mlx")  # the checkpoint and the adapter are those of the first
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dualtune.data.chat import named
+from dualtune.data.chat import template
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "named_templates"
 ORIGINAL = {
@@ -33,7 +33,7 @@ ORIGINAL = {
     "mistral-small": "Mistral-Small-3.2-24B-Instruct-2506",
     "phi-3": "microsoft-Phi-3.5-mini-instruct",
 }
-WITH_TOOLS = {name: original for name, original in ORIGINAL.items() if name in named.WITH_TOOLS} | {
+WITH_TOOLS = {name: original for name, original in ORIGINAL.items() if name in template.WITH_TOOLS} | {
     "chatml": "NousResearch-Hermes-3-Llama-3.1-8B-tool_use"
 }
 SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}

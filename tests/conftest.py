@@ -18,11 +18,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: threads only wait for each other on tiny matrices
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads
 
-from dualtune import interrupt
-from dualtune.backend import get_backend
+from dualtune.base import interrupt
+from dualtune.base.errors import EnvironmentFault
 from dualtune.config import parse_config
-from dualtune.errors import EnvironmentFault
-from dualtune.testing.tiny_models import write_softmax_model, write_tiny_llama
+from dualtune.engine.backend import get_backend
+from dualtune.engine.testing.tiny_models import write_softmax_model, write_tiny_llama
 
 # A shell without job control lets its background processes ignore these two, and every program inherits that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):

@@ -1,6 +1,6 @@
 """The rules of the house that a reader of one file cannot see: who imports whom, and what nobody does.
 
-The map of folders in docs/architecture.md is the rule: imports go from a layer to one below it.
+A file imports only from its own room and from the rooms that stand above it in docs/architecture.md.
 """
 
 import ast
@@ -12,17 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FACADE = "the package root"  # __init__ and __main__: the way in from outside, with imports in functions
+ROOMS = ("base", "model", "config", "engine", "data", "train", "show", "use", "doctor", "cli")
+FOR_BACKENDS = {"base", "model", "engine"}
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
-FOR_BACKENDS = {
-    "activation_checkpointing", "adapter", "adapter/formats", "adapter/methods", "backend", "base_model",
-    "base_model/spellings", "config", "errors", "io", "optimizer", "world",
-}  # fmt: skip
-# What is read before the framework.
-FOR_CARDS = {"activation_checkpointing", "card", "checks", "memory", "optimizer", "platform", "preflight"}
-NUMPY_ENGINE, NUMPY_CARD = "dualtune/testing/numpy_engine.py", "dualtune/testing/numpy_card.py"
-MAX_LINES = 400
-MAX_FILES = 15  # "about a dozen", and __init__.py
+TESTING = "dualtune/engine/testing/"  # for authors of backends; also a small complete backend
 
 CORE = sorted((ROOT / "dualtune").rglob("*.py"))
 BACKENDS = sorted((ROOT / "backends").rglob("*.py"))
@@ -39,30 +32,14 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=name_of(file))
 
 
-@cache
-def map_of_folders() -> tuple[dict[str, str], ...]:
-    """The layers, from the top: in each, the parts (a folder, or a file of the root) with what lives there."""
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    layers = [[line.split(maxsplit=1) for line in layer.splitlines()] for layer in block.strip().split("\n\n")]
-    return tuple(dict(layer) for layer in layers)
+def room_of(dotted: str) -> str | None:
+    """The room of a module of dualtune, or of a name in one. None: of the package root, the way in from outside."""
+    names = dotted.split(".")
+    return names[1] if names[0] == "dualtune" and len(names) > 1 and names[1] in ROOMS else None
 
 
-def levels() -> dict[str, int]:
-    return {part: level for level, layer in enumerate(reversed(map_of_folders())) for part in layer}
-
-
-def part_of(dotted: str) -> str:
-    """The part of the map in which a module, or a name in one, lies."""
-    names = dotted.split(".")[1:]
-    if not names or names[0] == "__main__":
-        return FACADE
-    folders = [name for end, name in enumerate(names, 1) if (ROOT / "dualtune" / "/".join(names[:end])).is_dir()]
-    return "/".join(folders) or (names[0] if (ROOT / "dualtune" / f"{names[0]}.py").exists() else FACADE)
-
-
-def part_of_file(file: Path) -> str:
-    return part_of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+def room_of_file(file: Path) -> str | None:
+    return room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def imports_of(nodes) -> Iterator[str]:
@@ -75,87 +52,113 @@ def imports_of(nodes) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def running(body, *, functions: bool = True) -> Iterator[ast.AST]:
+    """The nodes that run: those of functions too, if wanted, but not what is there for types alone."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not functions:
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from running(ast.iter_child_nodes(node), functions=functions)
+
+
 def imported_when_loaded(file: Path) -> set[str]:
     """Top-level modules that loading the file imports: functions do not count, nor does `if TYPE_CHECKING`."""
 
-    def statements(body) -> Iterator[ast.AST]:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                continue
-            yield node
-            yield from statements(ast.iter_child_nodes(node))
-
-    return {name.partition(".")[0] for name in imports_of(statements(tree_of(file).body))}
+    return {name.partition(".")[0] for name in imports_of(running(tree_of(file).body, functions=False))}
 
 
 def imported_anywhere(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
 
 
-def parts_imported(file: Path) -> set[str]:
-    """The parts of dualtune that a file imports anywhere, also late or for types alone."""
-    return {part_of(name) for name in imports_of(ast.walk(tree_of(file))) if name.split(".")[0] == "dualtune"}
+def rooms_imported(file: Path) -> set[str]:
+    """The rooms that a file imports anywhere, also late or for types alone."""
+    return {room for name in imports_of(ast.walk(tree_of(file))) if (room := room_of(name))}
 
 
 # --- who imports whom ------------------------------------------------------------------------------------------------
 
 
-def test_every_part_is_on_the_map_with_its_own_first_sentence():
-    parts = {part_of_file(file): file for file in CORE if file.name == "__init__.py" or file.parent.name == "dualtune"}
-    parts.pop(FACADE)
-    written = {part: sentence for layer in map_of_folders() for part, sentence in layer.items()}
-    said = {}
-    for part, file in parts.items():
-        first, _, _ = (ast.get_docstring(tree_of(file)) or "").partition("\n")
-        said[part] = first.strip()
-    assert written == said
-    assert sum(map(len, map_of_folders())) == len(written), "a part is on the map twice"
+def test_the_rooms_are_those_of_the_page_each_with_its_own_first_sentence():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE))
+    first = {
+        room: ast.get_docstring(tree_of(ROOT / "dualtune" / room / "__init__.py")).split("\n")[0] for room in ROOMS
+    }
+    assert [(room, rows.get(room)) for room in ROOMS] == [*first.items()]
+    assert {file.name for file in (ROOT / "dualtune").glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert {file.parts[len(ROOT.parts) + 1] for file in CORE if file.parent.name != "dualtune"} == {*ROOMS}
 
 
-def test_imports_go_down():
-    level, wrong = levels(), []
+def imports_upwards(rooms: tuple[str, ...]) -> list[str]:
+    found = []
     for file in CORE:
-        own = part_of_file(file)
-        if own == FACADE:
-            continue
-        above = [part for part in sorted(parts_imported(file) - {own}) if level.get(part, 99) >= level[own]]
-        wrong += [f"{name_of(file)} imports {part}" for part in above]
-    assert not wrong, "\n".join(wrong)
+        if (own := room_of_file(file)) is not None:
+            below = rooms[rooms.index(own) + 1 :]
+            found += [f"{name_of(file)} imports {room}" for room in sorted(rooms_imported(file)) if room in below]
+    return found
 
 
-def test_the_rule_sees_an_import_upwards(monkeypatch):
-    """The map turned upside down forbids nearly everything."""
-    upside_down = tuple(reversed(map_of_folders()))
-    monkeypatch.setattr(f"{__name__}.map_of_folders", lambda: upside_down)
-    with pytest.raises(AssertionError, match=r"dualtune/cli/main\.py imports errors"):
-        test_imports_go_down()
+def test_a_room_imports_only_from_rooms_above_it():
+    assert imports_upwards(ROOMS) == []
 
 
-def test_folders_are_small():
-    sizes = {folder: len(list(folder.glob("*.py"))) for folder in {file.parent for file in (*CORE, *BACKENDS)}}
-    assert {name_of(folder): size for folder, size in sizes.items() if size > MAX_FILES} == {}
+def test_the_rule_sees_an_import_from_below():
+    assert "dualtune/cli/main.py imports base" in imports_upwards(ROOMS[::-1])
 
 
-def test_the_test_tools_import_what_lies_below_train_and_the_self_test_alone_imports_them():
-    own = ("testing", "selftest", "selftest/checks")
-    importers = [name_of(file) for file in CORE if "testing" in parts_imported(file) and part_of_file(file) not in own]
-    assert not importers
-    assert levels()["testing"] < levels()["train"]
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """The files that import themselves by way of others: what is left when those at either end are taken away."""
+    while leaves := [file for file, others in imports.items() if not others & imports.keys()]:
+        imports = {file: others for file, others in imports.items() if file not in leaves}
+    while roots := [file for file in imports if not any(file in others for others in imports.values())]:
+        imports = {file: others for file, others in imports.items() if file not in roots}
+    return sorted(imports)
+
+
+def files_imported(file: Path, modules: dict[str, Path]) -> set[str]:
+    """The files that a file imports when it is loaded or later; for types alone does not count."""
+    found = set()
+    for name in imports_of(running(tree_of(file).body)):
+        module = next((part for part in (name, name.rpartition(".")[0]) if part in modules), None)
+        if module is not None and modules[module] != file:
+            found.add(name_of(modules[module]))
+    return found
+
+
+def test_files_do_not_import_each_other_in_circles():
+    files = [file for file in (*CORE, *BACKENDS) if file.name != "__init__.py" or room_of_file(file)]
+    modules = {}
+    for file in files:
+        parts = file.relative_to(ROOT if file in CORE else ROOT / "backends").with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = file
+    assert circles({name_of(file): files_imported(file, modules) for file in files}) == []
+
+
+def test_the_search_for_circles_finds_them():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+
+
+def test_the_test_tools_are_imported_by_the_self_test_alone():
+    importers = [
+        name_of(file) for file in CORE
+        if any(name.startswith("dualtune.engine.testing") for name in imports_of(ast.walk(tree_of(file))))
+    ]  # fmt: skip
+    assert [name for name in importers if not name.startswith((TESTING, "dualtune/doctor/selftest/"))] == []
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert project.count("dualtune.testing") == 2 and 'numpy = "dualtune.testing.numpy_engine:backend"' in project
+    assert project.count("dualtune.engine.testing") == 2
 
 
 def test_backends_know_the_boundary_and_not_each_other():
     names = {path.name for path in (ROOT / "backends").iterdir()}
     for file in BACKENDS:
         own = file.relative_to(ROOT / "backends").parts[0]
-        allowed = FOR_CARDS if file.parent.name == "card" else FOR_BACKENDS
-        if file.parent.name == "counting":  # what a card asks the framework
-            allowed = FOR_BACKENDS | {"memory"}
-        assert not parts_imported(file) - allowed, name_of(file)
+        assert rooms_imported(file) <= FOR_BACKENDS, name_of(file)
         assert not (names - {own}) & imported_anywhere(file), name_of(file)
+    for file in (ROOT / TESTING).glob("numpy_*.py"):  # the example is an ordinary backend
+        assert rooms_imported(file) <= FOR_BACKENDS, name_of(file)
 
 
 def test_the_core_knows_no_backend_and_loads_no_framework():
@@ -163,11 +166,6 @@ def test_the_core_knows_no_backend_and_loads_no_framework():
         assert not {"dualtune_torch", "dualtune_mlx"} & imported_anywhere(file), name_of(file)
         assert not (FRAMEWORKS - {"transformers"}) & imported_anywhere(file), name_of(file)
         assert not FRAMEWORKS & imported_when_loaded(file), name_of(file)
-
-
-def test_the_example_engine_is_an_ordinary_backend():
-    assert parts_imported(ROOT / NUMPY_ENGINE) <= FOR_BACKENDS | {"testing"}  # its card
-    assert parts_imported(ROOT / NUMPY_CARD) <= FOR_CARDS
 
 
 def test_a_card_is_read_without_a_framework_and_without_an_engine():
@@ -183,16 +181,18 @@ def test_a_card_is_read_without_a_framework_and_without_an_engine():
 A_BACKEND = re.compile(r"\b(torch|mlx(?!-lm)|dualtune_torch|dualtune_mlx)\b", re.IGNORECASE)  # mlx-lm is a file format
 # Files of the core that may have the name of a backend in a text, and why.
 NAMES_A_BACKEND = {
-    "adapter/": "`mlx` is a layout of adapter files, that of mlx-lm",
+    "model/formats/": "`mlx` is a layout of adapter files, that of mlx-lm",
+    "model/importing/": "the same",
+    "model/inspection.py": "the same",
     "config/importing/": "data sets of mlx-lm's organisation on the hub",
-    "transfer/remotes/model_card.py": "a tag of model cards on the hub",
-    "platform/machines.py": "machines that are not here, with the software of a proper installation",
-    "platform/detect.py": "the field torch_cuda of a machine, a key of `check-gpu --json`",
-    "launch/mlx.py": "the program mlx.launch",
-    "cli/training/launch.py": "`--on mlx` and the programs that it stands for",
-    "cli/adapters/adapter.py": "`--layout mlx` of adapter files",
-    "cli/adapters/export.py": "`--to mlx`, and the kinds of `--quantize` for it",
-    "export/": "the target of that name, and mlx-lm's converter",
+    "use/transfer/remotes/hub.py": "a tag of model cards on the hub",
+    "engine/machines.py": "machines that are not here, with the software of a proper installation",
+    "engine/detect.py": "the field torch_cuda of a machine, a key of `check-gpu --json`",
+    "train/launch/mlx.py": "the program mlx.launch",
+    "cli/launch.py": "`--on mlx` and the programs that it stands for",
+    "cli/adapter.py": "`--layout mlx` of adapter files",
+    "cli/export.py": "`--to mlx`, and the kinds of `--quantize` for it",
+    "use/export/": "the target of that name, and mlx-lm's converter",
     "cli/suggest.py": "words that somebody may type for a command, such as to-mlx",
 }
 
@@ -206,7 +206,7 @@ def backends_named(tree: ast.Module) -> set[str]:
 
 def test_the_core_names_no_backend():
     used, wrong = set(), {}
-    for file in (file for file in CORE if part_of_file(file) != "testing"):
+    for file in (file for file in CORE if not name_of(file).startswith(TESTING)):
         own = file.relative_to(ROOT / "dualtune").as_posix()
         if found := backends_named(tree_of(file)):
             allowed = {name for name in NAMES_A_BACKEND if own.startswith(name)}
@@ -227,7 +227,7 @@ def test_the_search_for_backends_finds_them(code):
 # --- what nobody does ------------------------------------------------------------------------------------------------
 
 
-def crimes_of(tree: ast.Module) -> Iterator[str]:
+def forbidden_calls(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {name.partition(".")[0] for name in imports_of([node])}
@@ -246,8 +246,8 @@ def crimes_of(tree: ast.Module) -> Iterator[str]:
 
 
 def test_nobody_runs_what_was_loaded():
-    crimes = {name_of(file): list(crimes_of(tree_of(file))) for file in (*CORE, *BACKENDS, *TOOLS)}
-    assert {name: found for name, found in crimes.items() if found} == {}
+    forbidden = {name_of(file): list(forbidden_calls(tree_of(file))) for file in (*CORE, *BACKENDS, *TOOLS)}
+    assert {name: found for name, found in forbidden.items() if found} == {}
 
 
 @pytest.mark.parametrize(
@@ -256,23 +256,21 @@ def test_nobody_runs_what_was_loaded():
      "yaml.load(text)", "subprocess.run('x', shell=True)", "os.system('x')", "eval('1')",
      "Auto.from_pretrained(x, trust_remote_code=True)", "np.load(f, allow_pickle=True)"],
 )  # fmt: skip
-def test_the_search_for_crimes_finds_them(code):
-    assert list(crimes_of(ast.parse(code)))
+def test_the_search_for_forbidden_calls_finds_them(code):
+    assert list(forbidden_calls(ast.parse(code)))
 
 
 def test_the_search_lets_the_innocent_go():
     code = "model.eval(); mx.eval(x); json.load(f); yaml.safe_load(t); run(shell=False); re.compile('torch.load(')"
-    assert not list(crimes_of(ast.parse(code)))
+    assert not list(forbidden_calls(ast.parse(code)))
 
 
 # --- form ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_says_what_it_is_and_fits_a_reader():
+def test_every_file_says_what_it_is():
     files = (*CORE, *BACKENDS, *TOOLS, *TESTS)
     assert [name_of(file) for file in files if not ast.get_docstring(tree_of(file))] == []
-    lines = {name_of(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    assert {name: number for name, number in lines.items() if number > MAX_LINES} == {}
 
 
 def test_one_idea_has_one_class_name():

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.memory.ask import Ask
-from dualtune.memory.ask import optimizer as memory_of
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.optimizer import OPTIMIZERS, OptimizerSpec, newest_share
-from dualtune.optimizer.averaging import Averaging, averaging
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.estimate import optimizer as memory_of
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, averaging, newest_share
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])

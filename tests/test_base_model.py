@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dualtune.base_model import HUB_PATTERNS, fingerprint, resolve_model, vocabulary_size
-from dualtune.base_model.counts import check_limits
-from dualtune.errors import EnvironmentFault, FormatError
+from dualtune.base.errors import EnvironmentFault, FormatError
+from dualtune.model.base_model import HUB_PATTERNS, fingerprint, resolve_model, vocabulary_size
+from dualtune.model.config_file import check_limits
 
 
 @pytest.fixture

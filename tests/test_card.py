@@ -2,11 +2,11 @@
 
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.card import Card, Device, automatic_cards, card_of, driver_of, launch_on, platforms
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import Card, Device, automatic_cards, card_of, driver_of, launch_on, platforms
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 TWO = Card(
     "two",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dualtune.optimizer import OPTIMIZERS
-from dualtune.optimizer.eight_bit import BLOCK, CODES, TOP_BYTES, decode, dither, encode, rounded
+from dualtune.model.eight_bit import BLOCK, CODES, TOP_BYTES, decode, dither, encode, rounded
+from dualtune.model.optimizer import OPTIMIZERS
 
 RANGE = 2.0**-15  # of a block's largest value: what is above has its precision
 SLOTS = pytest.mark.parametrize("slot", CODES)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.backend import IGNORE_INDEX
-from dualtune.capabilities import check_capabilities
 from dualtune.config import load_config
-from dualtune.memory.shapes import decoder_of
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.backend import IGNORE_INDEX
+from dualtune.engine.card import check_capabilities
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.formats.directory import read_adapter
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

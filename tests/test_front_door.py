@@ -85,7 +85,7 @@ def test_a_release_is_checked(tag, code, changelog, number):
 
 
 def test_the_changelog_has_the_version_of_the_code():
-    code, changelog = ((ROOT / name).read_text() for name in ("dualtune/versions.py", "CHANGELOG.md"))
+    code, changelog = ((ROOT / name).read_text() for name in ("dualtune/base/versions.py", "CHANGELOG.md"))
     version = re.search(r'VERSION = "(.+)"', code)[1]
     assert not problems(f"v{version}", code, changelog)
     assert "## Unreleased" in changelog

@@ -7,11 +7,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from dualtune.base_model import find_weights
-from dualtune.base_model.merging import write_merged
-from dualtune.base_model.places import FilePlace, canonical_names, check_places, file_names
-from dualtune.base_model.spellings.complete import both_spellings
-from dualtune.errors import ConfigError, FormatError
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.model.base_model import find_weights
+from dualtune.model.merging import write_merged
+from dualtune.model.places import FilePlace, canonical_names, check_places, file_names
+from dualtune.model.spellings import both_spellings
 
 RNG = np.random.default_rng(0)
 CONFIG = {"model_type": "llama", "dtype": "float32"}
@@ -104,7 +104,7 @@ def stored_ids(directory):
 
 def test_bfloat16_is_rounded_as_torch_rounds_it():
     torch = pytest.importorskip("torch")
-    from dualtune.base_model.merging import _rounded
+    from dualtune.model.merging import _rounded
 
     bits = RNG.integers(0, 2**32, 100_000, dtype=np.uint32)
     values = bits.view(np.float32)

@@ -6,15 +6,15 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from dualtune import optimizer
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, OptimizerState
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
-from dualtune.testing.conformance_case import assert_equal, norm_of, random_adapter
-from dualtune.testing.tiny_models import random_batch
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest, OptimizerState
+from dualtune.engine.testing.conformance_case import assert_equal, norm_of, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model import optimizer
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
 from dualtune.train.state import checkpoint
-from dualtune.train.state.restored import restore
+from dualtune.train.state.checkpoint import restore
 
 DECAY = {"weight_decay": 0.1}
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.text.redaction import SecretSearch, environment_secrets, redact, secret_in, secret_in_file
-from dualtune.text.secret_forms import FORMS
+from dualtune.base.redaction import FORMS, SecretSearch, environment_secrets, redact, secret_in, secret_in_file
 
 REPOSITORY = Path(__file__).parent.parent
 BODY = "aB3dE5fG7h" * 4

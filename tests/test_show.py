@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dualtune.text.show import cut, fitted, in_short_time, in_time, wrapped
+from dualtune.base.text import cut, fitted, in_short_time, in_time, wrapped
 
 FIELDS = [("step   12/30", "step 12/30"), ("loss 1.2345",), ("grad norm 1.00e+00", "grad 1.0e+00"), ("peak 0.41 GiB",)]
 PROSE = st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=40).map(" ".join)

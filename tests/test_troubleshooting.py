@@ -11,11 +11,11 @@ from pathlib import Path
 import click
 import pytest
 
-from dualtune import errors
+from dualtune.base import errors
 from dualtune.cli.main import cli
 from dualtune.config import parse_config
 from dualtune.config.schema import sections
-from dualtune.preflight import problems
+from dualtune.engine import problems
 from dualtune.train.state.lock import Lock
 from dualtune_mlx.card import checks as mlx
 from dualtune_torch.card import checks as torch

@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import psutil
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
-from dualtune.backend.checks import loading
-from dualtune.errors import ConfigError
-from dualtune.world import World
+from dualtune.base.errors import ConfigError
+from dualtune.base.world import World
+from dualtune.engine.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, loading
 from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
 from dualtune_mlx.profile import profile
-from dualtune_mlx.runtime.device import chip
-from dualtune_mlx.runtime.features import check_features
-from dualtune_mlx.runtime.limits import keep_in_memory, limit_memory
-from dualtune_mlx.runtime.order import check_order
+from dualtune_mlx.runtime import check_features, check_order, chip, keep_in_memory, limit_memory
 
 if TYPE_CHECKING:
     from dualtune_mlx.engine import MlxEngine

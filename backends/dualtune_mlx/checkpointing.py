@@ -15,10 +15,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds
-from dualtune_mlx.remade import Origins
 
 PROBE = 4  # tokens to test whether the layers of a model can be recomputed
 

@@ -8,8 +8,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from dualtune.errors import EnvironmentFault
-from dualtune.world import Alone, World
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.world import Alone, World
 
 
 @cache
@@ -27,7 +27,7 @@ def world() -> World:
 
 
 class MlxWorld:
-    """See `dualtune.world.World`."""
+    """See `dualtune.base.world.World`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -14,10 +14,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import Tensors, init_adapter
-from dualtune.adapter.targets import adapted_as
-from dualtune.backend import (
+from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
     Batch,
@@ -26,13 +23,19 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    check_mergeable,
+    check_slots,
+    check_state,
+    merge_base,
     needs_positions,
 )
-from dualtune.backend.checks import check_mergeable, check_slots, check_state, merge_base
-from dualtune.backend.generation_cache import GenerationCache, continue_prompt
-from dualtune.base_model import position_table_size, read_config
-from dualtune.base_model.merging import write_merged
-from dualtune.base_model.places import canonical_names, check_places
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.decoding import GenerationCache, continue_prompt
+from dualtune.model.adapter import Tensors, init_adapter
+from dualtune.model.base_model import position_table_size, read_config
+from dualtune.model.merging import write_merged
+from dualtune.model.places import canonical_names, check_places
+from dualtune.model.targets import adapted_as
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
@@ -54,12 +57,11 @@ from dualtune_mlx.methods import (
 from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache, separate_documents
-from dualtune_mlx.streaming.passes import Streaming
-from dualtune_mlx.streaming.residency import Residency
+from dualtune_mlx.streaming import Residency, Streaming
 
 
 class MlxEngine:
-    """See `dualtune.backend.Engine`. MLX is lazy: each method that changes state starts its evaluation."""
+    """See `dualtune.engine.backend.Engine`. MLX is lazy: each method that changes state starts its evaluation."""
 
     def __init__(self, model: nn.Module, request: LoadRequest, description: Mapping[str, Any]) -> None:
         self.model = model

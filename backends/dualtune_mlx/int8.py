@@ -1,4 +1,4 @@
-"""int8 on MLX: `dualtune.base_model.int8` to the bit, and the frozen layer that computes with it.
+"""int8 on MLX: `dualtune.model.int8` to the bit, and the frozen layer that computes with it.
 
 Legend: O output and I input features of a weight.
 """
@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.base_model.int8 import LARGEST_CODE, LEAST_SCALE
+from dualtune.model.int8 import LARGEST_CODE, LEAST_SCALE
 
 WEIGHTS_AT_ONCE = 1 << 20  # quantized at a time, with a few float32 for each
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
-from dualtune.adapter.spec import AdapterSpec
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
+from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds, linear_shape
-from dualtune_mlx.remade import Origins
 
 
 class Factors:
@@ -65,7 +65,7 @@ class SharedInput:
         self._x_BTI, self._waiting = None, {}
 
     def _dropped(self, x_BTI: mx.array) -> mx.array:
-        """`dualtune.adapter.dropout.keep_mask` on the device."""
+        """`dualtune.model.dropout.keep_mask` on the device."""
         assert self.dropout_seeds.seeds_BT is not None
         tokens, seeds = x_BTI.shape[:-1], self.dropout_seeds.seeds_BT
         check_tokens(math.prod(tokens), seeds.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.backend import IGNORE_INDEX
+from dualtune.engine.backend import IGNORE_INDEX
 
 
 def loss_sum(logits_BTV: mx.array, labels_BT: mx.array, weights_BT: mx.array | None = None) -> mx.array:

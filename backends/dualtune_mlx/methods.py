@@ -1,4 +1,4 @@
-"""The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
+"""The adapted layer for each method of `dualtune.model.methods`: `LAYER` in the module of that name.
 
 To add a method, add a file next to `lora.py` and its name under `adapter.method` in what the backend honours.
 """
@@ -14,11 +14,11 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from dualtune.adapter.dropout import input_of
-from dualtune.adapter.formats.gpt2 import canonical_name
-from dualtune.adapter.spec import AdapterSpec, select_modules, tensor_name
+from dualtune.model.adapter import AdapterSpec, select_modules, tensor_name
+from dualtune.model.dropout import input_of
+from dualtune.model.formats.naming import canonical_name
+from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.int8 import Int8Linear
-from dualtune_mlx.remade import Origins
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, Int8Linear)
 

@@ -14,21 +14,20 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model, quantize_model
 
-from dualtune.backend import LoadRequest
-from dualtune.base_model import BaseWeights, check_complete, read_config, staged
-from dualtune.base_model.embeddings import own_head
-from dualtune.base_model.int8 import is_quantized
-from dualtune.base_model.spellings.complete import complete
-from dualtune.errors import ConfigError, FormatError
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.engine.backend import LoadRequest
+from dualtune.model.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.model.embeddings import own_head
+from dualtune.model.int8 import is_quantized
+from dualtune.model.spellings import complete
 from dualtune_mlx import int8
 from dualtune_mlx.card.chips import emulates_bfloat16
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
-from dualtune_mlx.runtime.device import chip
-from dualtune_mlx.runtime.precision import describe_products
-from dualtune_mlx.streaming.residency import check_streamable
+from dualtune_mlx.runtime import chip, describe_products
+from dualtune_mlx.streaming import check_streamable
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}

@@ -13,10 +13,9 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from dualtune.backend import CLIP_EPS
-from dualtune.optimizer import OptimizerSpec, RuleName, Settings
-from dualtune.optimizer.averaging import OFFSET, Averaging
-from dualtune_mlx.card.sizes import UPDATE_CHUNK
+from dualtune.engine.backend import CLIP_EPS
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Settings
+from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
 
 Arrays = dict[str, mx.array]
@@ -86,7 +85,7 @@ def schedule_free(
     params: mx.array, slots: Arrays, grads: mx.array, *,
     step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
 ) -> tuple[mx.array, Arrays]:  # fmt: skip
-    """Defazio et al., arXiv 2405.15682, algorithm 1, in the form of `dualtune.optimizer.schedule_free`."""
+    """Defazio et al., arXiv 2405.15682, algorithm 1, in the form of `dualtune.model.optimizer.schedule_free`."""
     beta1, beta2, c = settings["beta1"], settings["beta2"], newest_share(step, settings["warmup_steps"])
     v = beta2 * slots["v"] + (1 - beta2) * mx.square(grads)
     denominator = mx.sqrt(v) / mx.sqrt(one_minus_power(beta2, step)) + settings["eps"]
@@ -96,7 +95,7 @@ def schedule_free(
 
 
 def newest_share(step: mx.array, warmup_steps: float) -> mx.array:
-    """As `dualtune.optimizer.newest_share`. In float32: all terms are positive, so no digits cancel."""
+    """As `dualtune.model.optimizer.newest_share`. In float32: all terms are positive, so no digits cancel."""
     end, m = warmup_steps + 1, mx.minimum(step, warmup_steps)
     rising = (m / end) * ((m + 1) / end) * (2 * m + 1) / 6
     return mx.square(mx.minimum(1.0, step / end)) / (rising + mx.maximum(0.0, step - warmup_steps))
@@ -137,7 +136,7 @@ class FlatOptimizer:
 
 
 class EightBitAdamW(FlatOptimizer):
-    """AdamW with coded slots, updated in chunks: `dualtune.optimizer.adamw_8bit`."""
+    """AdamW with coded slots, updated in chunks: `dualtune.model.optimizer.adamw_8bit`."""
 
     def zero_slots(self) -> Arrays:
         return eight_bit.zero_slots(self._sizes)
@@ -176,7 +175,7 @@ class EightBitAdamW(FlatOptimizer):
 
 
 class Averaged(FlatOptimizer):
-    """An optimizer that also keeps the offset of an average of the weights: `dualtune.optimizer.averaging`."""
+    """An optimizer that also keeps the offset of an average of the weights: `dualtune.model.optimizer`."""
 
     def __init__(self, inner: FlatOptimizer, layout: FlatLayout, average: Averaging) -> None:
         self._inner, self._average = inner, average

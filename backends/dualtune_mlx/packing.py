@@ -14,7 +14,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dualtune.backend.documents import document_rows, spans_of
+from dualtune.engine.documents import document_rows, spans_of
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.methods import DropoutSeeds
 
@@ -54,7 +54,7 @@ class PackedRows:
 
 def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array) -> list[PackedRows]:
     """Return the cache for a model. A model that keeps a state, or computes with positions itself, fails with it or
-    computes something else, which `dualtune.train.packing` detects."""
+    computes something else, which `dualtune.train.model_checks` detects."""
     return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
 
 

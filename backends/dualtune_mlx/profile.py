@@ -9,8 +9,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dualtune.backend import Profile
-from dualtune_mlx.runtime.device import chip
+from dualtune.engine.backend import Profile
+from dualtune_mlx.runtime import chip
 
 SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's variable: without it a process may not capture
 

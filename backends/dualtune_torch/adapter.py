@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.adapter.dropout import input_of
-from dualtune.adapter.methods import METHODS
-from dualtune.adapter.spec import Tensors, tensor_name
+from dualtune.model.adapter import Tensors, tensor_name
+from dualtune.model.dropout import input_of
+from dualtune.model.methods import METHODS
 from dualtune_torch.methods import AdaptedLayer
 
 

@@ -14,20 +14,18 @@ from typing import Any
 import psutil
 import torch
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
-from dualtune.backend.checks import loading
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.world import World
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.world import World
+from dualtune.engine.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, loading
+from dualtune_torch import numerics
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
-from dualtune_torch.host.waits import counted_waits
+from dualtune_torch.host.transfers import counted_waits
 from dualtune_torch.kernels import allocator
-from dualtune_torch.kernels.lora_backward import lora_backward
-from dualtune_torch.kernels.lora_timing import time_lora_backward
+from dualtune_torch.kernels.lora_backward import lora_backward, time_lora_backward
 from dualtune_torch.model import DTYPES, load_base, with_own_modules
 from dualtune_torch.profile import profile
-from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
 from dualtune_torch.weights import nf4
 
@@ -38,7 +36,7 @@ DEVICE_FAULTS = ("CUDA error: ", "CUDA driver error: ", "cuDNN error: ", "Triton
 
 class TorchBackend:
     name = CARD.name
-    lora_backward = staticmethod(lora_backward)  # for `dualtune.kernels`
+    lora_backward = staticmethod(lora_backward)  # for `dualtune.engine.kernels`
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -114,7 +112,7 @@ class TorchBackend:
             torch.cuda.synchronize(self.device)
 
     def counted_waits(self) -> AbstractContextManager[list[str]] | str:
-        """See `dualtune.selftest.checks.waits`."""
+        """See `dualtune.doctor.selftest.cost`."""
         return counted_waits() if self.device.type == "cuda" else "a CPU computes at once: there is nothing to wait for"
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
@@ -127,12 +125,12 @@ class TorchBackend:
         return product
 
     def time_lora_backward(self, shape: Any, *, rounds: int) -> dict[str, list[float]]:
-        """See `dualtune.bench.lora_backward.LoRATimer`."""
+        """See `dualtune.doctor.bench.lora_backward.LoRATimer`."""
         sizes = shape.batch, shape.tokens, shape.features, shape.rank
         return time_lora_backward(self.device, *sizes, rounds)
 
     def write_nf4(self, source: Path, out: Path) -> None:
-        """See `dualtune.export.request.WritesNf4`."""
+        """See `dualtune.use.export.request.WritesNf4`."""
         nf4.write_model(source, out, self.device)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.errors import ConfigError
-from dualtune_torch.host.offload import HostInputs
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune_torch.adapter_inputs import KEY, RemadeInputs
+from dualtune_torch.host.transfers import HostInputs
 from dualtune_torch.kernels.lora import LoRAGroup
-from dualtune_torch.remade import KEY, RemadeInputs
 from dualtune_torch.sharding import class_of
 
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualtune.errors import EnvironmentFault, PeerLost
-from dualtune.world import MAX_PORT, Alone, World, launched_number, wait_limit_s
+from dualtune.base.errors import EnvironmentFault, PeerLost
+from dualtune.base.world import MAX_PORT, Alone, World, launched_number, wait_limit_s
 from dualtune_torch.kernels.allocator import is_out_of_memory
 
 # Long, because one process may wait while another reads data. The watchdog ends hung processes
-# (`dualtune.distributed.watchdog`).
+# (`dualtune.train.team`).
 PATIENCE_S = 5.0  # before printing that the other processes are still missing
 TIMEOUT = datetime.timedelta(days=1)
 
@@ -86,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class TorchWorld:
-    """See `dualtune.world.World`."""
+    """See `dualtune.base.world.World`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

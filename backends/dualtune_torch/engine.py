@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import Tensors, init_adapter
-from dualtune.adapter.targets import adapted_as
-from dualtune.backend import (
+from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
     EngineDescription,
@@ -26,23 +23,28 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    check_mergeable,
+    check_slots,
+    check_state,
+    merge_base,
     needs_positions,
 )
-from dualtune.backend.checks import check_mergeable, check_slots, check_state, merge_base
-from dualtune.backend.generation_cache import GenerationCache, continue_prompt
-from dualtune.base_model import position_table_size, read_config
-from dualtune.base_model.merging import write_merged
-from dualtune.base_model.places import FilePlace, canonical_names, check_places
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.decoding import GenerationCache, continue_prompt
+from dualtune.model.adapter import Tensors, init_adapter
+from dualtune.model.base_model import position_table_size, read_config
+from dualtune.model.merging import write_merged
+from dualtune.model.places import FilePlace, canonical_names, check_places
+from dualtune.model.targets import adapted_as
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.continuation import TextContinuation, crop_on_device
-from dualtune_torch.host.generation import TorchDecoding
+from dualtune_torch.documents import SeparateDocuments
+from dualtune_torch.host.generation import TextContinuation, TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
-from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
-from dualtune_torch.host.transfers import Transfers
+from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
@@ -53,15 +55,13 @@ from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
-from dualtune_torch.runtime.documents import SeparateDocuments
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.places import find_places
-from dualtune_torch.weights.trained import write_trained
+from dualtune_torch.weights.places import find_places, write_trained
 
 
 class TorchEngine:
-    """See `dualtune.backend.Engine`."""
+    """See `dualtune.engine.backend.Engine`."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class TorchEngine:
         return StepOutput(loss, norm)
 
     def offloaded_optimizer(self) -> AbstractContextManager[None]:
-        """See `dualtune.hybrid.offload`."""
+        """See `dualtune.train.hybrid.step`."""
         return self._parked.parked(self._optimizer.tensors())
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, as_stored, shape_of, weight_of
 
@@ -97,7 +97,7 @@ def drop_rule(p: float) -> tuple[int, float]:
 def dropped(x: Tensor, seeds: Tensor, keys_I: Tensor, lowest: int, factor: float) -> Tensor:
     """Apply dropout to x [..., I]: zero channels by the tokens' seeds [...] and scale the others by `drop_rule`.
 
-    `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
+    `dualtune.model.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
     """
     h = (seeds[..., None] ^ keys_I) * signed(MIX1)
     h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * signed(MIX2)

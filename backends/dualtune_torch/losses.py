@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualtune.backend import IGNORE_INDEX
-from dualtune_torch.card.sizes import LOSS_ROWS
+from dualtune.engine.backend import IGNORE_INDEX
+from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import capped
 
 

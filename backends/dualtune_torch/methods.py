@@ -1,4 +1,4 @@
-"""The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
+"""The adapted layer for each method of `dualtune.model.methods`: `LAYER` in the module of that name.
 
 To add a method, add a file next to `lora.py` and its name under `adapter.method` in what the backend honours.
 """
@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.adapter.spec import AdapterSpec, select_modules
+from dualtune.model.adapter import AdapterSpec, select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
 
 

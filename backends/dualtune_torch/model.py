@@ -15,14 +15,15 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dualtune.backend import LoadRequest
-from dualtune.base_model import BaseWeights, check_complete, read_config, staged
-from dualtune.base_model.embeddings import own_head
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.model.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.model.embeddings import own_head
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model, by_module, dequantized, int8, nf4
+from dualtune_torch.weights import affine_model, by_module, int8, nf4
+from dualtune_torch.weights import by_module as dequantized
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
 from dualtune_torch.weights.text_part import empty_model, text_model
@@ -177,7 +178,7 @@ def _config(place: Path, weights: BaseWeights | None = None) -> PreTrainedConfig
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"transformers {transformers.__version__} knows no model_type '{kind}', and code of a model is not run"
-        )  # in a sentence that names the model: `dualtune.backend.checks.loading`
+        )  # in a sentence that names the model: `dualtune.engine.backend.loading`
     config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     if weights is not None and own_head(weights.tensors):
         # As transformers does with weights that it reads itself; a head that is quantized here would be tied.

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
-from dualtune.optimizer.averaging import OFFSET, Averaging
-from dualtune_torch.card.sizes import UPDATE_CHUNK
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerName, OptimizerSpec, Settings
+from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels import schedule_free
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
 
@@ -136,7 +135,7 @@ class ScheduleFreeAdamW(PlainSlots):
 
 
 class Averaged:
-    """An optimizer that also keeps the offset of an average of the weights: `dualtune.optimizer.averaging`."""
+    """An optimizer that also keeps the offset of an average of the weights: `dualtune.model.optimizer`."""
 
     def __init__(self, inner: FlatOptimizer, flat: Tensor, average: Averaging) -> None:
         self._inner, self._flat, self._average = inner, flat, average

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from dualtune.backend import Profile
+from dualtune.engine.backend import Profile
 
 # Kinds of operation, by the names of ATen operators and CUDA kernels. The first match counts.
 KINDS = {

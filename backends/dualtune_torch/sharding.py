@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from dualtune.backend import EngineDescription, LoadRequest
-from dualtune.base_model import staged
-from dualtune.errors import ConfigError, PeerLost
-from dualtune.world import wait_limit_s
+from dualtune.base.errors import ConfigError, PeerLost
+from dualtune.base.world import wait_limit_s
+from dualtune.engine.backend import EngineDescription, LoadRequest
+from dualtune.model.base_model import staged
 from dualtune_torch.distributed import joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer
@@ -79,7 +79,7 @@ class Shards:
     def __init__(self, device: torch.device) -> None:
         wait = datetime.timedelta(seconds=wait_limit_s())  # as long as the watchdog
         # A separate group: if one process fails inside a layer and the others wait there, the loop's messages still
-        # reach all processes (`dualtune.distributed.team`).
+        # reach all processes (`dualtune.train.team`).
         self._group = dist.new_group(timeout=wait)
         self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, self._group), device.type)
         self._store = dist.distributed_c10d._get_default_store()

@@ -1,1 +1,1 @@
-"""The command line: the group of commands and what they share. Each file imports late: `--help` answers at once."""
+"""The command line, one file a command. Each file imports late: `--help` answers at once."""

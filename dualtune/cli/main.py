@@ -11,60 +11,60 @@ from types import TracebackType
 
 import click
 
-from dualtune.cli.output.terminal import help_width, prepare_streams, say
+from dualtune.base.errors import DiskError, DualtuneError, FormatError, Preempted
+from dualtune.base.redaction import redact
+from dualtune.base.versions import VERSION
 from dualtune.cli.suggest import SuggestingGroup
-from dualtune.errors import DiskError, DualtuneError, FormatError, Preempted
-from dualtune.text.redaction import redact
-from dualtune.versions import VERSION
+from dualtune.cli.terminal import help_width, prepare_streams, say
 
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)  # the user's to solve, wherever a path is first looked at
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
-    "check-gpu": ("preflight.check_gpu", "Show what this machine is and whether it can train."),
-    "check-env": ("preflight.check_env", "Check that everything is installed that a kind of machine needs."),
-    "selftest": ("preflight.selftest", "Test what only this device can show, and write an archive to send back."),
+    "check-gpu": ("check_gpu", "Show what this machine is and whether it can train."),
+    "check-env": ("check_env", "Check that everything is installed that a kind of machine needs."),
+    "selftest": ("selftest", "Test what only this device can show, and write an archive to send back."),
     "check-config": (
-        "preflight.check_config",
+        "check_config",
         "Check a config against the machine, the model and the data, before any download.",
     ),
-    "plan": ("preflight.plan", "Plan the memory and time of a run, and the cheapest changes with which it fits."),
-    "quantize": ("preflight.quantize", "Measure what each format of the base costs in loss, on rows of a config."),
-    "check-data": ("preflight.check_data", "List the rows of a file, or of a config's data, that cannot be used."),
-    "data": ("preflight.data", "Clean data sets: leave out rows that repeat others, report personal data."),
-    "preview": ("preflight.preview", "Show what a config would train on, with statistics."),
-    "train": ("training.train", "Train an adapter from a config, or run the demo."),
-    "sweep": ("training.sweep", "Train a config with several values of its keys, and compare the runs."),
-    "bench": ("training.bench", "Measure what a step of a config costs here, and where its time goes."),
-    "validate": ("training.validate", "Test that the whole pipeline works on this machine, in five tiers."),
+    "plan": ("plan", "Plan the memory and time of a run, and the cheapest changes with which it fits."),
+    "quantize": ("quantize", "Measure what each format of the base costs in loss, on rows of a config."),
+    "check-data": ("check_data", "List the rows of a file, or of a config's data, that cannot be used."),
+    "data": ("data", "Clean data sets: leave out rows that repeat others, report personal data."),
+    "preview": ("preview", "Show what a config would train on, with statistics."),
+    "train": ("train", "Train an adapter from a config, or run the demo."),
+    "sweep": ("sweep", "Train a config with several values of its keys, and compare the runs."),
+    "bench": ("bench", "Measure what a step of a config costs here, and where its time goes."),
+    "validate": ("validate", "Test that the whole pipeline works on this machine, in five tiers."),
     "launch": (
-        "training.launch",
+        "launch",
         "Train from a config in several processes: here, on other machines, or through Slurm.",
     ),
-    "eval": ("adapters.eval", "Measure an adapter on held-out data."),
-    "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
-    "chat": ("adapters.chat", "Talk to a model, with its adapters and without."),
+    "eval": ("eval", "Measure an adapter on held-out data."),
+    "generate": ("generate", "Continue a prompt with a model and its adapter."),
+    "chat": ("chat", "Talk to a model, with its adapters and without."),
     "export": (
-        "adapters.export",
+        "export",
         "Write a model with its adapter for other programs: GGUF, Ollama, LM Studio and more.",
     ),
-    "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
-    "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
-    "track": ("runs.track", "Send the numbers of a run to a tracker: trackio, W&B, MLflow or TensorBoard."),
-    "report": ("runs.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
-    "watch": ("training.watch", "Show a run that trains, from another terminal, over ssh or in a browser."),
-    "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
-    "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),
-    "hybrid": ("training.hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),
-    "checkpoints": ("training.checkpoints", "List and verify the checkpoints of a run."),
-    "verify": ("adapters.verify", "Compare what an adapter computes here with what was recorded where it was trained."),
-    "bundle": ("adapters.bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
+    "serve": ("serve", "Answer HTTP requests in the form of OpenAI's API."),
+    "runs": ("runs", "List run directories with their numbers and verdict; compare runs, clean up."),
+    "track": ("track", "Send the numbers of a run to a tracker: trackio, W&B, MLflow or TensorBoard."),
+    "report": ("report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
+    "watch": ("watch", "Show a run that trains, from another terminal, over ssh or in a browser."),
+    "profile": ("profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
+    "memory": ("memory", "Measure what each way to save memory saves and costs here, against the plan."),
+    "hybrid": ("hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),
+    "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
+    "verify": ("verify", "Compare what an adapter computes here with what was recorded where it was trained."),
+    "bundle": ("bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
     "push": (
-        "adapters.push",
+        "push",
         "Copy an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub.",
     ),
-    "pull": ("adapters.pull", "Fetch what push copied to a remote, and verify it."),
-    "adapter": ("adapters.adapter", "Inspect, convert, import, compare and merge adapter directories."),
-    "config": ("preflight.config", "Print a commented config with every key, an example by name, or the JSON schema."),
+    "pull": ("pull", "Fetch what push copied to a remote, and verify it."),
+    "adapter": ("adapter", "Inspect, convert, import, compare and merge adapter directories."),
+    "config": ("config", "Print a commented config with every key, an example by name, or the JSON schema."),
 }
 
 

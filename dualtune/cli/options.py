@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from dualtune.backend import Backend
-    from dualtune.cli.output.screen import Phases
+    from dualtune.cli.screen import Phases
+    from dualtune.engine.backend import Backend
 
 
 class PlatformOption(click.Option):
@@ -18,7 +18,7 @@ class PlatformOption(click.Option):
 
     def make_metavar(self, *args: Any, **keywords: Any) -> str:
         """Return the values from the cards; only `--help` calls this."""
-        from dualtune.card import platforms
+        from dualtune.engine.card import platforms
 
         return "|".join(platforms())
 
@@ -80,7 +80,7 @@ def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
     """Write a command's result to the file of its option --json, if it was given."""
     import json
 
-    from dualtune.io.disk import write_file
+    from dualtune.base.files import write_file
 
     if path is not None:
         write_file(path, json.dumps(table, indent=2) + "\n")
@@ -91,9 +91,8 @@ def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> B
 
     Its framework is imported when it is needed, or `at_once`: errors of the config, the model and the data come first.
     """
-    from dualtune.cli.output.screen import phases
-    from dualtune.platform.choose import PlatformChoice, choose, open_backend
-    from dualtune.platform.deferred import deferred
+    from dualtune.cli.screen import phases
+    from dualtune.engine.choose import PlatformChoice, choose, deferred, open_backend
 
     def opened(choice: PlatformChoice) -> Backend:
         with phases(err=err) as shown, shown.inside("importing", choice.backend):

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model
 from dualtune.config.values import (
     Count,
     Fraction,
-    Location,
     Name,
+    PathText,
     Positive,
     Roles,
     Section,
@@ -31,7 +31,7 @@ Columns = Annotated[dict[str, Name | None], Field(json_schema_extra={"format": "
 class SourceConfig(Section):
     """Data to read, and how to read it."""
 
-    path: Annotated[Location, Field(examples=["data/train.jsonl"])]
+    path: Annotated[PathText, Field(examples=["data/train.jsonl"])]
     """A file, a directory, or the name of a Hugging Face dataset."""
     weight: Positive = 1.0
     """How often its documents are used per epoch: 0.5 uses half of them, 2 uses each twice."""
@@ -76,7 +76,7 @@ def _all_different_sources(given: tuple[str | SourceConfig, ...]) -> tuple[str |
 
 
 Sources = Annotated[
-    tuple[Location | SourceConfig, ...],
+    tuple[PathText | SourceConfig, ...],
     Field(strict=False),
     Field(min_length=1, json_schema_extra={"format": "sources"}),
     AfterValidator(_all_different_sources),
@@ -99,9 +99,9 @@ def with_old_default(data: dict[str, Any]) -> dict[str, Any]:
 class DataConfig(Section):
     """The training and evaluation data."""
 
-    train: Annotated[Location | SourceConfig | Sources, Field(examples=["data/train.jsonl"])]
+    train: Annotated[PathText | SourceConfig | Sources, Field(examples=["data/train.jsonl"])]
     """The training data: a file, a directory or a Hugging Face dataset; a mapping says how to read it."""
-    eval: Literal["auto"] | Fraction | Location | SourceConfig | Sources | None = "auto"
+    eval: Literal["auto"] | Fraction | PathText | SourceConfig | Sources | None = "auto"
     """The evaluation data, or the fraction of the training rows to hold out for it; with 0 or null
     nothing is evaluated; auto is the valid file in the data directory if there is one, else 0.1."""
     format: Format = "auto"

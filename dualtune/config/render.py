@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dualtune.base.errors import ConfigError
 from dualtune.config.data_section import SourceConfig
-from dualtune.config.reader import PLAIN_SCALARS
+from dualtune.config.load import PLAIN_SCALARS
 from dualtune.config.schema import Config
 from dualtune.config.words import config_schema, describe, examples, fragment
 
@@ -72,3 +74,32 @@ def entry(key: str, value: object) -> str:
     )
     text = text.removesuffix("...\n").rstrip("\n")  # PyYAML adds it after a bare scalar
     return f"  {key}: {text}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The example configs: `configs/` in a clone, included in the wheel beside the code.
+
+
+def example_names() -> list[str]:
+    """Return the names of the examples, sorted."""
+    return sorted(path.stem for path in _directory().glob("*.yaml"))
+
+
+def example_path(name: str) -> Path:
+    """Return the file of an example, named with or without `.yaml`. Raises ConfigError for an unknown name."""
+    names = example_names()
+    if (stem := name.removesuffix(".yaml")) not in names:
+        raise ConfigError(f"example config: got '{name}', allowed: {', '.join(names)}")
+    return _directory() / f"{stem}.yaml"
+
+
+def title(path: Path) -> str:
+    """Return the first sentence of the first comment, which is the purpose of the example."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip().partition(". ")[0].rstrip(".")
+
+
+def _directory() -> Path:
+    package = Path(__file__).parents[1]
+    in_wheel = package / "configs"
+    return in_wheel if in_wheel.is_dir() else package.parent / "configs"

@@ -8,35 +8,98 @@ interface.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dualtune.adapter.methods import FULL
-from dualtune.adapter.targets import DEFAULT_TARGETS
 from dualtune.config.data_section import DataConfig
-from dualtune.config.engines import with_train_keys
-from dualtune.config.pairs import impossible_pairs
-from dualtune.config.problem import dotted
 from dualtune.config.values import (
     RULES,
     Count,
     Factor,
     Fraction,
-    Location,
+    KeyPath,
     MethodName,
     ModuleNames,
     Name,
+    PathText,
     Positive,
     Prompts,
     Section,
     Share,
     Size,
     Trackers,
+    dotted,
 )
-from dualtune.optimizer import OptimizerName
+from dualtune.model.methods import FULL
+from dualtune.model.optimizer import OptimizerName
+from dualtune.model.targets import DEFAULT_TARGETS
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Engines of `hybrid` that are a kind of optimizer or result, not a step policy: short for keys of `train`.
+
+# What each sets in `train`, unless the config does. An average of weights is worth most where the rate stays high.
+SHORT_FOR: Mapping[str, Mapping[str, str]] = {
+    "schedule_free": {"schedule": "schedule_free"},
+    "average": {"schedule": "constant", "average": "tail"},
+}
+_NOTHING = {"auto", "balanced", "none"}  # values of the other keys of `hybrid` that ask for nothing
+
+
+def with_train_keys(data: Any) -> Any:
+    """Return the data of a config with such an engine replaced by the keys it is short for; without one, unchanged.
+
+    An engine that contradicts other keys stays, for `engine_conflicts`.
+    """
+    if not isinstance(data, dict):
+        return data
+    given = cast(dict[str, Any], data)
+    hybrid: Any = given.get("hybrid")
+    train: Any = given.get("train") or {}
+    if not isinstance(hybrid, dict) or not isinstance(train, dict):
+        return given
+    own, named = cast(dict[str, Any], hybrid), cast(dict[str, Any], train)
+    engine = own.get("engine")
+    if (
+        own.get("enabled") is not True
+        or not isinstance(engine, str)
+        or engine not in SHORT_FOR
+        or _without_effect(own)
+        or _contradicts(engine, named)
+    ):
+        return given
+    return {**given, "hybrid": {}, "train": {**SHORT_FOR[engine], **named}}
+
+
+def engine_conflicts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield (key, conflicting key, message) for such an engine that could not be replaced."""
+    hybrid = config.hybrid
+    if not hybrid.enabled or hybrid.engine not in SHORT_FOR:
+        return
+    key: KeyPath = ("hybrid", "engine")
+    for name in _without_effect({name: getattr(hybrid, name) for name in hybrid.model_fields_set}):
+        rule = f"has no effect with hybrid.engine: {hybrid.engine}, which predicts nothing; remove it"
+        yield ("hybrid", name), key, f"got {getattr(hybrid, name)}, but it {rule}"
+    if _contradicts(hybrid.engine, {name: getattr(config.train, name) for name in config.train.model_fields_set}):
+        short = " and ".join(f"train.{name}: {value}" for name, value in SHORT_FOR[hybrid.engine].items())
+        yield key, ("train",), f"got {hybrid.engine}, which is short for {short}, but train says otherwise; remove one"
+
+
+def _without_effect(hybrid: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `hybrid` whose values have no effect with such an engine."""
+    return [name for name, value in hybrid.items() if name not in ("enabled", "engine") and value not in _NOTHING]
+
+
+def _contradicts(engine: str, train: Mapping[str, Any]) -> bool:
+    """Return whether keys that the config sets in `train` say something else. An average may be of either kind."""
+    if engine == "average":
+        return train.get("average") == "none" or train.get("schedule") == "schedule_free"
+    return train.get("schedule", "schedule_free") != "schedule_free"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 _SIZE_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -73,7 +136,7 @@ class AdapterConfig(Section):
     targets: Literal["all-linear"] | ModuleNames = DEFAULT_TARGETS
     """The linear layers to adapt, each named by its path or the end of its path; all-linear replaces the default names
     in a model that lacks one of them."""
-    init_from: Location | None = None
+    init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
 
     @property
@@ -213,7 +276,7 @@ class GuardsConfig(Section):
 class RunConfig(Section):
     """The run directory, and what is written to it."""
 
-    dir: Location = "runs/first"
+    dir: PathText = "runs/first"
     """The directory to which the run writes everything."""
     seed: Annotated[int, Field(ge=0)] = 42
     """The seed of all random numbers."""
@@ -266,3 +329,116 @@ class Config(BaseModel):
 def sections() -> dict[str, type[Section]]:
     """Return the sections by name, in order."""
     return {name: cast(type[Section], cast(Any, field.annotation)) for name, field in Config.model_fields.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values of a config that are valid separately but not together.
+
+# Keys of the section `adapter` that have no meaning with adapter.method: full.
+_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets")
+
+
+def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield (key, conflicting key, message) for values that are valid separately but not together."""
+    data, train = config.data, config.train
+    train_sources = {source.identity for source in data.sources()}
+    for index, source in enumerate(data.eval_sources()):
+        path: KeyPath = ("data", "eval", index) if isinstance(data.eval, tuple) else ("data", "eval")
+        if source.identity in train_sources:
+            rule = "must be other data, or a fraction of data.train to hold out"
+            yield path, ("data", "train"), f"got {source.path!r}, which is also in data.train; {rule}"
+        if source.weight != 1:
+            yield (*path, "weight"), path, f"got {source.weight:g}, must be 1 here: every document is evaluated once"
+    if data.on_bad_row == "error" and data.max_bad_rows != type(data).model_fields["max_bad_rows"].default:
+        rule = "has no effect while data.on_bad_row is error; set on_bad_row: skip"
+        yield ("data", "max_bad_rows"), ("data", "on_bad_row"), f"got {data.max_bad_rows:g}, {rule}"
+    if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
+        rule = f"must be below train.steps ({train.steps})"
+        yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
+    yield from _impossible_averages(config)
+    if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
+        rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
+        yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
+    guards = config.guards
+    for key, value in (("early_stopping", guards.early_stopping), ("restore_best", guards.restore_best)):
+        if value and not data.eval:
+            rule = "needs evaluation data, but data.eval is 0 or null"
+            yield ("guards", key), ("data", "eval"), f"got {str(value).lower()}, {rule}"
+    if guards.on_spike == "rollback" and config.run.save_every is None:
+        rule = "needs checkpoints to return to, but run.save_every is null"
+        yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
+    if train.activation_cache != "none":
+        yield from _impossible_with_cache(config)
+    if config.adapter.trains_model:
+        yield from _impossible_with_full(config)
+
+
+def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what contradicts train.schedule: schedule_free, which has an average of its own, or train.average."""
+    train = config.train
+    schedule: KeyPath = ("train", "schedule")
+    if train.schedule == "schedule_free":
+        if train.optimizer != "adamw":
+            rule = "but schedule_free is a form of AdamW; allowed: adamw"
+            yield ("train", "optimizer"), schedule, f"got {train.optimizer}, {rule}"
+        if train.average != "none":
+            rule = "but the result of schedule_free is an average already; allowed: none"
+            yield ("train", "average"), schedule, f"got {train.average}, {rule}"
+    yield from engine_conflicts(config)
+    if (
+        config.hybrid.enabled
+        and config.hybrid.engine not in SHORT_FOR
+        and (train.schedule == "schedule_free" or train.average != "none")
+    ):
+        rule = "but the average of train.schedule: schedule_free or train.average would not follow a prediction"
+        yield ("hybrid", "enabled"), schedule, f"got true, {rule}; allowed: false"
+    over = train.average_over
+    if train.average == "none" and over != type(train).model_fields["average_over"].default:
+        rule = "has no effect while train.average is none; set average: tail or ema"
+        yield ("train", "average_over"), ("train", "average"), f"got {over:g}, {rule}"
+    if isinstance(over, int) and train.steps is not None and over > train.steps:
+        rule = f"must be at most train.steps ({train.steps})"
+        yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what leaves no layer to cache, or needs every layer to be called."""
+    cache: KeyPath = ("train", "activation_cache")
+    got, memory = f"got {config.train.activation_cache}", config.memory
+    if config.adapter.trains_model:
+        rule = "but adapter.method: full trains the first layer too, so nothing stays the same over the epochs"
+        yield cache, ("adapter", "method"), f"{got}, {rule}; allowed: none"
+    elif isinstance(config.adapter.targets, str) and config.adapter.init_from is None:
+        rule = f"but adapter.targets: {config.adapter.targets} adapts the first layer too; name modules of upper layers"
+        yield cache, ("adapter", "targets"), f"{got}, {rule} by their paths, such as layers.10.self_attn.q_proj"
+    if memory.sharding == "full":
+        rule = "but memory.sharding: full needs all processes for every layer"
+        yield cache, ("memory", "sharding"), f"{got}, {rule}; allowed: none, or memory.sharding: none"
+    if memory.resident_layers != "all":
+        rule = "but memory.resident_layers counts on every layer being computed"
+        yield cache, ("memory", "resident_layers"), f"{got}, {rule}; allowed: none, or memory.resident_layers: all"
+
+
+def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what has no meaning, or cannot be done, where all parameters of the model are trained."""
+    method: KeyPath = ("adapter", "method")
+    for key in _ADAPTER_ONLY:
+        value = getattr(config.adapter, key)
+        if value != type(config.adapter).model_fields[key].default:
+            shown = value if isinstance(value, str | int | float) else ", ".join(value)
+            yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
+    if config.adapter.init_from is not None:
+        rule = "but adapter.method: full has no adapter; merge it, and set model.name to the result"
+        yield ("adapter", "init_from"), method, f"got {config.adapter.init_from!r}, {rule}"
+    if config.model.quantization not in ("auto", "none"):
+        rule = "but packed weights cannot be trained (adapter.method: full); allowed: auto, none"
+        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}"
+    if config.memory.checkpointing == "remade":
+        rule = "which recomputes the inputs of adapters, and adapter.method: full has none"
+        yield ("memory", "checkpointing"), method, f"got remade, {rule}; allowed: auto, none, full, {{layers: …}}"
+    if config.memory.sharding == "full":
+        rule = "but only a frozen base can be split, and adapter.method: full trains it; allowed: auto, none"
+        yield ("memory", "sharding"), method, f"got full, {rule}"
+    if config.memory.resident_layers != "all":
+        rule = "but only a frozen base can be streamed, and adapter.method: full trains it; allowed: all"
+        yield ("memory", "resident_layers"), method, f"got {config.memory.resident_layers}, {rule}"

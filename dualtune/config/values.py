@@ -6,7 +6,8 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
 
 from pydantic import (
     AfterValidator,
@@ -20,9 +21,50 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dualtune.adapter.methods import NAMES
-from dualtune.text.redaction import secret_in
+from dualtune.base.redaction import secret_in
+from dualtune.model.methods import NAMES
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Problems of a config and their places: the lines of a ConfigError.
+
+KeyPath = tuple[str | int, ...]  # ("data", "train", 0, "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """The origin of a value: a line of a file (0: unknown), or an override."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return ":".join([self.source, *(str(number) for number in (self.line, self.column) if number)])
+
+
+class ConfigProblem(NamedTuple):
+    """One problem. The path is empty if it is not about a key."""
+
+    place: Location
+    path: KeyPath
+    message: str
+
+    def __str__(self) -> str:
+        key = dotted(self.path)
+        if not key or self.place.source == f"--set {key}":  # such a place already names the key
+            return f"{self.place}: {self.message}"
+        return f"{self.place}: {key}: {self.message}"
+
+
+def dotted(path: KeyPath) -> str:
+    """Format a path, such as `data.train[0].weight`; unprintable names are escaped."""
+    names = (
+        f"[{part}]" if isinstance(part, int) else "." + (part if part.isprintable() else repr(part)) for part in path
+    )
+    return "".join(names).removeprefix(".")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 RULES = ConfigDict(
     extra="forbid",
     frozen=True,
@@ -53,7 +95,7 @@ def as_list(value: object) -> object:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
-Factor = Annotated[float, Field(ge=1e-9, le=1e9)]  # as `dualtune.io.fields.positive` reads one from an adapter
+Factor = Annotated[float, Field(ge=1e-9, le=1e9)]  # as `dualtune.base.fields.positive` reads one from an adapter
 Share = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
 TemplateName = Literal[
@@ -81,7 +123,7 @@ def template_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
 TemplateVariables = Annotated[
     dict[str, JsonValue], AfterValidator(template_variables), Field(json_schema_extra={"format": "variables"})
 ]
-Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
+PathText = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
 ModuleNames = Annotated[
     tuple[Name, ...],
@@ -93,7 +135,7 @@ Roles = Annotated[
     dict[str, Literal["system", "user", "assistant", "tool"]], Field(json_schema_extra={"format": "roles"})
 ]
 Template = Annotated[
-    Literal["auto", "none"] | TemplateName | Location,
+    Literal["auto", "none"] | TemplateName | PathText,
     BeforeValidator(lambda value: NEWEST_TEMPLATES.get(value, value) if isinstance(value, str) else value),
 ]
 MULTILINE = ("sample_prompts",)  # keys whose texts may have line breaks and tabs

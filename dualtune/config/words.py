@@ -6,10 +6,10 @@ import math
 from functools import cache
 from typing import Any, cast
 
+from dualtune.base.redaction import redact
 from dualtune.config.advice import unknown_value
-from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import Config
-from dualtune.text.redaction import redact
+from dualtune.config.values import KeyPath, dotted
 
 Fragment = dict[str, Any]  # a part of a JSON schema
 

@@ -1,1 +1,1 @@
-"""The documents of a run: what the config's sources hold, tokenized, and which of them are held out."""
+"""From the sources of a config to micro-batches: rows, conversations, tokens, documents, order."""

@@ -2,31 +2,179 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.chat.row_values import Columns
-from dualtune.data.dedup import Dedup
-from dualtune.data.held_out import held_out_tokens
-from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
+from dualtune.data.similarity import NEAR, Repeat, Repeats
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
-from dualtune.data.sources.rows import BadRow, RawRow
-from dualtune.data.tokens.cache import open_store
-from dualtune.data.tokens.lost_text import check_lost_text, sentences
-from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, stored_in_memory
+from dualtune.data.sources.rows import BadRow, BadRows, RawRow, check_bad_rows
+from dualtune.data.tokens.masks import check_lost_text, sentences
+from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, open_store, stored_in_memory
 from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
 
+# ----------------------------------------------------------------------------------------------------------------------
+# data.dedup: the rows of the training sources that repeat another one, left out before any row is held out.
+
+
+class Dedup:
+    """Which rows of the training sources repeat a row of the evaluation sources, or an earlier one of their own.
+
+    Evaluation sources stay whole. The rows are read and compared when this is first asked for: with the tokenized data
+    in the cache, never. Whatever process asks, the answer is the same.
+    """
+
+    def __init__(
+        self, mode: str, training: Sequence[OpenedSource], evaluation: Callable[[], Sequence[OpenedSource]]
+    ) -> None:
+        """`mode` is the value of data.dedup. `evaluation` opens the evaluation sources of the config."""
+        self._mode, self._training, self._evaluation = mode, training, evaluation
+
+    def key(self, source: int) -> dict[str, Any]:
+        """Return what, besides its own content, decides which rows of this training source are left out."""
+        return {} if self._mode == "off" else {"dedup": self._mode, "source": source, "beside": self._beside}
+
+    def sift(
+        self, source: int, examples: Iterable[Example | BadRow], counts: Counter[str] | None = None
+    ) -> Iterator[Example | BadRow]:
+        """Yield the rows of this training source without those to leave out, which are counted by kind."""
+        if self._mode == "off":
+            yield from examples
+            return
+        left_out, number = self._found[source], 0
+        for example in examples:
+            if isinstance(example, Example):
+                repeat = left_out.get(number)
+                number += 1
+                if repeat is not None:
+                    if counts is not None:
+                        counts["exact" if repeat.is_exact else "near"] += 1
+                    continue
+            yield example
+
+    @functools.cached_property
+    def _sources(self) -> list[OpenedSource]:
+        return [*self._evaluation(), *self._training]
+
+    @functools.cached_property
+    def _beside(self) -> list[Any]:
+        return [[o.files.identity(), o.source.format, o.source.columns] for o in self._sources]
+
+    @functools.cached_property
+    def _found(self) -> list[dict[int, Repeat]]:
+        """For each training source, its rows to leave out by their number among the good ones."""
+        starts: list[int] = []
+        try:
+            with Repeats(NEAR if self._mode == "near" else None) as repeats:
+                for opened in self._sources:
+                    starts.append(len(repeats))
+                    for example in opened.trainable():
+                        interrupt.poll()
+                        if isinstance(example, Example):
+                            repeats.add(example)
+                starts = starts[len(self._sources) - len(self._training) :]
+                repeated = repeats.find(protected=starts[0])
+        except OSError as error:
+            raise DiskError(
+                f"data.dedup: the texts to compare cannot be kept in a temporary file: {error.strerror or error}. "
+                "Free disk space, or set TMPDIR to a directory on another disk"
+            ) from error
+        found: list[dict[int, Repeat]] = [{} for _ in starts]
+        for row, repeat in repeated.items():
+            source = bisect_right(starts, row) - 1  # a source may have no row
+            found[source][row - starts[source]] = repeat
+        return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choose the rows to hold out for evaluation, as a function of the seed, the share and the rows' token counts.
+
+FAR = 2.0  # factor by which the held-out share of the tokens may differ from the requested share
+
+
+def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
+    """Return bool [num_rows], the held-out rows: for `share` > 0 at least one, but never all.
+
+    Depends only on the arguments.
+    """
+    number = min(max(1, round(share * num_rows)), num_rows - 1) if share else 0
+    chosen = np.zeros(num_rows, bool)
+    chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
+    return chosen
+
+
+def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
+    """Return the indices of the training documents held out to probe a step. Raises DataError if there are too few.
+
+    Depends only on the arguments.
+    """
+    if number and number >= num_documents:
+        raise DataError(
+            f"{number} training documents are needed as probes, but there are only {num_documents}. Use more data"
+        )
+    return sorted(np.random.default_rng([seed, 5]).permutation(num_documents)[:number].tolist())
+
+
+def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, str]:
+    """Return bool [rows], the held-out rows, and a remark if the share cannot be met.
+
+    `tokens` is the number of tokens of each row. The rows are those of `held_out`, unless their share of the tokens
+    is less than half or more than twice `share`: then rows are chosen by their token counts.
+    """
+    chosen = held_out(len(tokens), share, seed)
+    if not share or _is_near(tokens, chosen, share):
+        return chosen, ""
+    order = np.random.default_rng([seed, 0]).permutation(len(tokens))
+    order = order[tokens[order] > 0]
+    if len(order) < 2:
+        return np.zeros(len(tokens), bool), (
+            f"none: data.eval is {share:.0%} of the rows, but only one row can be trained on. "
+            "Split the row, name evaluation data in data.eval, or set it to 0"
+        )
+    chosen = _by_tokens(tokens, order, share)
+    if _is_near(tokens, chosen, share):
+        return chosen, ""
+    found = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
+    return chosen, f"{found}: there are too few rows, and their lengths differ too much. Split the longest rows"
+
+
+def _by_tokens(tokens: np.ndarray, order: np.ndarray, share: float) -> np.ndarray:
+    """Take rows in this order, each one that brings their token sum closer to the share; at least one, never all."""
+    left = share * float(tokens.sum())
+    taken: list[int] = []
+    for row in order.tolist():
+        if tokens[row] < 2 * left:
+            taken.append(row)
+            left -= float(tokens[row])
+    chosen = np.zeros(len(tokens), bool)
+    chosen[taken[: len(order) - 1] or order[np.argmin(tokens[order])]] = True
+    return chosen
+
+
+def _share(tokens: np.ndarray, chosen: np.ndarray) -> float:
+    return float(tokens[chosen].sum() / max(1, tokens.sum()))
+
+
+def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
+    found = _share(tokens, chosen)
+    return share / FAR <= found <= share * FAR and found < 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
 REASONS = {  # also keys in `--json`, so these words stay
     State.NO_TARGET: "no token to learn",

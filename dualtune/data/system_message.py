@@ -38,7 +38,6 @@ def recorded_system_message(manifest: Mapping[str, Any] | None) -> str | None:
 
 def trained_system_message(directory: Path) -> str | None:
     """Return the system message of the training of an adapter, a run, or a model that was trained whole."""
-    from dualtune.adapter.formats.directory import adapter_directory
-    from dualtune.adapter.formats.manifest import read_manifest
+    from dualtune.model.formats.directory import adapter_directory, read_manifest
 
     return recorded_system_message(read_manifest(adapter_directory(directory)))

@@ -3,32 +3,149 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.backend import Backend
-from dualtune.base_model import read_config
-from dualtune.card import card_of
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.base.text import in_bytes
 from dualtune.config import Config
-from dualtune.data.batching.batches import SequenceLayout
-from dualtune.data.batching.order import Order
-from dualtune.distributed.team import Team
-from dualtune.errors import ConfigError
-from dualtune.evaluate.evaluation import layout_of
-from dualtune.memory.ask import padded
-from dualtune.memory.counted import Shape, shape_from
-from dualtune.memory.estimate import checkpointing_of
-from dualtune.memory.plan import MemoryPlan, plan_of
-from dualtune.memory.shapes import UnknownShape
-from dualtune.performance.documents import StepDocuments
-from dualtune.platform.budget import Budget, budget, within
-from dualtune.platform.detect import detect
-from dualtune.text.show import in_bytes
+from dualtune.data.batches import SequenceLayout, step_documents
+from dualtune.data.order import Order
+from dualtune.engine.backend import Backend, Engine
+from dualtune.engine.card import ActivationCheckpointing, card_of
+from dualtune.engine.detect import detect
+from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.memory.counted import Shape, shape_from
+from dualtune.engine.memory.estimate import checkpointing_of, padded
+from dualtune.engine.memory.plan import MemoryPlan, plan_of
+from dualtune.engine.memory.shapes import UnknownShape
+from dualtune.model.base_model import read_config
+from dualtune.train.evaluation import layout_of
+from dualtune.train.hooks import Event
+from dualtune.train.profiler.snapshot import each_snapshot
+from dualtune.train.recovery import Recovery, WatchedLimit, explanation
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.run_dir import TIMELINE, RunDir, read_restart, write_restart
+from dualtune.train.team import Team
 
+if TYPE_CHECKING:
+    from dualtune.train.prepare import Prepared
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run remembers when memory ran out: smaller micro-batches and recomputed activations, also after a resume.
+
+KEY = "memory"  # in state.json and dualtune.json; absent if memory never ran out
+
+
+def remembered_layout(config: Config, saved: Checkpoint | None) -> SequenceLayout:
+    """Return the config's sequence layout, or the smaller one with which the run has been trained.
+
+    A changed train.micro_batch_tokens counts instead.
+    """
+    layout, before = layout_of(config), _before(config, saved)
+    tokens = before.get("micro_batch_tokens", layout.max_tokens)
+    return layout.cut_to(tokens) if tokens < layout.max_tokens else layout
+
+
+def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
+    """Return the recovery of a run, with what the run remembers."""
+    config, data = prepared.config, prepared.data
+
+    def explain(recovery: Recovery, reason: str) -> str:
+        return explanation(prepared.backend, _with(config, recovery, data.longest), reason)
+
+    recovery = Recovery(
+        prepared.backend, engine, data.layout, data.longest, team=prepared.team,
+        recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
+        limit=WatchedLimit(prepared.backend, prepared.memory.watched_bytes),
+    )  # fmt: skip
+    if _before(config, prepared.checkpoint).get("checkpointing") == "full":
+        recovery.recompute_all()
+    return recovery
+
+
+def resume_smaller(path: Path, recovery: Recovery, prepared: Prepared, step: int, log: Metrics) -> None:
+    """Take less memory than the process before, which a signal has killed, and note it for the next restart.
+
+    OutOfMemory if nothing is left to try and that process was restarted from this step, too.
+    """
+    before = read_restart(path)
+    if before is None:
+        return
+    if (tokens := before.memory.get("micro_batch_tokens", math.inf)) < recovery.layout.max_tokens:
+        recovery.layout = recovery.layout.cut_to(tokens)
+    if before.memory.get("checkpointing") == "full":
+        recovery.recompute_all()
+    why = f"the process before was killed by {before.killed_by}, as when memory runs out"
+    batches = prepared.batches(min(step, prepared.data.order.num_steps - 1), recovery.layout)
+    if not recovery.shrink(step, max(batch.tokens_BT.size for batch in batches), why):
+        if before.step == step:
+            raise recovery.given_up(f"{why}, twice after step {step}")
+        log.event(Event(step, "restarted", f"{why}; nothing takes less, so the run resumes as it was"))
+    memory = entry_of(recovery, prepared).get(KEY, {})
+    write_restart(path, replace(before, step=step, memory=memory))
+
+
+def entry_of(recovery: Recovery, prepared: Prepared) -> dict[str, Any]:
+    """Return the entry in state.json and dualtune.json; empty if memory never ran out."""
+    entry: dict[str, Any] = {}
+    if recovery.layout.max_tokens != layout_of(prepared.config).max_tokens:
+        entry["micro_batch_tokens"] = recovery.layout.max_tokens
+    if recovery.recomputes and not prepared.memory.recomputes_all:
+        entry["checkpointing"] = "full"
+    return {KEY: entry} if entry else {}
+
+
+def _before(config: Config, saved: Checkpoint | None) -> dict[str, Any]:
+    if saved is None:
+        return {}
+    trained_with = saved.state["config"].get("train", {}).get("micro_batch_tokens")
+    is_same = trained_with == config.train.micro_batch_tokens
+    return saved.state.get(KEY) or {} if is_same else {}
+
+
+def _with(config: Config, recovery: Recovery, longest: int) -> Config:
+    """Return the config with what was tried last, and with the length of the longest document that there is."""
+    train = config.train.model_copy(update={"micro_batch_tokens": recovery.layout.max_tokens})
+    checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
+    memory = config.memory.model_copy(update={"checkpointing": checkpointing})
+    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
+    return config.model_copy(update={"train": train, "memory": memory, "data": data})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the files of a run say about a process before that was killed without a word.
+
+CLOSE = 0.9  # of the memory that a run may use
+
+
+def suspected(run_dir: RunDir, memory: RunMemory) -> list[str]:
+    """Return a note if the process before was killed, and came close to the end of its memory before.
+
+    Its last rows may be missing: a killed process could not write them.
+    """
+    if run_dir.lock is None or not run_dir.lock.holder_was_killed:
+        return []
+    try:
+        rows = each_snapshot(run_dir.path / TIMELINE)
+        most = max((max(row.used_bytes, row.peak_bytes or 0, row.process_bytes or 0) for row in rows), default=0)
+    except FormatError:
+        return []
+    if most < CLOSE * memory.budget.bytes:
+        return []
+    return [
+        f"the process before was killed after it had used {in_bytes(most)}, and {in_bytes(memory.budget.bytes)} are "
+        "available: memory is the likely cause. --max-restarts 3 resumes such a run by itself, with smaller "
+        "micro-batches; or lower train.micro_batch_tokens"
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 LOOKED_AT = 64  # steps, to see how large their micro-batches are
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
 ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
@@ -81,7 +198,7 @@ def largest_micro_batch(order: Order, lengths: np.ndarray, layout: SequenceLayou
     longest = np.sort(lengths)[::-1]
     limit, most = max(layout.max_tokens, padded(int(longest[0]))), 0
     for step in range(min(order.num_steps, LOOKED_AT)):
-        most = max(most, *StepDocuments.of(lengths[order.step(step).documents], layout, "").cells)
+        most = max(most, *step_documents(lengths[order.step(step).documents], layout, "").cells)
         if most >= layout.max_tokens:
             return limit
     number = order.documents_per_step

@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.adapter.formats.chat_template import write_training_template
-from dualtune.adapter.formats.directory import Adapter
-from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
-from dualtune.adapter.formats.manifest import MANIFEST_FILE
-from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
-from dualtune.backend import Engine
-from dualtune.base_model import read_config
-from dualtune.base_model.peft_trial import named
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.files import json_bytes, write_whole
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
-from dualtune.errors import EnvironmentFault
-from dualtune.io.disk import json_bytes, write_whole
+from dualtune.engine.backend import Engine
+from dualtune.engine.peft_trial import named
+from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
+from dualtune.model.base_model import read_config
+from dualtune.model.formats.chat_template import write_training_template
+from dualtune.model.formats.directory import MANIFEST_FILE, Adapter
+from dualtune.model.formats.naming import is_fan_in_fan_out
 from dualtune.train.prepare import Prepared
 
 

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypedDict
 
-from dualtune.backend import Batch
-from dualtune.hooks import Hook, MicroBatch, PhaseChange, StepTaken, installed_hooks
-from dualtune.policy import Outcome
-from dualtune.profiler.timeline import Timeline
-from dualtune.trackers.process import TrackerProcesses
-from dualtune.train.prepare import Prepared
-from dualtune.train.state.run_dir import LOG, TIMELINE, RunDir
+from dualtune.engine.backend import Batch
+from dualtune.train.hooks import MicroBatch, PhaseChange, StepTaken, Watchers
+from dualtune.train.policy import Outcome
 from dualtune.train.step import Phase, Watch, untimed, unwatched
-from dualtune.view.lines import RunLog
-from dualtune.view.run_view import RunView
-from dualtune.watchers import Watchers
-
-
-def watchers_of(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:
-    """Return what calls the hooks: timeline of memory, log, the given ones, the installed ones; and why some cannot be.
-
-    Of several processes, only the first one writes timeline and log, and loads the installed hooks.
-    """
-    if not prepared.team.is_first:
-        return Watchers(hooks), []
-    installed, problems = installed_hooks()
-    timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
-    every = prepared.config.run
-    view, first = RunView(every.eval_every, every.save_every), [*prepared.summary(), *prepared.memory.lines()]
-    log = RunLog(run_dir.path / LOG, view, every.log_every, first)
-    trackers = [TrackerProcesses(run_dir.path, every.track)] if every.track else []
-    return Watchers([timeline, log, *trackers, *hooks, *installed]), problems
 
 
 class Watched(TypedDict):

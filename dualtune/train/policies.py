@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dualtune.base import fields
+from dualtune.base.errors import ConfigError, FormatError
 from dualtune.config import Config
-from dualtune.errors import ConfigError, FormatError
-from dualtune.hybrid.policy import Predictive
-from dualtune.io import fields
-from dualtune.policy import PolicyState, StepPolicy
+from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.policy import PolicyState, StepPolicy
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.step import Ordinary
 

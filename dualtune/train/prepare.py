@@ -10,12 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.activation_cache.trial import layers_below
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
-from dualtune.adapter.formats.directory import Adapter, read_adapter
-from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, modules_of
-from dualtune.backend import Backend, Batch
-from dualtune.base_model import (
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.base.files import expanded
+from dualtune.config import Config
+from dualtune.data.batches import Row, SequenceLayout, make_batch, micro_batches, share
+from dualtune.data.chat.template import NAMES
+from dualtune.data.documents import Data, Documents, Show, notices, probe_documents, unused_valid
+from dualtune.data.order import Order, without
+from dualtune.data.system_message import shared_system_message
+from dualtune.data.tokens.control_tokens import control_token_warning
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import Backend, Batch
+from dualtune.engine.card import check_capabilities
+from dualtune.engine.memory.shapes import UnknownShape, decoder_of
+from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, modules_of
+from dualtune.model.base_model import (  # fmt: skip
     BaseWeights,
     find_weights,
     fingerprint,
@@ -23,44 +32,33 @@ from dualtune.base_model import (
     position_table_size,
     read_config,
     resolve_model,
-)  # fmt: skip
-from dualtune.base_model.counts import decoder_table
-from dualtune.base_model.names import in_names_of
-from dualtune.capabilities import check_capabilities
-from dualtune.config import Config
-from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
-from dualtune.data.batching.order import Order, without
-from dualtune.data.chat.named import NAMES
-from dualtune.data.documents import Data, Documents, Show, notices, unused_valid
-from dualtune.data.held_out import probe_documents
-from dualtune.data.system_message import shared_system_message
-from dualtune.data.tokens.control_tokens import control_token_warning
-from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.distributed.team import Team
-from dualtune.errors import ConfigError, DataError
-from dualtune.evaluate.evaluation import layout_of
-from dualtune.evaluate.samples import check_samples
-from dualtune.io.disk import expanded
-from dualtune.memory.shapes import UnknownShape, decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.policy import StepPolicy
-from dualtune.trackers.tracker import check_installed
-from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory
+)
+from dualtune.model.config_file import decoder_table
+from dualtune.model.formats.chat_template import TEMPLATE_FILE, mismatch
+from dualtune.model.formats.directory import Adapter, read_adapter
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.places import in_names_of
+from dualtune.train.activation_cache import layers_below
+from dualtune.train.evaluation import layout_of
+from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
+from dualtune.train.objective import optimizer_spec, with_intervals
 from dualtune.train.policies import MakePolicy, chosen, open_policy
-from dualtune.train.remembered import remembered_layout
-from dualtune.train.schedule import optimizer_spec, with_intervals
+from dualtune.train.policy import StepPolicy
+from dualtune.train.samples import check_samples
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
     EVAL_DOCUMENTS,
     TRAIN_DOCUMENTS,
     Change,
     as_recorded,
     check_config,
+    check_end,
     check_fingerprints,
     check_position,
+    has_ended,
     with_tokens,
 )
+from dualtune.train.team import Team
 
 DOWNLOAD, UNPACKED = "the download of the base model", "the base model's GGUF file"  # as `show` names them
 FINGERPRINT = "the fingerprint of the base model"
@@ -223,8 +221,6 @@ def _prepare(
     tokenizer = Tokenizer.of(model_dir, config.data, template_of(config, saved))
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
-    if team.is_first:
-        check_installed(config.run.track)
     system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
     positions = position_table_size(read_config(model_dir))
     check_samples(config.run.sample_prompts, tokenizer, positions, len(eval_), system)

@@ -10,52 +10,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dualtune.activation_cache.fill import use_cache
-from dualtune.activation_cache.trial import check_layers
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
-from dualtune.adapter.formats.directory import write_adapter
-from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
-from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.backend.shared_base import SharedBase
-from dualtune.base_model import ignored_code, position_table_size, read_config, untied_head
+from dualtune.base.errors import DiskError, FormatError, Preempted
+from dualtune.base.files import remove_directory, write_file
+from dualtune.base.untrusted import read_json
 from dualtune.config import Config, to_yaml
-from dualtune.data.batching.prefetch import Ahead
+from dualtune.data.batches import Ahead
+from dualtune.data.counts import counts
 from dualtune.data.documents import Show
-from dualtune.data.preview.counts import counts
 from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
-from dualtune.distributed.team import Team
-from dualtune.errors import DiskError, FormatError, Preempted
-from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
-from dualtune.evaluate.inference import LoadedModel, load_adapter
-from dualtune.evaluate.recovery import Recovery
-from dualtune.evaluate.samples import Samples, check_not_split
-from dualtune.evaluate.shortage import explained
-from dualtune.evaluate.weights import result_of, using, using_result
-from dualtune.hooks import FINGERPRINTS, RESULT, TRACKERS, Event, Hook, RunInfo
-from dualtune.io.disk import remove_directory, write_file
-from dualtune.io.untrusted import read_json
-from dualtune.memory.ask import num_trained
-from dualtune.report.run_page import run_page
-from dualtune.train.health.guards import Guards
-from dualtune.train.health.verdict import RunVerdict, judge
-from dualtune.train.killed import suspected
-from dualtune.train.memory import agreed
+from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
+from dualtune.engine.memory.estimate import num_trained
+from dualtune.model.base_model import ignored_code, position_table_size, read_config, untied_head
+from dualtune.model.formats.chat_template import TEMPLATE_FILE
+from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, write_adapter
+from dualtune.train.activation_cache import check_layers, use_cache
+from dualtune.train.evaluation import result_of, using, using_result
+from dualtune.train.fingerprints import base_fingerprints, fingerprints
+from dualtune.train.guards import Guards
+from dualtune.train.health import RunVerdict, judge
+from dualtune.train.hooks import FINGERPRINTS, RESULT, TRACKERS, Event, Hook, RunInfo, Watchers, installed_hooks
+from dualtune.train.inference import LoadedModel, load_adapter
+from dualtune.train.memory import agreed, entry_of, recovery_of, resume_smaller, suspected
+from dualtune.train.model_checks import check_causality, check_packing
 from dualtune.train.model_dir import notes_before_training, trained_adapter, write_model
-from dualtune.train.moments import Moments, watchers_of
-from dualtune.train.packing import check_causality, check_packing
+from dualtune.train.moments import Moments
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
-from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
+from dualtune.train.profiler.profiler import Timeline
+from dualtune.train.recovery import Recovery, explained
+from dualtune.train.samples import Samples, check_not_split
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.state.checkpoint import bytes_per_weight, set_aside
+from dualtune.train.state.checkpoint import bytes_per_weight, in_names_of, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.records import environment, start
-from dualtune.train.state.restored import in_names_of, restore
 from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, LOG, METRICS, REPORT, SAMPLES, RunDir
-from dualtune.train.state.together import open_together
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
+from dualtune.train.team import Team
 from dualtune.train.trainer import Job, fit
-from dualtune.view.lines import log_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +63,26 @@ class TrainResult:
     report: Path | None = None  # the page for a browser, if it was written
     was_finished: bool = False  # by an earlier call; this call did nothing…
     without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
+
+
+class Display:
+    """What shows a run to a person. This one shows nothing; `dualtune.show.run` has that of the commands."""
+
+    def check(self, config: Config) -> None:
+        """Raise EnvironmentFault if something that the config wants to be shown with is not installed."""
+
+    def hooks(self, prepared: Prepared, run_dir: Path) -> Sequence[Hook]:
+        """Return the hooks that show the run, in the first process; they are called before those of the caller."""
+        return ()
+
+    def write_report(self, run_dir: Path) -> None:
+        """Write the page of a run that has ended."""
+
+    def log_result(self, run_dir: Path, result: Path) -> None:
+        """Say where the result is, after everything else has been said."""
+
+
+NO_DISPLAY = Display()
 
 
 def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:
@@ -123,28 +134,30 @@ def run(
     config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
     show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
     restart: Path | None = None, policy: MakePolicy | None = None, shared_base: SharedBase | None = None,
-    pause_after: int | None = None,
+    pause_after: int | None = None, display: Display = NO_DISPLAY,
 ) -> TrainResult:  # fmt: skip
     """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted.
 
     `show` gets the progress of tokenizing. `announce` gets the prepared run before the model is loaded, and an error
     that it raises ends the run. `restart`: the note of a parent that restarts a killed run. `policy`: see `prepare`.
     `shared_base`: where the base model stays for the next run. `pause_after`: the step after which the run is
-    evaluated, saved and stopped; raises Paused.
+    evaluated, saved and stopped; raises Paused. `display`: what shows the run.
     """
     team = Team(backend.world())
+    if team.is_first:
+        display.check(config)
     with open_together(config, resume, team) as run_dir:
         prepared = prepare(config, backend, run_dir.saved, show, team, policy)
         announce(prepared)
         with explained(backend, prepared.config, "in training"):
-            return execute(prepared, run_dir, hooks, restart, shared_base, pause_after)
+            return execute(prepared, run_dir, hooks, restart, shared_base, pause_after, display)
 
 
 def execute(
     prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = (), restart: Path | None = None,
-    shared_base: SharedBase | None = None, pause_after: int | None = None,
+    shared_base: SharedBase | None = None, pause_after: int | None = None, display: Display = NO_DISPLAY,
 ) -> TrainResult:  # fmt: skip
-    """Train a prepared run in an open run directory. The last four arguments are those of `run`."""
+    """Train a prepared run in an open run directory. The last five arguments are those of `run`."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
     if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
         result = _result(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
@@ -164,7 +177,7 @@ def execute(
     run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)  # before the timeline is continued
     _write_records(run_dir, prepared, engine)
 
-    watchers, unusable_hooks = watchers_of(prepared, run_dir, hooks)
+    watchers, unusable_hooks = _watchers(prepared, run_dir, display, hooks)
     log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
     moments = Moments(watchers)
@@ -197,7 +210,7 @@ def execute(
                 record = _record(prepared, engine, log, guards, recovery, num_steps) | {"fingerprints": prints}
                 _write_result(run_dir.result(config), prepared, engine, record)
         if config.run.report and team.is_first:
-            _write_report(run_dir.path, log, num_steps)
+            _write_report(display, run_dir.path, log, num_steps)
         if config.run.track:
             moments.enter(num_steps, TRACKERS)
     except Preempted as stop:
@@ -210,8 +223,22 @@ def execute(
     if saver.newest is None and saver.failure is not None:
         raise DiskError(f"{saver.failure} No checkpoint could be saved; the result is in {run_dir.result(config)}")
     if team.is_first:
-        log_result(run_dir.path / LOG, run_dir.result(config).name, run_dir.result(config))
+        display.log_result(run_dir.path, run_dir.result(config))
     return _result(run_dir, config, num_steps, log.history)
+
+
+def _watchers(
+    prepared: Prepared, run_dir: RunDir, display: Display, hooks: Sequence[Hook]
+) -> tuple[Watchers, list[str]]:
+    """Return what calls the hooks: timeline of memory, display, those of the caller, the installed ones; and problems.
+
+    Of several processes, only the first one writes the timeline, is shown, and loads the installed hooks.
+    """
+    if not prepared.team.is_first:
+        return Watchers(hooks), []
+    installed, problems = installed_hooks()
+    timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
+    return Watchers([timeline, *display.hooks(prepared, run_dir.path), *hooks, *installed]), problems
 
 
 def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) -> Samples | None:
@@ -377,10 +404,10 @@ def _fingerprints(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     return {"base": base_fingerprints(engine, tokenizer), "adapter": fingerprints(engine, tokenizer)}
 
 
-def _write_report(path: Path, log: Metrics, step: int) -> None:
+def _write_report(display: Display, path: Path, log: Metrics, step: int) -> None:
     """Write the page of the run. The result is on disk, so a page that cannot be written is no reason to fail."""
     try:
-        write_file(path / REPORT, run_page([path]))
+        display.write_report(path)
     except Exception as error:  # noqa: BLE001  whatever is wrong with the page, the run is done
         log.event(Event(step, "report_failed", f"{REPORT} was not written: {type(error).__name__}: {error}"))
 

@@ -8,25 +8,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dualtune.backend import Engine
+from dualtune.base.errors import DiskError, FormatError
+from dualtune.base.files import OpenDirectory, free_name, set_aside, write_file
+from dualtune.base.text import in_bytes
 from dualtune.config import Config, to_yaml
-from dualtune.errors import DiskError, FormatError
-from dualtune.evaluate.recovery import Recovery
-from dualtune.hooks import SAVE, Event
-from dualtune.io.disk import free_name, write_file
-from dualtune.io.replaced import OpenDirectory, set_aside
-from dualtune.text.show import in_bytes
-from dualtune.train import remembered
-from dualtune.train.health.guards import Guards
+from dualtune.engine.backend import Engine
+from dualtune.train import memory
+from dualtune.train.guards import Guards
+from dualtune.train.hooks import SAVE, Event
 from dualtune.train.moments import Moments
+from dualtune.train.objective import is_due, learning_rate, optimizer_spec
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, position_of
-from dualtune.train.schedule import is_due, learning_rate, optimizer_spec
+from dualtune.train.recovery import Recovery
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.metrics import Metrics
-from dualtune.train.state.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
-from dualtune.train.state.together import shared
+from dualtune.train.state.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir, shared
 
 ADAPTER_BYTES_PER_WEIGHT, MODEL_BYTES_PER_WEIGHT = 8, 4  # float32 in two layouts; float32
 
@@ -151,7 +149,7 @@ class Saver:
         state = {"place": position_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         policy = self._policy.state()
         state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
-        state |= remembered.entry_of(self._recovery, self._prepared)
+        state |= memory.entry_of(self._recovery, self._prepared)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
     def _rescue(self, step: int, fault: str) -> DiskError:

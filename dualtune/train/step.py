@@ -1,8 +1,8 @@
 """One step of a run, and the policy that decides what happens in it.
 
 The training loop and `dualtune bench` take the same steps and do not depend on the policy: a policy gets a
-`TrainingStep`, calls its methods, and returns an `Outcome` (`dualtune/policy.py`). `policies.py` is the table of the
-policies.
+`TrainingStep`, calls its methods, and returns an `Outcome` (`dualtune/train/policy.py`). `policies.py` is the table of
+the policies.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dualtune.adapter.spec import Tensors
-from dualtune.backend import IGNORE_INDEX, Batch, Engine, LossSum
 from dualtune.config import Config
-from dualtune.evaluate.recovery import Recovery
-from dualtune.evaluate.weights import using
-from dualtune.hooks import StepRecord
-from dualtune.policy import Outcome, PolicyState, Update
-from dualtune.train.schedule import learning_rate
+from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum
+from dualtune.model.adapter import Tensors
+from dualtune.train.evaluation import using
+from dualtune.train.hooks import StepRecord
+from dualtune.train.objective import learning_rate
+from dualtune.train.policy import Outcome, PolicyState, Update
+from dualtune.train.recovery import Recovery
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared

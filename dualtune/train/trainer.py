@@ -7,25 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from dualtune import faults
-from dualtune.backend import Batch, Engine
-from dualtune.distributed.team import PeerFailed
-from dualtune.errors import OutOfMemory, Paused, Preempted
-from dualtune.evaluate.evaluation import evaluate
-from dualtune.evaluate.recovery import Recovery
-from dualtune.evaluate.samples import Samples
-from dualtune.evaluate.weights import using_result
-from dualtune.hooks import EVALUATION, SAMPLES, Event, StepRecord
-from dualtune.train.health.guards import Guards
+from dualtune.base import faults
+from dualtune.base.errors import OutOfMemory, Paused, Preempted
+from dualtune.engine.backend import Batch, Engine
+from dualtune.train.evaluation import evaluate, using_result
+from dualtune.train.guards import Guards
+from dualtune.train.hooks import EVALUATION, SAMPLES, Event, StepRecord, Watchers
 from dualtune.train.moments import Moments
+from dualtune.train.objective import is_due, steps_until_due
 from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
+from dualtune.train.recovery import Recovery
+from dualtune.train.samples import Samples
 from dualtune.train.saver import Saver
-from dualtune.train.schedule import is_due, steps_until_due
+from dualtune.train.state.checkpoint import restore
 from dualtune.train.state.metrics import Metrics
-from dualtune.train.state.restored import restore
 from dualtune.train.step import TrainingStep, record
-from dualtune.watchers import Watchers
+from dualtune.train.team import PeerFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Backend, Batch, Engine, LoadRequest
-from dualtune.memory.ask import Ask, num_trained
-from dualtune.memory.counted import shape_from
-from dualtune.memory.estimate import Estimate, estimate
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import pack, random_batch
+from dualtune.engine.backend import Backend, Batch, Engine, LoadRequest
+from dualtune.engine.memory.counted import shape_from
+from dualtune.engine.memory.estimate import Ask, Estimate, estimate, num_trained
+from dualtune.engine.testing.tiny_models import pack, random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 ASK = Ask("torch", "cpu", "none", "float32", 8, "all-linear", micro_batch_tokens=512, max_length=512, dropout=False)
 SPEC = AdapterSpec(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))

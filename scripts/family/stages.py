@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.adapter.spec import modules_of
-from dualtune.base_model import find_weights
-from dualtune.base_model.merging import write_merged as copy_base
-from dualtune.base_model.peft_trial import NO_MODEL
+from dualtune.base.errors import ConfigError, DualtuneError
 from dualtune.config import to_yaml
-from dualtune.errors import ConfigError, DualtuneError
-from dualtune.export.merge import load_to_merge, write_merged
-from dualtune.train.run import run
-from dualtune.verify.verify import verify
+from dualtune.engine.peft_trial import NO_MODEL
+from dualtune.model.adapter import modules_of
+from dualtune.model.base_model import find_weights
+from dualtune.model.formats.directory import read_adapter
+from dualtune.model.merging import write_merged as copy_base
+from dualtune.show.run import run
+from dualtune.use.export.merge import load_to_merge, write_merged
+from dualtune.use.verify.verify import verify
 from family.case import Case, Differs, Lost, Needs, Told, check_close, stored
 from family.make import make, write_data
 from family.memory import share_of_peak
@@ -44,7 +44,7 @@ def make_model(case: Case, _: str) -> float:
 
 def check(case: Case, name: str) -> str | None:
     """`check-config` finds nothing that fails; the share of adapted weights is what it reports."""
-    from dualtune.preflight.config_check import check_config
+    from dualtune.doctor.check_config import check_config
 
     file = case.directory / f"{name}.yaml"
     file.write_text(to_yaml(case.config(name)), encoding="utf-8")
@@ -57,10 +57,10 @@ def check(case: Case, name: str) -> str | None:
 
 def plan(case: Case, name: str) -> float:
     """`plan` knows the memory; the number is in bytes."""
-    from dualtune.platform.choose import choose
-    from dualtune.platform.detect import detect
-    from dualtune.preflight.config_data import look_at_data, with_lengths_of
-    from dualtune.preflight.config_memory import plan_config
+    from dualtune.doctor.check_config import plan_config
+    from dualtune.doctor.check_config_data import look_at_data, with_lengths_of
+    from dualtune.engine.choose import choose
+    from dualtune.engine.detect import detect
 
     config = case.config(name)
     steps, evaluated = with_lengths_of(config, look_at_data(config))

@@ -11,24 +11,29 @@ from pathlib import Path
 
 import click
 
-from dualtune.capabilities import BACKEND_KEYS, OF_THE_CORE
-from dualtune.card import Card, cards
 from dualtune.cli.main import cli
 from dualtune.cli.suggest import CommandWithOthers
 from dualtune.config.data_section import SourceConfig
 from dualtune.config.render import entry
 from dualtune.config.words import config_schema, describe, examples, fragment
+from dualtune.engine.card import BACKEND_KEYS, OF_THE_CORE, Card, cards
 
 WIDTH = 80  # columns of code: as many as the site shows of a line
 # Module -> the names that are shown; all public ones if empty.
 USE = {
-    "dualtune": (), "dualtune.train.run": ("TrainResult",), "dualtune.hooks": (), "dualtune.errors": (),
+    "dualtune": (), "dualtune.train.run": ("TrainResult",), "dualtune.train.hooks": (), "dualtune.base.errors": (),
     "dualtune.train.objective": (),
 }  # fmt: skip
-BACKEND = {"dualtune.backend": (), "dualtune.card": (), "dualtune.optimizer": (), "dualtune.world": ()}
+BACKEND = {
+    "dualtune.engine.backend": (),
+    "dualtune.engine.card": (),
+    "dualtune.model.optimizer": (),
+    "dualtune.base.world": (),
+}
 TESTING = {
-    "dualtune.testing.conformance": (), "dualtune.testing.conformance_case": (), "dualtune.testing.tiny_models": (),
-    "dualtune.testing.oracles": (), "dualtune.testing.tolerances": (),
+    "dualtune.engine.testing.conformance": (), "dualtune.engine.testing.conformance_case": (),
+    "dualtune.engine.testing.tiny_models": (),
+    "dualtune.engine.testing.oracles": (), "dualtune.engine.testing.tolerances": (),
 }  # fmt: skip
 
 

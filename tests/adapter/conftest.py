@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.canonical import to_pairs
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.canonical import to_pairs
+from dualtune.model.formats.directory import Adapter, write_adapter
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 

@@ -158,8 +158,8 @@ def shifted(by):
 
 def with_manifest_of(change):
     def make(path, ref):
-        from dualtune.adapter.formats.directory import Adapter, write_adapter
-        from dualtune.adapter.spec import AdapterSpec
+        from dualtune.model.adapter import AdapterSpec
+        from dualtune.model.formats.directory import Adapter, write_adapter
 
         adapter = Adapter(AdapterSpec(RANK, ALPHA, 0.0, TARGETS), dict(ref.tensors))
         path.rmdir()

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.adapter.formats.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
-from dualtune.adapter.layers import (
+from dualtune.base.errors import FormatError
+from dualtune.model.adapter import (
     LayerPosition,
     exact_targets,
     is_module_path,
@@ -14,7 +14,7 @@ from dualtune.adapter.layers import (
     short_targets,
     uniform_names,
 )
-from dualtune.errors import FormatError
+from dualtune.model.formats.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
 
 
 def stack(*names, layers=range(3)):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from dualtune.adapter.formats import chat_template
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, write_training_template
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats import chat_template
+from dualtune.model.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, write_training_template
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.importing.repair import import_adapter
+from dualtune.model.inspection import inspect_adapter, render_report
 
 SOURCE = "{% for m in messages %}\r\n[{{ m.content }} é]{% endfor %}"
 OTHER = "{{ messages }}"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.importing.repair import import_adapter
 
 INDEX, NPZ = "adapter_model.safetensors.index.json", "adapters.npz"
 

@@ -8,10 +8,10 @@ import pytest
 import safetensors.torch
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.errors import FormatError
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.base.errors import FormatError
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.formats.directory import read_adapter
+from dualtune.model.importing.repair import import_adapter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -12,8 +12,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats.directory import read_adapter, write_adapter
 
 WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
 LAYOUTS = ("dual", "peft", "mlx")

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.canonical import to_pairs
-from dualtune.adapter.formats.directory import write_adapter
-from dualtune.adapter.inspection.diff import diff_adapters, render_difference
-from dualtune.adapter.spec import AdapterSpec, tensor_name
+from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.formats.canonical import to_pairs
+from dualtune.model.formats.directory import write_adapter
+from dualtune.model.inspection import diff_adapters, render_difference
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 SHAPES = {Q0: (24, 40), Q1: (24, 40)}

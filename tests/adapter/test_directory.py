@@ -13,10 +13,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.formats.canonical import to_pairs
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.inspection.inspect import inspect_adapter
-from dualtune.errors import ConfigError, DiskError, FormatError, NonFiniteError
+from dualtune.base.errors import ConfigError, DiskError, FormatError, NonFiniteError
+from dualtune.model.formats.canonical import to_pairs
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.inspection import inspect_adapter
 
 FILES = {
     "dual": {"adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json"},
@@ -149,9 +149,9 @@ def test_a_module_of_zeros_is_not_written_but_a_fresh_adapter_is(tmp_path, make_
 WRITER = """
     import os, resource, signal, sys
     import numpy as np
-    from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import AdapterSpec, tensor_name
-    from dualtune.errors import DualtuneError
+    from dualtune.model.formats.directory import Adapter, write_adapter
+    from dualtune.model.adapter import AdapterSpec, tensor_name
+    from dualtune.base.errors import DualtuneError
     x = np.arange(1, 20001, dtype=np.float32)
     tensors = {tensor_name("lm_head", "A"): x.reshape(2, -1), tensor_name("lm_head", "B"): x.reshape(-1, 2)}
     adapter = Adapter(AdapterSpec(2, 4.0, 0.0, ("lm_head",)), tensors)

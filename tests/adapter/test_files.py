@@ -12,10 +12,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.errors import FormatError
-from dualtune.io.disk import listing, write_directory
-from dualtune.io.tensors import StoredForm, bytes_of, safetensors_pieces, write_safetensors
-from dualtune.io.untrusted import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
+from dualtune.base.errors import FormatError
+from dualtune.base.files import listing, write_directory
+from dualtune.base.tensors import StoredForm, bytes_of, safetensors_pieces, write_safetensors
+from dualtune.base.untrusted import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
 
 RNG = np.random.default_rng(0)
 TENSORS = {

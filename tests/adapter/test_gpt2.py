@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.testing.tiny_models import write_tiny_gpt2
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.importing.foreign import base_shapes
+from dualtune.model.importing.repair import import_adapter
 
 D = 64
 GPT2 = {"attn.c_attn": (3 * D, D), "attn.c_proj": (D, D), "mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}

@@ -12,14 +12,14 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.formats.canonical import Pair
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.adapter.importing.diagnose import missing_modules
-from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.errors import FormatError
-from dualtune.testing.oracles import llama_oracle
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.base.errors import FormatError
+from dualtune.engine.testing.oracles import llama_oracle
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.formats.canonical import Pair
+from dualtune.model.formats.directory import read_adapter
+from dualtune.model.importing.diagnose import missing_modules
+from dualtune.model.importing.foreign import base_shapes
+from dualtune.model.importing.repair import import_adapter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.inspection import inspect_adapter, render_report
 
 Q0 = "model.layers.0.self_attn.q_proj"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,7 @@ def test_a_large_model_is_written_in_shards(
         return tmp_path / out
 
     whole = merge("whole")
-    monkeypatch.setattr("dualtune.io.tensors.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("dualtune.base.tensors.SHARD_BYTES", 100_000)
     parts = merge("parts")
     files = sorted(parts.glob("*.safetensors"))
     count = len(files)

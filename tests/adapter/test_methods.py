@@ -6,10 +6,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.peft import REFUSED
-from dualtune.adapter.methods import FULL, METHODS, NAMES, UNSUPPORTED
-from dualtune.adapter.spec import AdapterSpec, init_adapter, parse_name, tensor_name
 from dualtune.config.schema import AdapterConfig
+from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name, tensor_name
+from dualtune.model.formats.peft import REFUSED
+from dualtune.model.methods import FULL, METHODS, NAMES, UNSUPPORTED
 
 WEIGHT, RANK = (6, 10), 4
 MODULE = "model.layers.0.mlp.up_proj"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.canonical import to_pairs
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats.canonical import to_pairs
+from dualtune.model.formats.directory import read_adapter, write_adapter
 
 pytest.importorskip("mlx_lm")
 import mlx.core as mx

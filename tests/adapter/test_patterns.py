@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.adapter.formats.patterns import full_match, matches_end
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats.patterns import full_match, matches_end
 
 ATOMS = ["a", "b", ".", "[ab]", "[^a]", r"\.", r"\w", r"\d", "^", "$", r"\b", "", "(?=a)", "(?!b)", "(?:a|)", "(b|ab)"]
 PATTERNS = st.recursive(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.formats.peft import HANDLED, REFUSED
-from dualtune.errors import FormatError
+from dualtune.base.errors import FormatError
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.formats.peft import HANDLED, REFUSED
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")

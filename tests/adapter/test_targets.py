@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dualtune.adapter.targets import ALL_LINEAR, DEFAULT_TARGETS, adapted_as, select_modules
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.model.targets import ALL_LINEAR, DEFAULT_TARGETS, adapted_as, select_modules
 
 ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
 DENSE = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -6,11 +6,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.transfer.bundles.signature import Trust
-from dualtune.transfer.remotes import connection
-from dualtune.transfer.remotes.ssh import SshStore
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.use.transfer.bundles.signature import Trust
+from dualtune.use.transfer.remotes import ssh as connection
+from dualtune.use.transfer.remotes.ssh import SshStore
 
 ALICE = "alice@example.org"
 

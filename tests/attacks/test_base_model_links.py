@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from dualtune.base_model import copy_without_weights, find_weights, resolve_model
-from dualtune.errors import DualtuneError, FormatError
-from dualtune.testing.tiny_models import write_tiny_llama
-from dualtune.train.run import run
-from dualtune.transfer.bundles.pack import pack
+from dualtune.base.errors import DualtuneError, FormatError
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.base_model import copy_without_weights, find_weights, resolve_model
+from dualtune.show.run import run
+from dualtune.use.transfer.bundles.pack import pack
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.base_model import fingerprint, resolve_model
-from dualtune.errors import ConfigError, DualtuneError, FormatError, NonFiniteError
-from dualtune.evaluate.inference import load_model
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError, DualtuneError, FormatError, NonFiniteError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.base_model import fingerprint, resolve_model
+from dualtune.model.importing.foreign import base_shapes
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.inference import load_model
 
 SPEC = AdapterSpec(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

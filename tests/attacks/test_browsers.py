@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dualtune.serve.page_server import PageServer
+from dualtune.show.page_server import PageServer
 
 FOREIGN = (
     ("localhost:80@evil.example",), ("localhost:80@evil.example:80",), ("evil.example",), ("localhost.evil.example",),

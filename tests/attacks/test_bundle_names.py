@@ -8,13 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dualtune.errors import ConfigError, FormatError
-from dualtune.transfer import carry
-from dualtune.transfer.bundles import bundle, manifest, signature
-from dualtune.transfer.bundles.binding import ANY, RequiredBinding, check, parse_age
-from dualtune.transfer.bundles.bundle import inspect, unpack
-from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.remotes.patience import Patience
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.use.transfer import carry
+from dualtune.use.transfer.bundles import bundle, manifest, signature
+from dualtune.use.transfer.bundles.bundle import inspect, unpack
+from dualtune.use.transfer.bundles.manifest import ANY, RequiredBinding, check, parse_age
+from dualtune.use.transfer.bundles.pack import pack
+from dualtune.use.transfer.remotes.retries import Patience
 
 
 def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):

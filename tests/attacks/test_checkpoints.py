@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune import interrupt
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, FormatError, Preempted
 from dualtune.config import parse_config
-from dualtune.data.batching import order
-from dualtune.data.batching.order import Order
-from dualtune.errors import ConfigError, FormatError, Preempted
-from dualtune.train.run import run
+from dualtune.data import order
+from dualtune.data.order import Order
+from dualtune.show.run import run
 from dualtune.train.state import checkpoint
 
 RUN = {"train.steps": 9, "run.save_every": 2, "run.keep": 9}

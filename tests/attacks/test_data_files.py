@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from dualtune.base.errors import DataError
 from dualtune.data.sources.readers import open_source
-from dualtune.errors import DataError
 
 MIB = 1 << 20
 # Reads the files in turn, each from scratch; VmHWM is reset before each.
@@ -17,7 +17,7 @@ READ = """
 import json, re, sys
 from pathlib import Path
 from dualtune.data.sources.readers import open_source
-from dualtune.errors import DataError
+from dualtune.base.errors import DataError
 
 def peak(reset=False):
     if reset:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune.base_model import resolve_model
-from dualtune.errors import DualtuneError, EnvironmentFault, FormatError
-from dualtune.io import announced
-from dualtune.train.run import run
+from dualtune.base import hub as announced
+from dualtune.base.errors import DualtuneError, EnvironmentFault, FormatError
+from dualtune.model.base_model import resolve_model
+from dualtune.show.run import run
 
 from .fake_hub import COMMIT, NAME, Answer, FakeHub
 

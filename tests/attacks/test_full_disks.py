@@ -7,14 +7,14 @@ from collections import namedtuple
 
 import pytest
 
+from dualtune.show.run import run
 from dualtune.train import saver
-from dualtune.train.run import run
 from dualtune.train.state import metrics
 from dualtune.train.state.metrics import WaitingRows, read_rows
 
 FLOOD = """
 import os, subprocess, sys
-from dualtune.trackers.send import bounded_output
+from dualtune.show.trackers.send import bounded_output
 log = os.dup(2)
 with bounded_output(log, 100_000):
     os.write(2, b"the first line\\n")
@@ -115,9 +115,9 @@ def test_a_tracker_that_floods_does_not_fill_the_disk(
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
-    for name in ("trackio", "dualtune.trackers.to_trackio"):
+    for name in ("trackio", "dualtune.show.trackers.to_trackio"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr("dualtune.trackers.send.AGAIN_S", (0.0,))
+    monkeypatch.setattr("dualtune.show.trackers.send.AGAIN_S", (0.0,))
     config = make_config(write_rows(qa_rows), {"run.track": ["trackio"]}, tiny_softmax)
     run(config, open_backend("numpy"))
     log = tmp_path / "run" / "track-trackio.log"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.errors import FormatError
-from dualtune.io import hub
+from dualtune.base import hub
+from dualtune.base.errors import FormatError
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from dualtune.io import disk
-from dualtune.io.disk import hidden_sibling, remove_abandoned
+from dualtune.base import files
+from dualtune.base.files import hidden_sibling, remove_abandoned
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def test_only_what_a_process_of_this_machine_that_is_gone_has_left_is_removed(tm
     ours = make(hidden_sibling(tmp_path / "out"))
     left = make(ours.with_name(ours.name.replace(f"tmp-{os.getpid()}-", f"tmp-{gone}-")))
     with monkeypatch.context() as patch:
-        patch.setattr(disk.os, "getpid", lambda: gone)
+        patch.setattr(files.os, "getpid", lambda: gone)
         file = hidden_sibling(tmp_path / "bundle.tar")
-        patch.setattr(disk, "_home", lambda: "0" * 8)
+        patch.setattr(files, "_home", lambda: "0" * 8)
         elsewhere = make(hidden_sibling(tmp_path / "out"))
     file.write_bytes(b"half")
     older = make(tmp_path / f".out.tmp-{gone}-0123abcd")
@@ -46,7 +46,7 @@ def test_only_what_a_process_of_this_machine_that_is_gone_has_left_is_removed(tm
 WRITE = """
 import sys
 from pathlib import Path
-from dualtune.io.disk import write_whole
+from dualtune.base.files import write_whole
 def write(directory):
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"whole")

@@ -12,13 +12,13 @@ import shutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.base_model import find_weights, read_config, resolve_model
-from dualtune.errors import DualtuneError, FormatError
-from dualtune.memory.shapes import KNOWN, UnknownShape, decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import GPT2_CONFIG, LLAMA_CONFIG, write_tiny_gpt2, write_tiny_llama
+from dualtune.base.errors import DualtuneError, FormatError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.memory.shapes import KNOWN, UnknownShape, decoder_of
+from dualtune.engine.testing.tiny_models import GPT2_CONFIG, LLAMA_CONFIG, write_tiny_gpt2, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.base_model import find_weights, read_config, resolve_model
+from dualtune.model.optimizer import OptimizerSpec
 
 MANY = [5, 900, 10**5, 10**7, 10**30]
 WRONG = ["x", "", -1, 0, 10**30, [], [1], ["x"], {}, {"a": 1}, True, 1.5, float("inf"), float("nan")]

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from dualtune.base_model import copy_model
-from dualtune.errors import FormatError
-from dualtune.transfer.bundles.pack import pack
+from dualtune.base.errors import FormatError
+from dualtune.model.base_model import copy_model
+from dualtune.use.transfer.bundles.pack import pack
 
 OURS = {"README.md", "generation_config.json"}  # the card, and where an answer ends
 FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.errors import FormatError, Paused
-from dualtune.io.folder import open_own
-from dualtune.train.run import run
+from dualtune.base.errors import FormatError, Paused
+from dualtune.base.files import open_own
+from dualtune.show.run import run
 from dualtune.train.state.listing import list_checkpoints, list_runs
 from dualtune.train.state.metrics import MAX_BYTES, each_row, main_rows
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.files import cache_dir, expanded
+from dualtune.base.world import launched_number, wait_limit_s
 from dualtune.cli import main as command_line
 from dualtune.config import load_config
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.io.disk import cache_dir, expanded
-from dualtune.launch import alone
-from dualtune.world import launched_number, wait_limit_s
+from dualtune.train.launch import supervise
 
 NOBODY = "~no-such-user-here"
 
@@ -47,7 +47,7 @@ def test_torch_refuses_a_place_outside_of_its_world_instead_of_waiting(monkeypat
 def test_restarts_ask_for_the_same_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(EnvironmentFault, match="WORLD_SIZE"):
-        alone._check_alone(1)
+        supervise._check_alone(1)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", "0"])

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune import interrupt
-from dualtune.errors import DiskError, EnvironmentFault, FormatError, Preempted
-from dualtune.transfer import carry
-from dualtune.transfer.bundles.binding import ANY
-from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.carry import PushRequest
-from dualtune.transfer.remotes import ssh_script, store
-from dualtune.transfer.remotes.chunks import Chunks
-from dualtune.transfer.remotes.pace import Pace
-from dualtune.transfer.remotes.patience import Cut, Patience
-from dualtune.transfer.remotes.ssh import SshStore
+from dualtune.base import interrupt
+from dualtune.base.errors import DiskError, EnvironmentFault, FormatError, Preempted
+from dualtune.use.transfer import carry
+from dualtune.use.transfer.bundles.manifest import ANY
+from dualtune.use.transfer.bundles.pack import pack
+from dualtune.use.transfer.carry import PushRequest
+from dualtune.use.transfer.remotes import ssh as ssh_script
+from dualtune.use.transfer.remotes import store
+from dualtune.use.transfer.remotes.retries import Cut, Pace, Patience
+from dualtune.use.transfer.remotes.ssh import SshStore
+from dualtune.use.transfer.remotes.store import Chunks
 
 HERE = 'for last; do :; done; exec sh -c "$last"'  # an ssh that runs its last argument on this machine
 

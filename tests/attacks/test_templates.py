@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from dualtune import interrupt
-from dualtune.data.chat import template_meter
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, Preempted
+from dualtune.data.chat import sandbox
 from dualtune.data.chat.template import ChatTemplate
-from dualtune.errors import ConfigError, Preempted
 
 # A namespace in many places, which becomes large afterwards: the keys of a sort are then larger than the list.
 HOLDER = "{% set ns = namespace(x='') %}{% set many = [ns] * 90000 %}{% set ns.x = 'a' * 2000000 %}"
@@ -80,7 +80,7 @@ def test_a_template_of_too_many_words_is_refused_before_it_is_parsed(name):
 
 
 def test_sigterm_ends_a_render(monkeypatch):
-    monkeypatch.setattr(template_meter, "CPU_S", 60.0)
+    monkeypatch.setattr(sandbox, "CPU_S", 60.0)
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     with interrupt.handled():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

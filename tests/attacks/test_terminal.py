@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli.output import terminal
-from dualtune.text.escape import one_line, visible
+from dualtune.base.text import one_line, visible
+from dualtune.cli import terminal
 
 PACKAGE = Path(terminal.__file__).parents[2]
 # A title, cleared lines, a colour, C1, right-to-left overrides and isolates, what has no width, other ends of lines.
@@ -74,7 +74,7 @@ def test_text_leaves_through_one_module():
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)}
         if used := calls & ways:
             found[file.relative_to(PACKAGE).as_posix()] = used
-    ours = {name: used for name, used in found.items() if "from dualtune.cli.output.console import Console" in
+    ours = {name: used for name, used in found.items() if "from dualtune.cli.console import Console" in
             (PACKAGE / name).read_text(encoding="utf-8") and used == {"Console"}}  # fmt: skip
     assert {name: used for name, used in found.items() if name not in ours} == {
         "cli/output/terminal.py": {"print"},
@@ -90,7 +90,7 @@ def test_bars_and_tables_of_rich_are_escaped_and_keep_their_own_codes(monkeypatc
     from rich.table import Table
     from rich.text import Text
 
-    from dualtune.cli.output.console import Console
+    from dualtune.cli.console import Console
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -201,8 +201,8 @@ def test_values_of_a_config_steer_nothing(dualtune_main, tmp_path, value):
 def test_an_adapter_of_a_stranger_steers_nothing(dualtune_main, tmp_path):
     import numpy as np
 
-    from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import AdapterSpec, init_adapter
+    from dualtune.model.adapter import AdapterSpec, init_adapter
+    from dualtune.model.formats.directory import Adapter, write_adapter
 
     tensors = {
         key: x + np.float32(1) for key, x in init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, 0).items()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.base import limits
+from dualtune.base.errors import DualtuneError, EnvironmentFault, FormatError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.data.tokens.tokenizer_files import load
-from dualtune.errors import DualtuneError, EnvironmentFault, FormatError
-from dualtune.io import limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import mutations
@@ -181,7 +181,7 @@ def test_a_limited_process_answers_or_is_ended(module):
 
 
 def test_a_limited_process_ends_with_its_parent(module, tmp_path):
-    code = "from dualtune import interrupt; from dualtune.io import limits\nwith interrupt.handled():\n" \
+    code = "from dualtune import interrupt; from dualtune.base import limits\nwith interrupt.handled():\n" \
            "    print('ready', flush=True)\n    limits.run('never_ends', b'', limits.Limits(1 << 28, 100))"  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.errors import DiskError, FormatError
-from dualtune.transfer import carry
-from dualtune.transfer.bundles import bundle, signature
-from dualtune.transfer.bundles.binding import ANY
-from dualtune.transfer.bundles.bundle import inspect, unpack
-from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.carry import PushRequest
-from dualtune.transfer.remotes import store, target
-from dualtune.transfer.remotes.chunks import chunks_of
-from dualtune.transfer.remotes.patience import Patience
+from dualtune.base.errors import DiskError, FormatError
+from dualtune.use.transfer import carry
+from dualtune.use.transfer.bundles import bundle, signature
+from dualtune.use.transfer.bundles.bundle import inspect, unpack
+from dualtune.use.transfer.bundles.manifest import ANY
+from dualtune.use.transfer.bundles.pack import pack
+from dualtune.use.transfer.carry import PushRequest
+from dualtune.use.transfer.remotes import store, target
+from dualtune.use.transfer.remotes.retries import Patience
+from dualtune.use.transfer.remotes.store import chunks_of
 
 HERE = 'for last; do :; done; exec sh -c "$last"'  # an ssh that runs its last argument on this machine
 
@@ -91,10 +91,10 @@ def test_a_link_in_place_of_the_directory_is_followed_once_and_for_all(place, mo
             (place / "share").symlink_to(place / "elsewhere")
         return pieces_of(*arguments)
 
-    from dualtune.transfer.remotes import directory
+    from dualtune.use.transfer.remotes import remote_files
 
-    pieces_of = directory.pieces_of
-    monkeypatch.setattr(directory, "pieces_of", turned)
+    pieces_of = remote_files.pieces_of
+    monkeypatch.setattr(remote_files, "pieces_of", turned)
     assert target.parse("share/a.tar").push(place / "a.tar", patience=Patience(0)) is True
     assert (names_in(place / "moved"), names_in(place / "elsewhere")) == (["a.tar"], [])
 
@@ -216,7 +216,7 @@ def test_a_secret_that_shows_itself_at_a_second_look_is_not_packed(place, monkey
     table = json.loads(config.read_text())
     clean, leaking = (json.dumps(table | {"note": text}) for text in ("hf-" + "A1" * 17, "hf_" + "A1" * 17))
     config.write_text(clean)
-    from dualtune.transfer.bundles import pack as packing
+    from dualtune.use.transfer.bundles import pack as packing
 
     pieces, looks = packing._pieces, []
 

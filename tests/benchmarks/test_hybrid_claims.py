@@ -33,7 +33,7 @@ def test_a_result_is_restored_as_it_was_recorded(script):
 def test_the_tuned_rate_is_the_best_that_was_tried(script):
     tried = {float(rate): loss for rate, loss in RECORDED["tried_rates"].items()}
     best = min(tried, key=lambda rate: tried[rate])
-    compare = importlib.import_module("dualtune.bench.digits.compare")
+    compare = importlib.import_module("dualtune.doctor.bench.digits")
     assert best == compare.CASES["tuned"] and min(tried) < best < max(tried)
     assert {row["case"]: row["learning_rate"] for row in RECORDED["rows"]} == dict(compare.CASES)
 

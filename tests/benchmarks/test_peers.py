@@ -31,8 +31,8 @@ def rows(tmp_path):
 
 
 def test_the_shuffle_of_dualtune_brings_the_rows_into_the_order_of_the_peers(peers, rows, tiny_llama):
-    from dualtune.data.batching.order import Order
     from dualtune.data.documents import Data
+    from dualtune.data.order import Order
     from dualtune.data.tokens.tokenizer import Tokenizer
 
     workload, wanted = peers.inputs.WORKLOADS["gsm8k"], rows.read_text().splitlines(keepends=True)

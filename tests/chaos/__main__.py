@@ -130,8 +130,8 @@ def _table(rows: dict[str, dict[str, Any]]) -> str:
 
 def _report(seed: int, rows: dict[str, dict[str, Any]], failed: list[Result]) -> dict[str, Any]:
     """What benchmarks/results keeps. No names of hosts, no paths."""
+    from dualtune.base.versions import versions_of
     from dualtune.train.state.records import recorded_packages
-    from dualtune.versions import versions_of
 
     return {
         "what": "training runs killed (SIGKILL) one to three times each, resumed, and compared with uninterrupted ones",

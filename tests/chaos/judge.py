@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.errors import DualtuneError
+from dualtune.base.errors import DualtuneError
+from dualtune.model.formats.directory import read_adapter
 from dualtune.train.state import checkpoint
 
 MARK = "damaged-by-the-chaos-suite"  # a file in a checkpoint that we have damaged ourselves

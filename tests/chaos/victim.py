@@ -31,7 +31,7 @@ _NOTE = struct.Struct("<Bid")  # phase; first step, -1 until training begins; se
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When to kill: after so many seconds, or at a fault point: of dualtune/faults.py, or our `unlink`."""
+    """When to kill: after so many seconds, or at a fault point: of dualtune/base/faults.py, or our `unlink`."""
 
     after: float | None = None
     fault: str | None = None
@@ -132,7 +132,7 @@ def _live(config: str, platform: str, log: str, fault: str, trace: str, began: s
 
 def _make_unlink_a_fault_point() -> None:
     """unlink:<n> dies when n files of trees have been removed: the product has no fault point in there."""
-    from dualtune import faults
+    from dualtune.base import faults
 
     unlink = os.unlink
 
@@ -177,7 +177,7 @@ def _watch(spy: mmap.mmap, began: float) -> None:
 
 def _trace(path: Path) -> None:
     """Write down each passing of a fault point, and which checkpoint has been saved in between."""
-    from dualtune import faults
+    from dualtune.base import faults
     from dualtune.train.saver import Saver
 
     reach, allowed, save = faults.reach, faults.allowed, Saver.save

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dualtune.adapter.formats.directory import adapter_directory
+from dualtune.model.formats.directory import adapter_directory
 
 CPU = ("--platform", "cpu")
 

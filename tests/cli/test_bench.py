@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from dualtune.config.examples import example_path
-from dualtune.text.show import in_short_time
+from dualtune.base.text import in_short_time
+from dualtune.config.render import example_path
 
 PLATFORMS = {"cpu": "torch", "mlx": "mlx", "numpy": "numpy"}
 

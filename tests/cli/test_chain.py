@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
+from dualtune.model.formats.directory import read_adapter
 
 CPU = ("--platform", "cpu")
 NUMPY = ("--platform", "numpy")

@@ -15,18 +15,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.cli.adapters import chat as module
-from dualtune.cli.adapters.chat import side_by_side
-from dualtune.data.chat.named import named_template
-from dualtune.errors import ConfigError
-from dualtune.evaluate import chat as chat_module
-from dualtune.evaluate.adapter_set import load_adapter_set
-from dualtune.evaluate.chat import Chat, Sampling
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.testing.tiny_models import random_batch
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError
+from dualtune.cli import chat as module
+from dualtune.cli.chat import side_by_side
+from dualtune.data.chat.template import named_template
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.train.inference import Sampling, load_model, stream_text
+from dualtune.use import chat as chat_module
+from dualtune.use.chat import Chat, load_adapter_set
 
 NUMPY = ("--platform", "numpy")
 SHAPES = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 64)}  # out, in

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dualtune.cli.adapters import chat as module
+from dualtune.cli import chat as module
 
 NUMPY = ("--platform", "numpy")
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from dualtune.data.cleaning.personal import RECOGNIZERS, masked
+from dualtune.data.cleaning import RECOGNIZERS, masked
 
 LONG = "清晨的港口十分安静,海鸥整齐地站在堤墙上,仿佛在等待一列永远不会到来的火车,远处传来低沉的汽笛声。"
 

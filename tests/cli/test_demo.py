@@ -16,10 +16,10 @@ import pytest
 import dualtune
 from dualtune.config import parse_config
 from dualtune.data.documents import Data
-from dualtune.evaluate.evaluation import exact_match
-from dualtune.evaluate.inference import load_model
+from dualtune.show.run import run
+from dualtune.train.evaluation import exact_match
+from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
-from dualtune.train.run import run
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 NUMPY = ("--platform", "numpy")
 

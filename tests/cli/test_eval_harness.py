@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualtune.backend import IGNORE_INDEX, Batch
-from dualtune.backend.decoding import CannotBatch
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.evaluate.scoring.harness import HarnessModel, check_installed, run
-from dualtune.testing.numpy_engine import NumpyDecoding
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.testing.numpy_engine import NumpyDecoding
+from dualtune.train.inference import load_model, stream_text
+from dualtune.use.scoring.harness import HarnessModel, check_installed, run
 
 NUMPY = ("--platform", "numpy")
 
@@ -207,7 +207,7 @@ def harness_of(loaded):
 
 @pytest.fixture
 def of_64_tokens(monkeypatch):
-    monkeypatch.setattr("dualtune.evaluate.scoring.harness._max_tokens", lambda *_: 64)
+    monkeypatch.setattr("dualtune.use.scoring.harness._max_tokens", lambda *_: 64)
 
 
 def test_metrics_are_reported_and_bars_are_not(loaded, of_64_tokens, monkeypatch, capfd):

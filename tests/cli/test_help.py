@@ -58,7 +58,7 @@ def test_help_imports_nothing_heavy(python, code):
 
 
 def test_the_package_imports_nothing_heavy(python):
-    assert not HEAVY & imported_by(python, "import dualtune, dualtune.errors")
+    assert not HEAVY & imported_by(python, "import dualtune, dualtune.base.errors")
 
 
 @pytest.mark.parametrize("command", SUBCOMMANDS, ids=" ".join)

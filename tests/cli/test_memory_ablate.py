@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from dualtune.bench import ablation
-from dualtune.bench.ablation_process import AblationWork
-from dualtune.bench.in_process import Failed, run_apart
 from dualtune.cli.main import cli
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.doctor.bench import ablation
+from dualtune.doctor.bench.ablation_process import AblationWork
+from dualtune.doctor.bench.in_process import Failed, run_apart
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "head_dim": 32,

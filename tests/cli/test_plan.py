@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dualtune.config.examples import example_path
+from dualtune.config.render import example_path
 
 CONFIGS = {name: example_path(name) for name in ("training_config_h100", "training_config_m4", "rtx_16gb")}
 
@@ -98,7 +98,7 @@ def test_a_plan_says_how_long_the_run_takes(dualtune_main):
 
 @pytest.mark.parametrize(("average", "is_busy"), [(0.4, False), (1.1, True)])
 def test_a_plan_says_how_busy_this_machine_is(dualtune_main, config_file, tiny_llama, monkeypatch, average, is_busy):
-    from dualtune.platform import detect
+    from dualtune.engine import detect
 
     monkeypatch.setattr(detect.os, "getloadavg", lambda: (average, 9.0, 9.0))
     monkeypatch.setattr(detect.os, "cpu_count", lambda: 4)

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dualtune.profiler.snapshot import MB, TIMELINE_HEADER, Snapshot, read_timeline, timeline_row
+from dualtune.train.profiler.snapshot import MB, TIMELINE_HEADER, Snapshot, read_timeline, timeline_row
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from itertools import islice
 import pytest
 import yaml
 
+from dualtune.base.errors import DataError
 from dualtune.data.documents import Data, tokenize
-from dualtune.errors import DataError
-from dualtune.evaluate.base_formats import compare_formats, formats_of
-from dualtune.evaluate.evaluation import evaluate, layout_of
-from dualtune.evaluate.inference import load_model
-from dualtune.report.run_files import read_run
-from dualtune.report.run_sections import base_formats
+from dualtune.show.report.run_files import read_run
+from dualtune.show.report.run_sections import base_formats
+from dualtune.train.evaluation import evaluate, layout_of
+from dualtune.train.inference import load_model
+from dualtune.use.scoring.compare import compare_formats, formats_of
 
 ROWS = [{"prompt": f"{i} plus {i}?", "completion": str(2 * i)} for i in range(30)]
 

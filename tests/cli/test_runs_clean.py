@@ -97,7 +97,7 @@ def test_a_question_is_asked(trained, clean, runs, monkeypatch):
 
 
 def test_a_run_that_is_running_or_was_killed_is_left_alone(trained, clean, runs):
-    from dualtune.train.state.cleaning import deletable, delete
+    from dualtune.train.state.listing import deletable, delete
     from dualtune.train.state.lock import Lock
 
     assert trained() == 0
@@ -111,7 +111,7 @@ def test_a_run_that_is_running_or_was_killed_is_left_alone(trained, clean, runs)
 
 
 def test_what_has_changed_since_the_question_is_not_deleted(trained, runs):
-    from dualtune.train.state.cleaning import deletable, delete
+    from dualtune.train.state.listing import deletable, delete
 
     assert trained() == 0
     make_best(runs / "done", 6)

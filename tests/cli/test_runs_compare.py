@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dualtune.cli.output.curves import HEIGHT, drawn
+from dualtune.cli.console import HEIGHT, drawn
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import pytest
 
-from dualtune.cli.output.screen import Phase, Phases, is_live, phases
+from dualtune.cli.screen import Phase, Phases, is_live, phases
 
 NUMPY = ("--platform", "numpy")
 MAIN = [sys.executable, "-m", "dualtune.cli.main"]
@@ -80,7 +80,7 @@ def test_the_first_line_comes_before_the_backend_is_imported(config_file):
     """An import may hold Python's lock for seconds, so the line must stand there before it begins."""
     program = (
         "import sys\n"
-        "import dualtune.platform.choose as choose\n"
+        "import dualtune.engine.choose as choose\n"
         "whole = choose.open_backend\n"
         "choose.open_backend = lambda choice: (print('THE IMPORT BEGINS'), whole(choice))[1]\n"
         f"sys.argv = ['dualtune', 'train', {str(config_file())!r}, '--platform', 'numpy']\n"
@@ -187,7 +187,7 @@ def test_after_the_last_samples_the_result_is_what_is_saved(dualtune_main, confi
 
 def test_a_pipe_hears_what_is_done_after_half_a_minute_of_silence(capsys, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("dualtune.cli.output.screen.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("dualtune.cli.screen.time.monotonic", lambda: clock[0])
     shown = Phases(err=False)
     shown.tell_if_silent()
     clock[0] += 60
@@ -215,7 +215,7 @@ def test_a_pipe_hears_of_long_work_by_itself(python):
     """The thread that watches is there: also while a call does not return, and on standard error beside JSON."""
     program = """if True:
         import time
-        from dualtune.cli.output import screen
+        from dualtune.cli import screen
         screen.MOST_SILENT_S = 0.0
         with screen.phases(err=True) as shown:
             before = shown._told
@@ -227,9 +227,9 @@ def test_a_pipe_hears_of_long_work_by_itself(python):
 
 
 def test_the_fingerprints_are_named_while_they_are_computed(config_file, open_backend, monkeypatch):
-    from dualtune.cli.output import progress
+    from dualtune.cli import progress
     from dualtune.config import load_config
-    from dualtune.train.run import run
+    from dualtune.show.run import run
 
     config, backend = load_config(config_file()), open_backend("numpy")
     began = []
@@ -245,8 +245,8 @@ def test_the_fingerprints_are_named_while_they_are_computed(config_file, open_ba
 def test_on_a_cpu_a_step_is_told_when_it_is_done(config_file, open_backend):
     """Not with the next one, which makes pairs of lines before each evaluation and each checkpoint."""
     from dualtune.config import load_config
-    from dualtune.hooks import Hook
-    from dualtune.train.run import run
+    from dualtune.show.run import run
+    from dualtune.train.hooks import Hook
 
     told = []
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli.output.terminal import say
+from dualtune.cli.terminal import say
 
 NUMPY = ("--platform", "numpy")
 MAIN = [sys.executable, "-m", "dualtune.cli.main"]
-PREPARED = "import sys\nfrom dualtune.cli.output.terminal import prepare_streams, say\nprepare_streams()\n"
+PREPARED = "import sys\nfrom dualtune.cli.terminal import prepare_streams, say\nprepare_streams()\n"
 
 
 def quiet(stderr: bytes) -> bool:

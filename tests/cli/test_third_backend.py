@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.testing import numpy_engine
+from dualtune.engine.testing import numpy_engine
 
 METADATA = "Metadata-Version: 2.1\nName: dualtune-outsider\nVersion: 1.2.3\nRequires-Dist: outsider-kernels>=7\n"
 ENTRY_POINTS = (
     "[dualtune.backends]\noutsider = outsider.engine:backend\n\n[dualtune.cards]\noutsider = outsider.card:CARD\n"
 )
 CARD = """
-from dualtune.card import Card, Device, MemoryFormulas, Package
-from dualtune.memory.ask import MemoryPart
+from dualtune.engine.card import Card, Device, MemoryFormulas, Package
+from dualtune.engine.memory.estimate import MemoryPart
 
 
 def parts(decoder, ask):
@@ -54,7 +54,7 @@ HERE = ("--platform", "outsider")
 def install(site: Path) -> None:
     """The package and its metadata, as pip would leave them."""
     source = Path(numpy_engine.__file__).read_text(encoding="utf-8")
-    engine = source.replace("from dualtune.testing.numpy_card import", "from outsider.card import")
+    engine = source.replace("from dualtune.engine.testing.numpy_card import", "from outsider.card import")
     assert engine != source
     package, info = site / "outsider", site / "dualtune_outsider-1.2.3.dist-info"
     package.mkdir()

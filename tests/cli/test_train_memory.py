@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.platform.detect import detect
+from dualtune.engine.detect import detect
 from dualtune.train import memory
 
 PLATFORM = {"torch": "cpu", "mlx": "mlx"}

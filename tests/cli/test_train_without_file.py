@@ -7,8 +7,8 @@ import shlex
 import pytest
 import yaml
 
+from dualtune.cli.settings import SHORT, config_from_options, with_short_options
 from dualtune.cli.suggest import with_keys_as_set
-from dualtune.cli.training.settings import SHORT, config_from_options, with_short_options
 from dualtune.config import Config, get_value, load_config, parse_config
 from dualtune.config.render import entry, to_yaml
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-import dualtune.validate.memory
-import dualtune.validate.plan
-import dualtune.validate.tiers
-from dualtune.platform.budget import Budget
-from dualtune.validate.concepts import rows
-from dualtune.validate.tiers import TIERS
+import dualtune.doctor.validate.tiers
+from dualtune.doctor.validate.tiers import TIERS, rows
+from dualtune.engine.memory.budget import Budget
 
 
 @pytest.fixture
@@ -35,7 +32,7 @@ def impossible(monkeypatch):
     def change(name: str, measure: str):
         criteria = tuple(replace(c, limit=-1) if c.measure == measure else c for c in TIERS[name].criteria)
         monkeypatch.setattr(
-            dualtune.validate.tiers, "TIERS", {**TIERS, name: replace(TIERS[name], criteria=criteria)}
+            dualtune.doctor.validate.tiers, "TIERS", {**TIERS, name: replace(TIERS[name], criteria=criteria)}
         )  # fmt: skip
 
     return change
@@ -45,7 +42,7 @@ def impossible(monkeypatch):
 def short(monkeypatch):
     """Let there be this much memory."""
     return lambda num_bytes: monkeypatch.setattr(
-        dualtune.validate.memory, "budget", lambda machine, platform: Budget(num_bytes, f"of {platform}")
+        dualtune.doctor.validate.tiers, "budget", lambda machine, platform: Budget(num_bytes, f"of {platform}")
     )
 
 
@@ -117,7 +114,7 @@ def test_enough_memory_leaves_a_buffer(validate, short):
 
 
 def test_a_model_that_is_not_there_ends_with_4(validate, monkeypatch, tmp_path):
-    monkeypatch.setattr(dualtune.validate.plan, "DEMO_MODEL", tmp_path / "nowhere")
+    monkeypatch.setattr(dualtune.doctor.validate.tiers, "DEMO_MODEL", tmp_path / "nowhere")
     result = validate("--tier", "quick")
     assert result.returncode == 4 and "verdict     quick was not run: model.name: there is no model" in result.stdout
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.config.advice import FOREIGN_KEYS
+from dualtune.config.advice import FOREIGN_KEYS, NO_SUCH_KEY
 from dualtune.config.schema import sections
-from dualtune.config.unsupported import NO_SUCH_KEY
-from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
 KEYS = [(section, key) for section, model in sections().items() for key in model.model_fields]

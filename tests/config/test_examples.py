@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.capabilities import check_capabilities
-from dualtune.config import Config, examples, get_value, load_config, parse_config
-from dualtune.config.examples import example_names, example_path
+from dualtune.base.errors import ConfigError
+from dualtune.config import Config, get_value, load_config, parse_config, render
+from dualtune.config.render import example_names, example_path
 from dualtune.config.schema import sections
-from dualtune.data.batching.order import MOST_TOKENS
-from dualtune.errors import ConfigError
-from dualtune.memory.plan import MemoryPlan, plan_of
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.platform.budget import budget
-from dualtune.platform.machines import named
-from dualtune.train.run import run
+from dualtune.data.order import MOST_TOKENS
+from dualtune.engine.card import check_capabilities
+from dualtune.engine.machines import named
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.plan import MemoryPlan, plan_of
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.show.run import run
 from dualtune.train.state.resume import with_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def test_an_installed_wheel_finds_them_beside_its_code(tmp_path, monkeypatch):
     for folder, name in (("dualtune/configs", "mine"), ("configs", "somebody_elses")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / f"{name}.yaml").write_text("# One.\n")
-    monkeypatch.setattr(examples, "__file__", str(tmp_path / "dualtune" / "config" / "examples.py"))
+    monkeypatch.setattr(render, "__file__", str(tmp_path / "dualtune" / "config" / "examples.py"))
     assert example_names() == ["mine"]
 
 

@@ -5,10 +5,9 @@ import json
 import pytest
 import yaml
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.config.importing import import_config
-from dualtune.config.importing.written import to_text
-from dualtune.errors import ConfigError
+from dualtune.config.importing.translate import import_config, to_text
 
 AXOLOTL = """
 base_model: some/model

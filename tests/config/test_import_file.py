@@ -8,14 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dualtune
+from dualtune.base.errors import ConfigError
 from dualtune.config import load_config
 from dualtune.config.advice import FOREIGN_KEYS
-from dualtune.config.importing import TRAINERS, import_config
-from dualtune.config.importing.others import OTHERS
-from dualtune.config.importing.page import with_tables
-from dualtune.config.importing.written import to_text
+from dualtune.config.importing.translate import OTHERS, TRAINERS, import_config, to_text, with_tables
 from dualtune.config.schema import sections
-from dualtune.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}

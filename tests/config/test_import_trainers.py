@@ -5,11 +5,9 @@ import json
 import pytest
 import yaml
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.config.importing import import_config
-from dualtune.config.importing.translate import TRAINERS
-from dualtune.config.importing.written import to_text
-from dualtune.errors import ConfigError
+from dualtune.config.importing.translate import TRAINERS, import_config, to_text
 
 BASE = {
     "LLaMA-Factory": {"model_name_or_path": "some/model", "stage": "sft", "dataset": "rows", "learning_rate": 1e-4},
@@ -198,7 +196,7 @@ def test_code_is_named_as_such(tmp_path, name, text, page):
 
 
 def test_the_command_offers_every_trainer():
-    from dualtune.cli.preflight.config import import_
+    from dualtune.cli.config import import_
 
     choice = next(parameter.type for parameter in import_.params if parameter.name == "trainer")
     assert list(choice.choices) == list(TRAINERS)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import Config, get_value, load_config, parse_config, to_yaml
 from dualtune.config.schema import sections
-from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
 MAPPING = "a mapping (keys: path, weight, format, columns, subset, split, roles, consecutive)"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.config.reader import BadYaml, read_yaml
-from dualtune.errors import ConfigError
+from dualtune.config.load import BadYaml, read_yaml
 
 
 def error_of(text: str) -> str:

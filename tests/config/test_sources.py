@@ -7,10 +7,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from dualtune.backend import OptimizerState
+from dualtune.base.errors import ConfigError
 from dualtune.config import Config, SourceConfig, default_yaml, get_value, json_schema, parse_config, to_yaml
 from dualtune.config.advice import FOREIGN_SOURCE_KEYS
-from dualtune.errors import ConfigError
+from dualtune.engine.backend import OptimizerState
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import check_config, table
 

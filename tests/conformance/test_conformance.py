@@ -10,12 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.backend import get_backend
-from dualtune.backend.decoding import CannotBatch
-from dualtune.errors import EnvironmentFault
-from dualtune.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
-from dualtune.testing.conformance_decoding import check_rows_together_compute_what_each_computes_alone
-from dualtune.testing.conformance_state import assert_same_state, forward_backward_with_bad_weight, state_of, train
+from dualtune.base.errors import EnvironmentFault
+from dualtune.engine.backend import get_backend
+from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
+from dualtune.engine.testing.conformance_state import (
+    assert_same_state,
+    check_rows_together_compute_what_each_computes_alone,
+    forward_backward_with_bad_weight,
+    state_of,
+    train,
+)
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 BACKENDS = REQUIRED or ["numpy", "torch", "mlx"]

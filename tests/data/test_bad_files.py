@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from dualtune.data.sources.kinds import TEXT_BLOCK
-from dualtune.data.sources.readers import open_source
+from dualtune.base.errors import DataError, EnvironmentFault
+from dualtune.data.sources.readers import TEXT_BLOCK, open_source
 from dualtune.data.sources.rows import BadRow
-from dualtune.errors import DataError, EnvironmentFault
 
 MIB = 1 << 20
 # Linux hands the ru_maxrss of the parent on to its children, which says nothing about them; VmHWM starts afresh.

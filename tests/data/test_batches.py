@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batching.batches import MOST_PADDING, SequenceLayout, fill, level, micro_batches, pack, padded, plan
+from dualtune.data.batches import MOST_PADDING, SequenceLayout, fill, level, micro_batches, pack, padded, plan
 from dualtune.data.tokens.store import Document
+from dualtune.engine.backend import IGNORE_INDEX
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 row_lengths = st.sampled_from([None, 60, 64, 100])

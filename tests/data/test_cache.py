@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base.errors import DataError, DiskError
 from dualtune.data.documents import Data
-from dualtune.data.sources.bad_rows import check_bad_rows
-from dualtune.data.tokens import cache
+from dualtune.data.sources.rows import check_bad_rows
+from dualtune.data.tokens import store as cache
 from dualtune.data.tokens.store import TOKENS
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import DataError, DiskError
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from dualtune.data.calls.learning import template_calls
-from dualtune.data.calls.notation import WrittenCall
-from dualtune.data.calls.reader import CallReader, read_answer
-from dualtune.data.calls.values import typed
+from dualtune.data.chat.call_notations import WrittenCall, typed
+from dualtune.data.chat.call_reader import CallReader, read_answer, template_calls
 from dualtune.data.chat.template import ChatTemplate
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dualtune.base.errors import DataError
 from dualtune.data.chat.formats import Example, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
-from dualtune.errors import DataError
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
 PAIR = [("user", "2+2?"), ("assistant", "4.")]

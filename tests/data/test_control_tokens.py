@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualtune.base.errors import DataError
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import DataError
 from dualtune.train.prepare import prepare
 
 PAD, BOS, EOS, START, END = range(5)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from dualtune.data.counts import counts
 from dualtune.data.documents import Data
-from dualtune.data.preview.counts import counts
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 TEXT = "The harbour was quiet that morning, and the gulls sat in rows along the wall"
@@ -102,6 +102,6 @@ def test_the_cache_knows_mode_and_the_other_sources(documents_of, write_rows, mo
     other.write_text(json.dumps(row(2, "x" * 40)) + "\n")
     assert run(dedup="exact") == [1]
     # All of these are in the cache now: nothing is compared again.
-    monkeypatch.setattr("dualtune.data.dedup.Repeats", None)
+    monkeypatch.setattr("dualtune.data.documents.Repeats", None)
     assert [run(), run(dedup="exact")] == [[1, 2, 3], [1]]
     assert documents_of(path, eval=str(other), dedup="exact")[0].left_out == {"exact": 2}

@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
 from dualtune.data.chat.formats import Example, Message
 from dualtune.data.documents import Data, tokenize
 from dualtune.data.tokens.tokenize import State, _fitted
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError, DataError, EnvironmentFault
 
 BOS, EOS, IM_END = 1, 2, 4  # of the byte tokenizer
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dualtune.base.errors import DataError
 from dualtune.data.chat.formats import FORMATS, Example, Message, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
-from dualtune.errors import DataError
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."

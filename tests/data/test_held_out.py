@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.documents import Data
-from dualtune.data.held_out import held_out, held_out_tokens
+from dualtune.data.documents import Data, held_out, held_out_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 

@@ -4,15 +4,14 @@ import json
 
 import pytest
 
+from dualtune.base.errors import DataError
 from dualtune.data import documents as data_documents
 from dualtune.data.chat.formats import Example, Message, to_examples
 from dualtune.data.documents import Data
 from dualtune.data.sources.rows import BadRow, RawRow
-from dualtune.data.tokens.lost_text import check_lost_text
-from dualtune.data.tokens.masks import render_example
+from dualtune.data.tokens.masks import check_lost_text, render_example
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import DataError
 
 HEAD = "<|im_start|>{{ m.role }}\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

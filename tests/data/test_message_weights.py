@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batching.batches import SequenceLayout, make_batch, micro_batches
+from dualtune.base.errors import DataError
+from dualtune.data.batches import SequenceLayout, make_batch, micro_batches
 from dualtune.data.chat.conversations import Message, read_messages
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, in_memory, tokenize
-from dualtune.data.preview.survey import show_document
-from dualtune.data.tokens import cache
+from dualtune.data.preview import show_document
+from dualtune.data.tokens import store as cache
 from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.store import INDEX, WEIGHTS
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import DataError
+from dualtune.engine.backend import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

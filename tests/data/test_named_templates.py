@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config.values import NEWEST_TEMPLATES
 from dualtune.data.chat.formats import Example, Message, to_examples
-from dualtune.data.chat.named import NAMES, WITH_TOOLS, named_template
-from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.chat.template import NAMES, WITH_TOOLS, ChatTemplate, named_template
 from dualtune.data.sources.rows import RawRow, RowError
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "named_templates"

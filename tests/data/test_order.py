@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.config import parse_config
-from dualtune.data.batching.order import Order
+from dualtune.data.order import Order
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.batching.prefetch import Ahead
+from dualtune.data.batches import Ahead
 
 
 @given(st.lists(st.integers(0, 9), max_size=20))

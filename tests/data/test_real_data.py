@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dualtune.backend import IGNORE_INDEX
 from dualtune.config import parse_config
-from dualtune.data.batching.batches import micro_batches
-from dualtune.data.batching.order import MOST_TOKENS, Order
+from dualtune.data.batches import micro_batches
 from dualtune.data.documents import Data
+from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.evaluation import layout_of
+from dualtune.engine.backend import IGNORE_INDEX
+from dualtune.train.evaluation import layout_of
 from dualtune.train.state.resume import with_tokens
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualtune.data import similarity as repeats_module
 from dualtune.data.chat.formats import FORMATS, Example, to_examples
-from dualtune.data.similarity import repeats as repeats_module
-from dualtune.data.similarity.repeats import Repeat, Repeats
-from dualtune.data.similarity.shingles import digest_of, jaccard, shingles, text_of
+from dualtune.data.similarity import Repeat, Repeats, digest_of, jaccard, shingles, text_of
 from dualtune.data.sources.rows import RawRow
 
 PARAGRAPHS = {
@@ -148,14 +147,14 @@ def test_pairs_around_the_threshold_are_decided_exactly():
 
 def test_sketches_that_say_nothing_cost_time_and_no_answer(monkeypatch):
     """All rows in the same buckets: every one that is kept is a candidate, not only the newest."""
-    monkeypatch.setattr("dualtune.data.similarity.repeats.sketch", lambda found: np.arange(64, dtype=np.uint64))
+    monkeypatch.setattr("dualtune.data.similarity.sketch", lambda found: np.arange(64, dtype=np.uint64))
     rows = examples([pair("Q", text) for text in (*PARAGRAPHS.values(), PARAGRAPHS["en"] + "!")])
     assert {row: repeat.of for row, repeat in found_in(rows).items()} == {4: 0}
 
 
 def test_memory_is_that_of_the_sketches(monkeypatch):
     """The texts are not kept, however long they are."""
-    monkeypatch.setattr("dualtune.data.similarity.repeats.sketch", lambda found: np.arange(64, dtype=np.uint64))
+    monkeypatch.setattr("dualtune.data.similarity.sketch", lambda found: np.arange(64, dtype=np.uint64))
     with Repeats(0.8) as repeats:
         for i in range(50):
             repeats.add(Example("f", i, prompt="", completion=str(i) * 20_000))

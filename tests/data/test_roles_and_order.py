@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import load_config
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.formats import Example, to_examples
-from dualtune.data.preview.survey import ShownDocument, ShownToken
-from dualtune.data.preview.turns import turns_of
+from dualtune.data.preview import ShownDocument, ShownToken, turns_of
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import load_tokenizer
+from dualtune.train.inference import load_tokenizer
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from dualtune.base.errors import DataError
 from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import Data
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.data.sources.rows import RawRow
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import DataError
 
 
 def chat(i):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.data.sources import hub
+from dualtune.base.errors import DataError, EnvironmentFault, FormatError
+from dualtune.data.sources import readers as hub
 from dualtune.data.sources.readers import has_role, open_source
-from dualtune.errors import DataError, EnvironmentFault, FormatError
 
 KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, .text, .md; "
@@ -267,7 +267,7 @@ def ask(tmp_path_factory, python):
 import json
 from dualtune.data.sources import hub
 from dualtune.data.sources.readers import has_role, open_source
-from dualtune.errors import DualtuneError
+from dualtune.base.errors import DualtuneError
 for expression in {expressions!r}:
     try:
         print(json.dumps(eval(expression)))

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualtune.base.text import visible
 from dualtune.config import parse_config
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
-from dualtune.data.batching.order import Order
+from dualtune.data import preview as module
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, tokenize
-from dualtune.data.preview import survey as module
-from dualtune.data.preview.survey import first_documents, histogram, pieces, show_document, steps_per_epoch, survey
-from dualtune.data.preview.survey import warnings as warnings_of
+from dualtune.data.order import Order
+from dualtune.data.preview import first_documents, histogram, pieces, show_document, steps_per_epoch, survey
+from dualtune.data.preview import warnings as warnings_of
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.evaluation import layout_of
-from dualtune.text.escape import visible
+from dualtune.train.evaluation import layout_of
 
 WORDS = st.text("abcé", min_size=1, max_size=12)
 PAIRS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=30)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.data.chat.sandbox import TemplateLimit
 from dualtune.data.chat.template import MAX_SOURCE, ChatTemplate
-from dualtune.data.chat.template_meter import TemplateLimit
 from dualtune.data.sources.rows import RowError
-from dualtune.errors import ConfigError, DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -6,17 +6,17 @@ import pytest
 from safetensors.numpy import load_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.data.chat.formats import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
-from dualtune.evaluate.adapter_set import load_adapter_set
-from dualtune.evaluate.chat import Chat, Sampling
-from dualtune.serve.answers import Answers
-from dualtune.serve.requests import read_request
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.chat_template import TEMPLATE_FILE
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.train.inference import Sampling
+from dualtune.use.chat import Chat, load_adapter_set
+from dualtune.use.serve.answers import Answers
+from dualtune.use.serve.requests import read_request
 
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

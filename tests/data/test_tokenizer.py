@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from dualtune.base.errors import ConfigError, DataError
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError, DataError
 
 BOS, EOS = 1, 2
 TEXTS = ["Hi there", "", "2+2=7\n\n é 語 \N{FAMILY}", "<s>Hi</s>", "<|im_start|>user\nHi<|im_end|>\n", "<s><s>x", " "]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dualtune.base.errors import ConfigError
 from dualtune.data.tokens import tokenizer_classes, tokenizer_files
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.data.tokens.tokenizer_classes import CLASS_OF_TYPE, FAMILIES, OVERRULED
-from dualtune.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 

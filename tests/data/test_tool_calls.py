@@ -8,11 +8,11 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dualtune.data.chat.call_form import CallForm
 from dualtune.data.chat.formats import to_examples
 from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.chat.tools import CallForm
 from dualtune.data.documents import tokenize
-from dualtune.data.sources.kinds import read_file
+from dualtune.data.sources.readers import read_file
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.data.tokens.masks import render_example
 

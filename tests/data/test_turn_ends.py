@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dualtune.data.chat.formats import Example, Message
 from dualtune.data.documents import tokenize
-from dualtune.data.tokens.lost_text import NO_END
+from dualtune.data.tokens.masks import NO_END
 from dualtune.data.tokens.stop_tokens import stop_tokens
 from dualtune.data.tokens.tokenize import tokenize_rows
 

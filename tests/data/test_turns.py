@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from dualtune.data.batching.order import Order
 from dualtune.data.documents import Data
-from dualtune.data.preview.samples import kinds_of, samples
-from dualtune.data.preview.survey import by_source, survey
+from dualtune.data.order import Order
+from dualtune.data.preview import by_source, kinds_of, samples, survey
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.evaluation import layout_of
+from dualtune.train.evaluation import layout_of
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROCESS = Path(__file__).with_name("torch_process.py")
-PRELOADED = ["dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.training.train"]
+PRELOADED = ["dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.train"]
 FAULTS = Path(__file__).parents[1] / "faults" / "injection.py"
 
 
@@ -55,7 +55,7 @@ def start(tmp_path_factory):
     pytest.importorskip("torch")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["dualtune_torch.engine", "dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.training.train"]
+        ["dualtune_torch.engine", "dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.train"]
     )
     started = []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch.distributed
 
-from dualtune.backend import get_backend
+from dualtune.engine.backend import get_backend
 
 
 def main(out: str) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.distributed.team import Team
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance_case import random_adapter
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.testing.conformance_case import random_adapter
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.team import Team
 
 LENGTHS = (9, 30, 5, 14, 22, 7, 17)
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))

@@ -25,7 +25,7 @@ def test_processes_started_by_hand_listen_on_the_loopback_address(start, tmp_pat
 
 def test_processes_of_a_local_launch_listen_on_no_public_address(tmp_path, python):
     pytest.importorskip("torch")
-    from dualtune.launch.torchrun import Torchrun
+    from dualtune.train.launch.torchrun import Torchrun
 
     command = Torchrun("dualtune_torch.torchrun", 2).command([sys.executable, str(SCRIPT), str(tmp_path)])
     result = python(*command[1:], env={"OMP_NUM_THREADS": "1"})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mlx")
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 WORKER = Path(__file__).with_name("mlx_worker.py")
 

@@ -11,7 +11,7 @@ from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
-from dualtune.train.state.together import shared
+from dualtune.train.state.run_dir import shared
 from dualtune.train.step import Ordinary, TrainingStep
 
 _spec = importlib.util.spec_from_file_location("test_team", Path(__file__).with_name("test_team.py"))

@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
-from dualtune import interrupt
-from dualtune.distributed.team import PeerFailed, Team
-from dualtune.distributed.watchdog import Watchdog
-from dualtune.errors import DataError, EnvironmentFault, Preempted
+from dualtune.base import interrupt
+from dualtune.base.errors import DataError, EnvironmentFault, Preempted
+from dualtune.train.team import PeerFailed, Team, Watchdog
 
 
 class ThreadWorld:

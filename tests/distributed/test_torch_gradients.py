@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 WORKER = Path(__file__).with_name("torch_worker.py")
 FAMILIES = Path(__file__).with_name("torch_families.py")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance_case import random_adapter
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.testing.conformance_case import random_adapter
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 

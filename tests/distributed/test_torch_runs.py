@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 from safetensors.numpy import load_file
 
-from dualtune.errors import EnvironmentFault, OutOfMemory, Preempted
-from dualtune.testing import tolerances
+from dualtune.base.errors import EnvironmentFault, OutOfMemory, Preempted
+from dualtune.engine.testing import tolerances
 
 FORWARD = "dualtune_torch.engine.TorchEngine.forward_backward"
 EVALUATE = "dualtune_torch.engine.TorchEngine.evaluate"

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance_case import random_adapter
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.testing.conformance_case import random_adapter
+from dualtune.model.optimizer import OptimizerSpec
 
 
 def main(choice: str, out: str) -> None:

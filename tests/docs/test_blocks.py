@@ -15,12 +15,12 @@ import pytest
 import yaml
 from pages import ROOT, Block, blocks, prose
 
+from dualtune.base.errors import ConfigError
 from dualtune.cli.main import cli
 from dualtune.cli.suggest import CommandWithOthers, with_keys_as_set
 from dualtune.config import load_config
-from dualtune.config.importing import import_config
+from dualtune.config.importing.translate import import_config
 from dualtune.config.schema import sections
-from dualtune.errors import ConfigError
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT, blocks
 
-from dualtune.config.importing import import_config
-from dualtune.config.importing.written import to_text
+from dualtune.config.importing.translate import import_config, to_text
 from dualtune.config.schema import sections
 
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))

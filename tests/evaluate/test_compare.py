@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dualtune.evaluate.scoring.compare import compare_losses, compare_scores, newcombe
+from dualtune.use.scoring.compare import compare_losses, compare_scores, newcombe
 
 
 def rows(both, only_base, only_adapter, none):
@@ -36,7 +36,7 @@ def coverage(draw, interval, truth, number=300):
 
 def test_the_intervals_hold_the_truth_as_often_as_they_promise(monkeypatch):
     """95 % is promised; 300 samples of 40 rows, fixed by the seed."""
-    from dualtune.evaluate.scoring import compare
+    from dualtune.use.scoring import compare
 
     monkeypatch.setattr(compare, "RESAMPLES", 300)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.data.chat.formats import Example, Message
-from dualtune.data.similarity.shingles import NEAR, SHINGLE, jaccard, shingles
-from dualtune.evaluate.scoring.leaks import Leaks, find_leaks
+from dualtune.data.similarity import NEAR, SHINGLE, jaccard, shingles
+from dualtune.use.scoring.compare import Leaks, find_leaks
 
 
 def plain(texts, path="f"):

@@ -4,15 +4,8 @@ import re
 
 import pytest
 
-from dualtune.errors import ConfigError, DataError
-from dualtune.evaluate.scoring.metrics import (
-    TASKS,
-    is_right,
-    json_metric,
-    last_match,
-    pattern_metrics,
-    user_metric,
-)
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.use.scoring.metrics import TASKS, is_right, json_metric, last_match, pattern_metrics, user_metric
 
 GSM8K = re.compile(TASKS["gsm8k"])
 
@@ -153,7 +146,7 @@ def test_a_metric_that_cannot_be_loaded_is_one_error(module, name, message):
 def test_an_installed_metric_is_found_by_its_name(monkeypatch):
     from importlib.metadata import EntryPoint
 
-    from dualtune.evaluate.scoring import metrics
+    from dualtune.use.scoring import metrics
 
     point = EntryPoint("plus", "operator:add", "dualtune.metrics")
     monkeypatch.setattr(metrics, "entry_points", lambda group: [point] if group == "dualtune.metrics" else [])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 VOCAB = 262
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from dualtune.export.card import card
-from dualtune.train.run import run
+from dualtune.show.run import run
+from dualtune.use.export.export import card
 
 
 @pytest.fixture

@@ -12,16 +12,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.cli.adapters.export import TARGETS
+from dualtune.base.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.cli.export import TARGETS
 from dualtune.config import Config
-from dualtune.errors import ConfigError, EnvironmentFault, FormatError
-from dualtune.export import export as module
-from dualtune.export.deviation import LOST, deviation, lost_share
-from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
-from dualtune.export.request import KINDS
-from dualtune.train.run import run
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.use.export import export as module
+from dualtune.use.export.llama_environment import LlamaCpp, find_llama_cpp
+from dualtune.use.export.request import KINDS, LOST, deviation, lost_share
 from dualtune_torch.weights.nf4 import unpack
 
 
@@ -127,7 +126,7 @@ def test_without_out_the_export_lies_beside_the_run(
     ],
 )
 def test_what_cannot_be_written_is_refused_before_any_work(export, option, value, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
+    monkeypatch.setattr("dualtune.use.export.llama_environment.find_llama_cpp", lambda *_: None)
     monkeypatch.setattr(module, "export", pytest.fail)
     done = export("--to", "ollama", option, value)
     assert done.returncode == 2 and said in done.stderr
@@ -307,7 +306,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(export, opt
 
 def test_without_llama_cpp_the_error_says_how_to_get_it(export, tmp_path, monkeypatch):
     monkeypatch.delenv("DUALTUNE_LLAMA_CPP", raising=False)
-    monkeypatch.setattr("dualtune.export.llama_environment._is_installed", lambda module: False)
+    monkeypatch.setattr("dualtune.use.export.llama_environment._is_installed", lambda module: False)
     done = export("--to", "gguf")
     assert done.returncode == 4 and "scripts/interop_llama.sh DIR" in done.stderr
     with pytest.raises(EnvironmentFault, match=r"is no environment with llama\.cpp"):
@@ -375,7 +374,7 @@ def test_ollama_is_told_the_system_message_of_the_training(export, adapter, monk
         requests.append(request)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
+    monkeypatch.setattr("dualtune.use.export.llama_environment.find_llama_cpp", lambda *_: None)
     monkeypatch.setattr(module, "export", stop)
     export("--to", "ollama", *options)
     assert [request.system for request in requests] == [expected]

@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.base_model.gguf_model import interleaved
+from dualtune.base.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.data.chat.template import with_variables
-from dualtune.errors import ConfigError, EnvironmentFault, FormatError
-from dualtune.export import llama_environment
-from dualtune.export.gguf_file import _rope_factors, check, problems_of, unpack, write
-from dualtune.export.gguf_keys import set_numbers
-from dualtune.export.llama_environment import find_llama_cpp
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.gguf import interleaved
+from dualtune.use.export import llama_environment
+from dualtune.use.export.gguf_file import _rope_factors, check, problems_of, set_numbers, unpack, write
+from dualtune.use.export.llama_environment import find_llama_cpp
 
 VOCAB = 262
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -91,7 +90,7 @@ def test_the_frequencies_of_llama_3_are_divided_as_transformers_divides_them(mak
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from dualtune.base_model import read_config
+    from dualtune.model.base_model import read_config
 
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -171,7 +170,7 @@ def test_the_gguf_has_the_template_with_the_variables_of_the_training(export, tm
 
 def test_all_that_is_missing_is_named_before_the_merge(export, monkeypatch, tmp_path):
     monkeypatch.setattr(llama_environment, "_is_installed", lambda module: False)
-    monkeypatch.setattr("dualtune.export.export.export", pytest.fail)
+    monkeypatch.setattr("dualtune.use.export.export.export", pytest.fail)
     done = export("--to", "ollama")
     assert done.returncode == 4
     assert "dualtune[gguf]" in done.stderr and "llama-quantize" in done.stderr and "llama-cpp-python" in done.stderr
@@ -193,8 +192,8 @@ def test_a_checkout_converts_and_its_quantizer_or_an_installed_one_quantizes(exp
     checkout = tmp_path / "llama.cpp"
     (checkout / "build/bin").mkdir(parents=True)
     writer = (
-        "import argparse, pathlib\nfrom dualtune.export.gguf_file import write\n"
-        "from dualtune.export.gguf_keys import set_numbers\np = argparse.ArgumentParser()\n"
+        "import argparse, pathlib\nfrom dualtune.use.export.gguf_file import write\n"
+        "from dualtune.use.export.gguf_file import set_numbers\np = argparse.ArgumentParser()\n"
         "p.add_argument('model', type=pathlib.Path)\np.add_argument('--outtype', default='f32')\n"
         "p.add_argument('--outfile', type=pathlib.Path)\np.add_argument('--vocab-only', action='store_true')\n"
         "a = p.parse_args()\nif not a.vocab_only:\n    write(a.model, a.outfile, a.outtype)\n"

@@ -8,13 +8,12 @@ import shutil
 import numpy as np
 import pytest
 
-from dualtune.base_model import find_weights, model_here, read_config, resolve_model
-from dualtune.base_model.gguf_model import model_from_gguf
-from dualtune.base_model.gguf_tokenizer import GgufFile, tokenizer_files
+from dualtune.base.errors import FormatError
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import FormatError
-from dualtune.export.gguf_file import write
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.base_model import find_weights, model_here, read_config, resolve_model
+from dualtune.model.gguf import GgufFile, model_from_gguf, tokenizer_files
+from dualtune.use.export.gguf_file import write
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")

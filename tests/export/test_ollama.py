@@ -2,10 +2,10 @@
 
 import pytest
 
-from dualtune.data.chat.named import NAMES, named_template
+from dualtune.base.errors import ConfigError
+from dualtune.data.chat.template import NAMES, named_template
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
-from dualtune.export.ollama import TEMPLATES, modelfile, template_for
+from dualtune.use.export.ollama import TEMPLATES, modelfile, template_for
 
 
 @pytest.mark.parametrize("name", NAMES)

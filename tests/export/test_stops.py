@@ -8,15 +8,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dualtune.adapter.formats.chat_template import write_training_template
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.base_model import copy_without_weights, untrained_rows
 from dualtune.config import Config, to_yaml
 from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.export.ollama import modelfile
-from dualtune.train.run import run
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.base_model import copy_without_weights, untrained_rows
+from dualtune.model.formats.chat_template import write_training_template
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.use.export.ollama import modelfile
 
 EOS, END = 2, 4  # </s>, at which the base stops, and <|im_end|>, with which its chat template ends a turn
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

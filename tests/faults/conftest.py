@@ -22,7 +22,7 @@ import pytest
 DUALTUNE = [sys.executable, "-m", "dualtune.cli.main"]
 INJECTION = Path(__file__).with_name("injection.py")
 FORWARD = {
-    "numpy": "dualtune.testing.numpy_engine.NumpyEngine.forward_backward",
+    "numpy": "dualtune.engine.testing.numpy_engine.NumpyEngine.forward_backward",
     "cpu": "dualtune_torch.engine.TorchEngine.forward_backward",
     "mlx": "dualtune_mlx.engine.MlxEngine.forward_backward",
 }
@@ -129,8 +129,8 @@ class Box:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DUALTUNE_FAULT", f"step:{step}")
-            patch.setattr("dualtune.faults._passed", Counter())
-            patch.setattr("dualtune.faults.die", die)
+            patch.setattr("dualtune.base.faults._passed", Counter())
+            patch.setattr("dualtune.base.faults.die", die)
             self.resume(130)
 
     def straight(self) -> bytes:

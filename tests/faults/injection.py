@@ -52,7 +52,7 @@ def interrupt_parent(times):
     """An action: the parent gets Ctrl-C, and each one is awaited here."""
 
     def action():
-        from dualtune import interrupt
+        from dualtune.base import interrupt
 
         for _ in range(times):
             os.kill(os.getppid(), signal.SIGINT)

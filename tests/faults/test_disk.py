@@ -339,7 +339,7 @@ def test_a_run_without_a_true_checkpoint_is_not_begun_anew(box):
 @pytest.mark.parametrize("save_every", [2, None])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nan_is_never_written(box, monkeypatch, what, save_every):
-    from dualtune.testing.numpy_engine import NumpyEngine
+    from dualtune.engine.testing.numpy_engine import NumpyEngine
 
     box.settings |= {"data.eval": 0, "run.save_every": save_every, "guards.nonfinite_limit": 99}
     update = NumpyEngine._update

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dualtune.errors import OutOfMemory, Preempted
+from dualtune.base.errors import OutOfMemory, Preempted
 
 SAME = "restarted from the last checkpoint with smaller micro-batches; losses as without it, to 1e-6; exit 0"
 

@@ -89,7 +89,7 @@ def test_half_a_removed_checkpoint_is_never_seen_as_one(box):
     box.settings |= {"run.keep": 2, "data.eval": 0}
     straight = box.straight()
     # Each save ends with a call too; the fourth one is the first prune's.
-    box.train(-9, inject="enter('dualtune.io.disk.shutil.rmtree', 4, send('SIGKILL'))")
+    box.train(-9, inject="enter('dualtune.base.files.shutil.rmtree', 4, send('SIGKILL'))")
     (leftover,) = box.leftovers
     assert (step_of(leftover), box.checkpoints) == (2, ["step-00000004", "step-00000006"])
     assert f"removed {leftover}" in box.resume().stdout

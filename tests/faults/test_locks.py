@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dualtune.errors import LockedError
+from dualtune.base.errors import LockedError
 from dualtune.train.state import lock as lock_module
 from dualtune.train.state.lock import Lock, LockRecord
 

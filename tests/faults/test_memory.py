@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.errors import OutOfMemory
+from dualtune.base.errors import OutOfMemory
 
 BOTH = pytest.mark.parametrize("box", ["numpy", pytest.param("cpu", marks=pytest.mark.long)], indirect=True)
 ERROR = {

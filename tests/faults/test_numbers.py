@@ -211,7 +211,7 @@ def test_a_rollback_goes_further_back_when_the_first_did_not_help(spiking):
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["SIGTERM", "kill"])
 def test_a_preemption_does_not_change_a_rollback(spiking, monkeypatch, stop, how):
-    from dualtune.testing.numpy_engine import NumpyEngine
+    from dualtune.engine.testing.numpy_engine import NumpyEngine
 
     straight = spiking.straight()
     if how == "kill":

@@ -238,7 +238,7 @@ def test_a_signal_that_comes_again_after_saving_is_ignored(python):
 EARLY = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup themselves
-import dualtune.cli.main, dualtune.config, dualtune.cli.training.{command} as module
+import dualtune.cli.main, dualtune.config, dualtune.cli.{command} as module
 def stop(*_):
     os.kill(os.getpid(), signal.{signal})
     raise SystemExit("not stopped")

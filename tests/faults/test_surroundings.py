@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.hooks import Hook
+from dualtune.train.hooks import Hook
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Tracker(Hook):
     expected="training goes on; said once; what was missed is delivered in order when it recovers",
 )
 def test_a_broken_tracker_costs_nothing_but_a_line(box, make_config, open_backend):
-    from dualtune.train.run import run
+    from dualtune.show.run import run
 
     overrides = {key: value for key, value in box.settings.items() if value is not None}
     config = make_config(box.settings["data.train"], overrides)

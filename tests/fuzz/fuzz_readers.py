@@ -31,7 +31,7 @@ import mutations
 import readers
 import readers_template
 
-from dualtune.errors import DualtuneError
+from dualtune.base.errors import DualtuneError
 
 MAX_CPU_S = 5
 MAX_WAIT_S = 180  # for what waits, or never ends; other programs may keep the machine busy

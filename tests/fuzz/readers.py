@@ -26,21 +26,19 @@ import safetensors
 import safetensors.numpy
 from readers_data import DATA_SEEDS, read_data
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.formats.manifest import read_manifest
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.inspection.diff import diff_adapters
-from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.base_model import find_weights, fingerprint, resolve_model, staged
+from dualtune.base.files import json_bytes, listing
+from dualtune.base.untrusted import read_safetensors
 from dualtune.config import load_config, parse_config, to_yaml
-from dualtune.io.disk import json_bytes, listing
-from dualtune.io.untrusted import read_safetensors
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.base_model import find_weights, fingerprint, resolve_model, staged
+from dualtune.model.formats.directory import Adapter, read_adapter, read_manifest, write_adapter
+from dualtune.model.importing.repair import import_adapter
+from dualtune.model.inspection import diff_adapters, inspect_adapter, render_report
 from dualtune.train.state import checkpoint
 from dualtune.train.state.metrics import History, main_rows, read_rows
-from dualtune.transfer.bundles import manifest
-from dualtune.verify.recorded import recorded_in
+from dualtune.use.transfer.bundles import manifest
+from dualtune.use.verify.verdict import recorded_in
 
 Files = dict[str, bytes]
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from dualtune.base.errors import DataError
+from dualtune.data.chat.sandbox import _FILTERS
 from dualtune.data.chat.template import ChatTemplate
-from dualtune.data.chat.template_builtins import _FILTERS
 from dualtune.data.sources.rows import RowError
-from dualtune.errors import DataError
 
 TEMPLATES = Path(__file__).parents[1] / "golden" / "templates"
 FILE = "chat_template.jinja"

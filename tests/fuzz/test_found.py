@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.base_model import fingerprint, resolve_model
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.base.untrusted import read_json, read_safetensors
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError, FormatError
-from dualtune.io.untrusted import read_json, read_safetensors
-from dualtune.memory.shapes import UnknownShape, decoder_of
-from dualtune.preflight.storage import missing_files
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.doctor.storage import missing_files
+from dualtune.engine.memory.shapes import UnknownShape, decoder_of
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.base_model import fingerprint, resolve_model
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.importing.repair import import_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_runs
 from dualtune.train.state.metrics import read_rows

@@ -35,16 +35,16 @@ def test_no_reader_breaks_a_promise_a_hundred_thousand_times(python, tmp_path):
 
 MUTATIONS = {  # a reader that is less careful -> what is said of it
     "a header may hold anything": (
-        "from dualtune.io import untrusted\nimport large\nuntrusted.MAX_STRUCTURE = large.MAX_STRUCTURE = 5_000_000",
+        "from dualtune.base import untrusted\nimport large\nuntrusted.MAX_STRUCTURE = large.MAX_STRUCTURE = 5_000_000",
         ("--inputs", 0, "--few-large"), "AssertionError: needed ",
     ),
     "JSON may be as deep as Python can": (
-        "from dualtune.io import untrusted\nuntrusted._is_deep = lambda table: False\n"
+        "from dualtune.base import untrusted\nuntrusted._is_deep = lambda table: False\n"
         "def surprise(*args):\n    raise RecursionError\nfiles._too_deep = surprise",
         ("--inputs", 300, "--only", "adapter", "--few-large"), "RecursionError",
     ),
     "a message shows what the file holds": (
-        "from dualtune.io import fields\nfrom dualtune.errors import FormatError\n"
+        "from dualtune.base import fields\nfrom dualtune.base.errors import FormatError\n"
         "fields.wrong = lambda where, key, value, allowed: FormatError(f'{key}: got {value}')",
         ("--inputs", 1000, "--only", "adapter", "--few-large"), "isprintable",
     ),
@@ -55,7 +55,7 @@ MUTATIONS = {  # a reader that is less careful -> what is said of it
         ("--inputs", 1, "--only", "checkpoint", "--few-large"), "written outside of the target",
     ),
     "a pattern may take for ever": (
-        "import re\nfrom dualtune.adapter.formats import patterns, peft\n"
+        "import re\nfrom dualtune.model import patterns, peft\n"
         "peft.full_match = lambda pattern, text, where: bool(re.fullmatch(r'(\\w|\\w)*!', 'a' * 40))",
         ("--inputs", 50, "--only", "adapter", "--few-large"), "took too long",
     ),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dualtune.hybrid.policy import Predictive
+from dualtune.show.run import execute
+from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.prepare import prepare
-from dualtune.train.run import execute
 from dualtune.train.state import checkpoint
 from dualtune.train.state.run_dir import open_run
 

@@ -8,18 +8,29 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from dualtune.bench import intervals
-from dualtune.bench.digits import compare as digits_module
-from dualtune.bench.hybrid import compare as compare_module
-from dualtune.bench.hybrid.arms import ARMS, BASELINE, Arm
-from dualtune.bench.hybrid.compare import ArmResult, Comparison, compare, tune_rate
-from dualtune.bench.hybrid.policies import Freezing, predict_at_random
-from dualtune.bench.hybrid.report import LEGEND, in_percent, lines, plot
-from dualtune.bench.hybrid.trial import Place, Trial
-from dualtune.bench.intervals import interval, paired
-from dualtune.errors import ConfigError
-from dualtune.hybrid.vectors import norm
-from dualtune.hybrid.velocity import Window
+from dualtune.base.errors import ConfigError
+from dualtune.doctor.bench import digits as digits_module
+from dualtune.doctor.bench import hybrid as compare_module
+from dualtune.doctor.bench import in_process
+from dualtune.doctor.bench.hybrid import (
+    ARMS,
+    BASELINE,
+    LEGEND,
+    Arm,
+    ArmResult,
+    Comparison,
+    Freezing,
+    Place,
+    Trial,
+    compare,
+    in_percent,
+    lines,
+    plot,
+    predict_at_random,
+    tune_rate,
+)
+from dualtune.doctor.bench.in_process import interval, paired
+from dualtune.train.hybrid.prediction import Window, norm
 from dualtune.train.step import Ordinary
 
 PHASES = {"hybrid": {"warmup_steps": 4, "full_steps": 6, "correct_steps": 2, "max_predict_steps": 8, "probes": 4}}
@@ -57,7 +68,7 @@ def test_an_interval_is_student_s():
         c = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
         return np.trapezoid(c * (1 + x * x / degrees) ** (-(degrees + 1) / 2), x)
 
-    for degrees, t in enumerate(intervals._T_95, 1):
+    for degrees, t in enumerate(in_process._T_95, 1):
         assert inside(t, degrees) == pytest.approx(0.95, abs=5e-5)
     found = interval([1.0, 2.0, 3.0])
     assert (found.mean, found.margin) == pytest.approx((2.0, 4.303 / math.sqrt(3)))

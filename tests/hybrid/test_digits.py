@@ -8,18 +8,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from dualtune.bench import digits as package
-from dualtune.bench.digits import compare, network, trial
-from dualtune.bench.digits.data import DigitsData, Images, read_digits
-from dualtune.bench.digits.network import DigitsEngine, accuracy, gradients, losses, starting_weights
-from dualtune.bench.digits.step import DigitsCourse, DigitsStep
-from dualtune.bench.digits.trial import config_of, run_trial, train
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.hybrid.policy import Predictive
-from dualtune.hybrid.vectors import flatten
-from dualtune.hybrid.velocity import Window, reach
-from dualtune.train.schedule import learning_rate, optimizer_spec
+
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.doctor.bench import digits as compare
+from dualtune.doctor.bench import digits as network
+from dualtune.doctor.bench import digits as trial
+from dualtune.doctor.bench.digits import (
+    DigitsCourse,
+    DigitsData,
+    DigitsEngine,
+    DigitsStep,
+    Images,
+    accuracy,
+    config_of,
+    gradients,
+    losses,
+    read_digits,
+    run_trial,
+    starting_weights,
+    train,
+)
+from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.hybrid.prediction import Window, flatten, reach
+from dualtune.train.objective import learning_rate, optimizer_spec
 
 pytest.importorskip("sklearn", reason="the images come with scikit-learn")
 

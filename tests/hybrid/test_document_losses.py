@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.data.batching.batches import SequenceLayout, make_batch
-from dualtune.evaluate.recovery import Recovery
-from dualtune.testing import tolerances
-from dualtune.testing.numpy_engine import NumpyEngine
+from dualtune.data.batches import SequenceLayout, make_batch
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.numpy_engine import NumpyEngine
+from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.step import TrainingStep
 

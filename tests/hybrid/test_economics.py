@@ -3,8 +3,8 @@
 import pytest
 
 from dualtune.config import parse_config
-from dualtune.hybrid.economics import Economics
-from dualtune.hybrid.settings import step_cost
+from dualtune.train.hybrid.prediction import Economics
+from dualtune.train.hybrid.settings import step_cost
 
 NEW = Economics(50, 50, 100.0)
 

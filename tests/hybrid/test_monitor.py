@@ -5,7 +5,7 @@ from functools import reduce
 
 import pytest
 
-from dualtune.hybrid.monitor import Level, Monitor, SignalKind, prediction_error
+from dualtune.train.hybrid.monitor import Level, Monitor, SignalKind, prediction_error
 
 THRESHOLD = 3.0
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from dualtune.hybrid.phases import TRANSITIONS, IllegalTransition, Stage, TrainingPhase
+from dualtune.train.hybrid.monitor import TRANSITIONS, IllegalTransition, Stage, TrainingPhase
 
 WARMUP, FULL, PREDICT, CORRECT = TrainingPhase
 LEGAL = {

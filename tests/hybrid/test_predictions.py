@@ -5,18 +5,15 @@ import contextlib
 import numpy as np
 import pytest
 
-from dualtune.errors import Preempted
-from dualtune.hybrid import step as step_module
-from dualtune.hybrid.economics import Economics
-from dualtune.hybrid.monitor import Monitor
-from dualtune.hybrid.phases import TrainingPhase
-from dualtune.hybrid.policy import Predictive
-from dualtune.hybrid.search import SearchResult
-from dualtune.hybrid.vectors import flatten, split
-from dualtune.hybrid.velocity import Window
-from dualtune.testing.numpy_card import CARD as NUMPY_CARD
-from dualtune.testing.numpy_engine import NumpyEngine
-from dualtune.train.schedule import learning_rate
+from dualtune.base.errors import Preempted
+from dualtune.engine.testing.numpy_card import CARD as NUMPY_CARD
+from dualtune.engine.testing.numpy_engine import NumpyEngine
+from dualtune.train.hybrid import step as step_module
+from dualtune.train.hybrid.monitor import Monitor, TrainingPhase
+from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.hybrid.prediction import Economics, Window, flatten, split
+from dualtune.train.hybrid.step import SearchResult
+from dualtune.train.objective import learning_rate
 from dualtune.train.step import TrainingStep
 
 

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from dualtune.cli.output.progress import Progress
-from dualtune.hooks import Hook, StepRecord, StepTaken
-from dualtune.hybrid.settings import PRESETS
-from dualtune.view.run_view import RunView
+from dualtune.cli.progress import Progress
+from dualtune.show.view.run_view import RunView
+from dualtune.train.hooks import Hook, StepRecord, StepTaken
+from dualtune.train.hybrid.settings import PRESETS
 
 
 class Phases(Hook):

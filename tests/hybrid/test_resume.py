@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from dualtune.hybrid.economics import Economics
-from dualtune.hybrid.memory import Memory, from_state
-from dualtune.hybrid.phases import Stage
-from dualtune.policy import PolicyState
-from dualtune.testing import tolerances
+from dualtune.engine.testing import tolerances
+from dualtune.train.hybrid.memory import Memory, from_state
+from dualtune.train.hybrid.monitor import Stage
+from dualtune.train.hybrid.prediction import Economics
+from dualtune.train.policy import PolicyState
 from dualtune.train.saver import Saver
 
 STEPS = 24

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dualtune.hybrid import search
-from dualtune.hybrid.confidence import calibration, confidence, is_worse
-from dualtune.hybrid.search import distances, line_search
+from dualtune.train.hybrid import step
+from dualtune.train.hybrid.prediction import calibration, confidence, is_worse
+from dualtune.train.hybrid.step import distances, line_search
 
 NO_GAIN = np.zeros(4)
 
@@ -145,5 +145,5 @@ def test_a_random_direction_of_equal_length_is_rejected():
 
 def test_without_a_yardstick_chance_would_pass(monkeypatch):
     """Any gain as evidence: about half of all directions have one, and the search keeps the best distance."""
-    monkeypatch.setattr(search, "WORTH", 0.0)
+    monkeypatch.setattr(step, "WORTH", 0.0)
     assert share_accepted(is_random=True) > 0.2

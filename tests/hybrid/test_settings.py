@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli.training import train
+from dualtune.base.errors import ConfigError
+from dualtune.cli import train
 from dualtune.config import parse_config, to_yaml
-from dualtune.errors import ConfigError
-from dualtune.hybrid.settings import PRESETS, Settings, settings_of
+from dualtune.train.hybrid.settings import PRESETS, Settings, settings_of
 
 BASE = "{model: {name: m}, data: {train: t}}"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dualtune.hybrid.phases import TrainingPhase
-from dualtune.hybrid.policy import Predictive
-from dualtune.hybrid.statistics import Clock, Counts, Statistics, StepResult
-from dualtune.testing.numpy_engine import NumpyEngine
+from dualtune.engine.testing.numpy_engine import NumpyEngine
+from dualtune.train.hybrid.memory import Clock, Counts, Statistics, StepResult
+from dualtune.train.hybrid.monitor import TrainingPhase
+from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.policies import POLICIES
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dualtune.hybrid.vectors import cosine, flatten, norm, split
-from dualtune.hybrid.velocity import Window, half_window, reach
+from dualtune.train.hybrid.prediction import Window, cosine, flatten, half_window, norm, reach, split
 
 
 def window_of(path, half=8):

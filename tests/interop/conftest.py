@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dualtune.config import Config
-from dualtune.export.llama_environment import LlamaCpp
-from dualtune.train.run import run
+from dualtune.show.run import run
+from dualtune.use.export.llama_environment import LlamaCpp
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("DUALTUNE_INTEROP", ROOT / ".venv-interop")).absolute()

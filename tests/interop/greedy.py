@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "dualtune" / "export"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "dualtune" / "use" / "export"))
 from in_llama_cpp import opened
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.data.chat.named import NAMES, named_template
-from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.chat.template import NAMES, ChatTemplate, named_template
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.inference import chooser, load_model
-from dualtune.export.deviation import logprobs
-from dualtune.export.ollama import TEMPLATES, template_for
+from dualtune.train.inference import chooser, load_model
+from dualtune.use.export.ollama import TEMPLATES, template_for
+from dualtune.use.export.request import logprobs
 
 pytestmark = pytest.mark.interop
 SPECIAL = {"bos_token": "", "eos_token": "</s>"}  # llama.cpp adds the token at the beginning

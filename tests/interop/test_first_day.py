@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dualtune.evaluate.inference import chooser, load_model
+from dualtune.train.inference import chooser, load_model
 
 pytestmark = pytest.mark.interop
 NAMES, DEEDS = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.backend import IGNORE_INDEX, Batch
 from dualtune.config import Config
-from dualtune.evaluate.inference import load_model
-from dualtune.testing.oracles import llama_oracle
-from dualtune.train.run import run
+from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.engine.testing.oracles import llama_oracle
+from dualtune.show.run import run
+from dualtune.train.inference import load_model
 
 pytestmark = pytest.mark.interop
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.train.inference import load_model, stream_text
 
 pytestmark = pytest.mark.interop
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.transfer.remotes import target
-from dualtune.transfer.remotes.chunks import LEAST_CHUNK_BYTES
-from dualtune.transfer.remotes.patience import Patience
+from dualtune.use.transfer.remotes import target
+from dualtune.use.transfer.remotes.retries import Patience
+from dualtune.use.transfer.remotes.store import LEAST_CHUNK_BYTES
 
 LOGIN = """#!/bin/sh
 # What sshd runs in place of the login shell: in a home of its own, with the shell and the PATH that a test asks for.

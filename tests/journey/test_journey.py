@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.testing.tolerances import RESUMED_LOSS
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.model.formats.directory import read_adapter
 
 pytestmark = pytest.mark.journey
 STEPS, HALF = 12, 6

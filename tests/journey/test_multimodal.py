@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import dualtune
-from dualtune.testing.tolerances import LOGPROBS
+from dualtune.engine.testing.tolerances import LOGPROBS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

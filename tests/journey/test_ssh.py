@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from dualtune.errors import ConfigError, DiskError, EnvironmentFault
-from dualtune.transfer.remotes import target
+from dualtune.base.errors import ConfigError, DiskError, EnvironmentFault
+from dualtune.use.transfer.remotes import target
 
 MORE = pytest.mark.journey
 CHUNK = 256 << 10  # of a file of up to 64 MiB

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dualtune.errors import EnvironmentFault
-from dualtune.transfer.remotes.patience import Patience
+from dualtune.base.errors import EnvironmentFault
+from dualtune.use.transfer.remotes.retries import Patience
 
 MORE = pytest.mark.journey
 CHUNK = 256 << 10  # of a file of up to 64 MiB
@@ -22,8 +22,8 @@ PUSH = """
 import sys
 from pathlib import Path
 from dualtune import interrupt
-from dualtune.transfer.remotes import target
-from dualtune.transfer.remotes.patience import Patience
+from dualtune.use.transfer.remotes import target
+from dualtune.use.transfer.remotes.retries import Patience
 with interrupt.handled():
     target.parse("cluster:runs/a.tar").push(Path(sys.argv[1]), patience=Patience())
 """

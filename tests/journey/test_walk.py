@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
 from dualtune.config import parse_config
+from dualtune.model.formats.directory import read_adapter
 
 PAGE = (Path(__file__).parents[2] / "docs" / "laptop_to_cluster.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S)

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from dualtune.launch.alone import supervise_alone
+from dualtune.train.launch.supervise import supervise_alone
 
 from ..conftest import PATIENCE_S
 
@@ -57,7 +57,7 @@ def test_a_run_that_ends_well_after_a_restart_ends_with_0(program):
 
 PARENT = """if True:
     import signal, sys
-    from dualtune.launch.alone import supervise_alone
+    from dualtune.train.launch.supervise import supervise_alone
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the tests may have been told to ignore, by nohup
     class Work:
         first_resume = next_resume = lambda self: "auto"

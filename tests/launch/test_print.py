@@ -45,7 +45,7 @@ def test_a_machine_of_several_is_told_where_the_first_one_is(printed, config):
 
 
 def test_the_cores_are_shared_among_the_processes(dualtune_main, config, monkeypatch):
-    from dualtune.launch.torchrun import Here
+    from dualtune.train.launch.torchrun import Here
 
     launcher, chosen = Here(8, 0).launcher("cpu", 3, None)
     assert launcher.environment == {"OMP_NUM_THREADS": "2"}

@@ -56,8 +56,8 @@ def test_refused_by_name(dualtune_main, config, args, message):
 
 
 def test_more_processes_than_gpus_are_refused():
-    from dualtune.errors import ConfigError, EnvironmentFault
-    from dualtune.launch.torchrun import Here
+    from dualtune.base.errors import ConfigError, EnvironmentFault
+    from dualtune.train.launch.torchrun import Here
 
     with pytest.raises(ConfigError, match="--procs: got 3, allowed: 1 to 2, the GPUs of this machine"):
         Here(8, 2).launcher("cuda", 3, None)

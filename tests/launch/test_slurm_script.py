@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.errors import ConfigError
-from dualtune.launch.slurm import Slurm, batch_script
-from dualtune.launch.worker import Work
+from dualtune.base.errors import ConfigError
+from dualtune.train.launch.slurm import Slurm, batch_script
+from dualtune.train.launch.supervise import Work
 
 GOLDEN = Path(__file__).with_name("golden.sbatch")
 
@@ -28,7 +28,7 @@ def script(cwd: Path, run_dir="runs/first", overrides=(), resume="auto", **asked
 
 def test_the_script_is_this_one(monkeypatch):
     """Read it when it changes; then: cp what pytest shows to golden.sbatch."""
-    monkeypatch.setattr("dualtune.launch.slurm.VERSION", "1.0")
+    monkeypatch.setattr("dualtune.train.launch.slurm.VERSION", "1.0")
     monkeypatch.setattr("sys.executable", "/env/bin/python")
     text = script(
         Path("/home/me"), overrides=["train.steps=5", "run.seed=%a"], nodes=2, procs_per_node=8, gpus_per_node=8,

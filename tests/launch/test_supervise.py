@@ -10,10 +10,9 @@ import time
 import psutil
 import pytest
 
-from dualtune.launch import mlx
-from dualtune.launch.supervise import supervise
-from dualtune.launch.torchrun import Torchrun
-from dualtune.launch.worker import Work, may_restart, verdict
+from dualtune.train.launch import mlx
+from dualtune.train.launch.supervise import Work, may_restart, supervise, verdict
+from dualtune.train.launch.torchrun import Torchrun
 
 RANK = (
     "import os, sys, time; rank = int(os.environ.get('RANK') or os.environ['MLX_RANK']); attempt = int(sys.argv[1]); "
@@ -139,9 +138,9 @@ def test_a_ctrl_c_reaches_each_worker_once(tmp_path, launcher, open_backend):
     """))  # fmt: skip
     code = textwrap.dedent(f"""
         import sys
-        from dualtune.launch import mlx
-        from dualtune.launch.supervise import supervise
-        from dualtune.launch.torchrun import Torchrun
+        from dualtune.train.launch import mlx
+        from dualtune.train.launch.supervise import supervise
+        from dualtune.train.launch.torchrun import Torchrun
         class Work:
             first_resume = next_resume = lambda self: "auto"
             command = lambda self, resume: [sys.executable, r"{worker}"]

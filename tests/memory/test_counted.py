@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.memory.counted import Counted, shape_from
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import UnknownShape
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import pack, random_batch
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.memory.counted import Counted, shape_from
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import UnknownShape
+from dualtune.engine.testing.tiny_models import pack, random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {  # by kind of layer
@@ -106,8 +106,8 @@ def test_experts_are_stored_whole_and_a_token_uses_a_few(config_of):
 def test_a_family_with_a_formula_keeps_it_and_imports_no_framework():
     """In a process of its own: this one has imported torch."""
     code = (
-        "import sys\nfrom dualtune.memory.counted import shape_from\n"
-        "from dualtune.memory.shapes import KNOWN, Decoder\n"
+        "import sys\nfrom dualtune.engine.memory.counted import shape_from\n"
+        "from dualtune.engine.memory.shapes import KNOWN, Decoder\n"
         "assert isinstance(shape_from(KNOWN['Qwen/Qwen3-8B'], 'torch'), Decoder)\n"
         "assert not {'torch', 'transformers', 'mlx'} & sys.modules.keys()"
     )
@@ -118,7 +118,7 @@ def test_what_was_counted_is_kept(config_of, monkeypatch, tmp_path):
     """The second question about a model asks no framework, and a damaged file is counted again."""
     monkeypatch.setenv("DUALTUNE_CACHE", str(tmp_path))
     config, calls = config_of("olmoe"), []
-    from dualtune_torch.counting import count
+    from dualtune_torch import counting as count
 
     own = count.count
     monkeypatch.setattr(count, "count", lambda config: calls.append(config) or own(config))

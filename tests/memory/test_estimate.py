@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.data.batching.batches import padded as padded_row
-from dualtune.errors import ConfigError
-from dualtune.evaluate.evaluation import layout_of
-from dualtune.memory import estimate as module
-from dualtune.memory.ask import num_trained, padded
-from dualtune.memory.estimate import Ask, ask_of, estimate, longest_that_fits
-from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.data.batches import padded as padded_row
+from dualtune.engine.memory import estimate as module
+from dualtune.engine.memory.estimate import Ask, ask_of, estimate, longest_that_fits, num_trained, padded
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.train.evaluation import layout_of
 
 MISTRAL = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -204,8 +203,8 @@ def test_an_estimate_costs_next_to_nothing():
 
 def test_an_estimate_loads_neither_a_framework_nor_numpy():
     code = (
-        "import sys\nfrom dualtune.memory.estimate import Ask, longest_that_fits\n"
-        "from dualtune.memory.shapes import *\n"
+        "import sys\nfrom dualtune.engine.memory.estimate import Ask, longest_that_fits\n"
+        "from dualtune.engine.memory.shapes import *\n"
         "ask = Ask('torch', 'cuda', 'nf4', 'bfloat16', 16, 'all-linear', 2048, 2048)\n"
         "assert longest_that_fits(decoder_of(KNOWN['Qwen/Qwen3-4B']), ask, 24 << 30)\n"
         "print(sorted({'torch', 'mlx', 'transformers', 'numpy', 'pydantic'} & sys.modules.keys()))"

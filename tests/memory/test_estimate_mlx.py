@@ -7,21 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
 from dualtune_mlx import optimizer  # noqa: E402
-from dualtune_mlx.card import memory, sizes  # noqa: E402
+from dualtune_mlx.card import memory  # noqa: E402
+from dualtune_mlx.card import memory as sizes  # noqa: E402
 from dualtune_mlx.kernels import attention, cross_entropy  # noqa: E402
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.base.errors import ConfigError
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.errors import ConfigError
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.optimizer.averaging import Averaging
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import Averaging, OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from dualtune_torch.card import memory, sizes  # noqa: E402
+from dualtune_torch.card import memory  # noqa: E402
+from dualtune_torch.card import memory as sizes  # noqa: E402
 from dualtune_torch.kernels import attention, choose, cross_entropy  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -180,7 +180,7 @@ def test_the_temporaries_of_an_update_are_those_of_the_plan(spec, arrays, monkey
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from memory_storages import peak_of
 
-    from dualtune_torch.card.sizes import UPDATE_CHUNK
+    from dualtune_torch.card.memory import UPDATE_CHUNK
     from dualtune_torch.optimizer import flat_optimizer
 
     flat = torch.zeros(3 * UPDATE_CHUNK["cpu"], requires_grad=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -74,9 +74,9 @@ def test_what_stays_mapped_is_what_is_not_packed(loads):
 def test_nf4_has_nested_statistics_and_takes_half_a_byte_of_a_weight(open_backend, tmp_path):
     """Loaded from a pretrained file, as it is trained on; a layer of 2,048 weights a row, which are common."""
     pytest.importorskip("bitsandbytes")
-    from dualtune.adapter.spec import AdapterSpec
-    from dualtune.backend import LoadRequest
-    from dualtune.optimizer import OptimizerSpec
+    from dualtune.engine.backend import LoadRequest
+    from dualtune.model.adapter import AdapterSpec
+    from dualtune.model.optimizer import OptimizerSpec
 
     wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 8}
     path = write_tiny_llama(tmp_path / "model", **wide, num_key_value_heads=8, head_dim=128)

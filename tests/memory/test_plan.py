@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.bench.flops import Shape, training_flops
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError
-from dualtune.memory.ask import Ask, num_trained
-from dualtune.memory.estimate import estimate
-from dualtune.memory.plan import ROOM, choose_checkpointing, flops_per_token, make_plan, plan_of, recompute_time
-from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.doctor.bench.measure import Shape, training_flops
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate, num_trained
+from dualtune.engine.memory.plan import ROOM, choose_checkpointing, flops_per_token, make_plan, plan_of, recompute_time
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 np = pytest.importorskip("numpy")
 MISTRAL = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 ROOT = Path(__file__).parents[2]
 SMOLLM = decoder_of(KNOWN["HuggingFaceTB/SmolLM2-135M"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dualtune.memory.shapes import FAMILIES, KNOWN, UnknownShape, decoder_of
+from dualtune.engine.memory.shapes import FAMILIES, KNOWN, UnknownShape, decoder_of
 
 # From the models' pages and their files on the hub.
 PUBLISHED = {

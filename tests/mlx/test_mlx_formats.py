@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 FORMATS = [
     (3, 64, "affine"), (4, 32, "affine"), (5, 64, "affine"), (6, 128, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"),

@@ -8,12 +8,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.optimizer import OPTIMIZERS, OptimizerSpec
-from dualtune.testing import conformance, conformance_packing
-from dualtune.testing.conformance import assert_close, gradient, llama_case, random_adapter
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.testing import conformance, conformance_state
+from dualtune.engine.testing.conformance import assert_close, gradient, llama_case, random_adapter
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OPTIMIZERS, OptimizerSpec
 
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
@@ -359,7 +359,7 @@ COMPILED_CHECKS = [
     conformance.check_accumulation_does_not_matter,
     conformance.check_ignored_labels_do_not_matter,
     conformance.check_optimizer_is_its_formula,
-    conformance_packing.check_packed_gradient_is_the_padded_gradient,
+    conformance_state.check_packed_gradient_is_the_padded_gradient,
 ]
 
 

@@ -9,22 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.capabilities import check_capabilities
+from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import random_adapter
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_gpt2, write_tiny_llama
-from dualtune.train.run import run
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, check_capabilities
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_gpt2, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 tree_flatten = importlib.import_module("mlx.utils").tree_flatten
 card = importlib.import_module("dualtune_mlx.card")
-passes = importlib.import_module("dualtune_mlx.streaming.passes")
+passes = importlib.import_module("dualtune_mlx.streaming")
 
 FULL = ActivationCheckpointing("all")
 LAYERS = 4

@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.card import card_of
-from dualtune.data.batching.batches import SequenceLayout
-from dualtune.memory.ask import Ask
-from dualtune.memory.shapes import decoder_of
-from dualtune.performance.documents import StepDocuments
-from dualtune.performance.work import OPTIMIZER, pieces_of
+from dualtune.data.batches import SequenceLayout, step_documents
+from dualtune.engine.card import ActivationCheckpointing, card_of
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.step_time import OPTIMIZER, pieces_of
 
 HERE = Path(__file__).parent
 SHAPES = runpy.run_path(str(HERE / "fake" / "shapes.py"), run_name="shapes")["SHAPES"]
@@ -31,7 +29,7 @@ def launches(shape, kernels="fused"):
     )  # fmt: skip
     number = shape.rows * shape.documents
     lengths = np.full(number, shape.rows * shape.tokens // number)
-    documents = StepDocuments.of(lengths, SequenceLayout(shape.rows * shape.tokens, shape.tokens), "the test")
+    documents = step_documents(lengths, SequenceLayout(shape.rows * shape.tokens, shape.tokens), "the test")
     assert len(documents.rows) == 1
     pieces = pieces_of(decoder_of(shape.config()), ask, card_of("torch").costs["cuda"], documents)
     in_update = sum(piece.launches for piece in pieces if piece.part == OPTIMIZER)

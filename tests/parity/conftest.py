@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, processors
 
-from dualtune.backend import IGNORE_INDEX, Backend, Batch
 from dualtune.config import Config
-from dualtune.evaluate.inference import load_model
-from dualtune.testing import tolerances
-from dualtune.testing.oracles import llama_oracle
-from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.oracles import llama_oracle
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.train.inference import load_model
 
 EOS = 2  # of both models
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.errors import EnvironmentFault
-from dualtune.hooks import Hook
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, norm_of, random_adapter
-from dualtune.testing.tiny_models import random_batch
-from dualtune.train.run import run
-from dualtune.verify.verify import verify
+from dualtune.base.errors import EnvironmentFault
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, norm_of, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
+from dualtune.use.verify.verify import verify
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

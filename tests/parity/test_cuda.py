@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.backend import get_backend
-from dualtune.errors import EnvironmentFault
-from dualtune.testing import tolerances
-from dualtune.train.run import run
+from dualtune.base.errors import EnvironmentFault
+from dualtune.engine.backend import get_backend
+from dualtune.engine.testing import tolerances
+from dualtune.show.run import run
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from dualtune.backend import LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.optimizer.eight_bit import BLOCK, CODES, chunks_of, decode, dither, encode
-from dualtune.testing.conformance_case import SPEC, assert_equal, random_adapter
-from dualtune.testing.conformance_state import train
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.conformance_case import SPEC, assert_equal, random_adapter
+from dualtune.engine.testing.conformance_state import train
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.eight_bit import BLOCK, CODES, chunks_of, decode, dither, encode
+from dualtune.model.optimizer import OptimizerSpec
 
 SIZES = (1, BLOCK - 1, BLOCK, 9 * BLOCK + 1)
 

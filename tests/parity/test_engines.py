@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.errors import ConfigError, FormatError
-from dualtune.evaluate.inference import load_model
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.testing.oracles import llama_oracle, loss_of
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.oracles import llama_oracle, loss_of
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.inference import load_model
 from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")
@@ -150,7 +150,7 @@ def hash_keeps(seeds, key, dropout):
 
 @pytest.mark.parametrize("dropout", [0.1, 0.6])
 def test_the_dropout_mask_is_the_documented_hash(dropout, backend):
-    from dualtune.adapter.dropout import channel_keys, keep_mask
+    from dualtune.model.dropout import channel_keys, keep_mask
 
     dropout_seeds_BT = np.random.default_rng(0).integers(0, 1 << 32, (2, 128), np.uint32)
     mask = observed_mask(backend, "model.layers.0.q", dropout_seeds_BT, 64, dropout)
@@ -174,7 +174,7 @@ def test_the_dropout_mask_looks_like_chance(backend):
 
 
 def test_modules_with_the_same_input_share_a_mask():
-    from dualtune.adapter.dropout import channel_keys
+    from dualtune.model.dropout import channel_keys
 
     keys = {
         name: channel_keys(f"a.{name}", 64).tolist() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, is_target, modules_of, parse_name, tensor_name
-from dualtune.backend import Batch, LoadRequest
-from dualtune.base_model import find_weights, naming_of
-from dualtune.base_model.places import canonical_names, is_text
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Batch, LoadRequest
+from dualtune.model.adapter import AdapterSpec, is_target, modules_of, parse_name, tensor_name
+from dualtune.model.base_model import find_weights, naming_of
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.places import canonical_names, is_text
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

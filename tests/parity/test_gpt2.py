@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, modules_of
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.hooks import Hook
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.testing.tiny_models import pack, write_tiny_gpt2
-from dualtune.train.packing import check_packing
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.tiny_models import pack, write_tiny_gpt2
+from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import load_model, stream_text
+from dualtune.train.model_checks import check_packing
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

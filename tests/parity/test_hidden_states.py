@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.activation_cache.trial import try_on
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
+from dualtune.base.errors import ConfigError
 from dualtune.data.documents import in_memory
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.testing.conformance_activation_cache import given
-from dualtune.testing.conformance_packing import ROWS
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.conformance_state import ROWS, given
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.activation_cache import try_on
 
 FORMS = {
     "torch": ("float32", "bfloat16", "float16", "nf4", "int8", "affine4", "affine8"),

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.base_model.int8 import LEAST_SCALE, dequantize, is_quantized, quantize
-from dualtune.errors import ConfigError
-from dualtune.hooks import Hook
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, norm_of, random_adapter
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, norm_of, random_adapter
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.int8 import LEAST_SCALE, dequantize, is_quantized, quantize
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.spec import modules_of, parse_name
+from dualtune.base.errors import FormatError
 from dualtune.config import Config
-from dualtune.errors import FormatError
-from dualtune.evaluate.inference import load_model
-from dualtune.testing import tolerances
-from dualtune.train.run import run
+from dualtune.engine.testing import tolerances
+from dualtune.model.adapter import modules_of, parse_name
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.train.inference import load_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -3,11 +3,11 @@
 import pytest
 from safetensors.torch import load_file, save
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

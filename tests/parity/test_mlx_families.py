@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.base_model import find_weights
-from dualtune.base_model.merging import write_merged
-from dualtune.errors import ConfigError, DualtuneError
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError, DualtuneError
+from dualtune.model.base_model import find_weights
+from dualtune.model.merging import write_merged
+from dualtune.show.run import run
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-3  # of log-probabilities, relative below −1

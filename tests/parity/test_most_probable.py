@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
-from dualtune_torch.card.sizes import LOSS_ROWS  # noqa: E402
+from dualtune_torch.card.memory import LOSS_ROWS  # noqa: E402
 
 VOCAB, TOKENS = 16384, 128
 SPEC = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=("q_proj",))

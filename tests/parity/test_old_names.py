@@ -6,22 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.formats.naming import rename_modules
-from dualtune.adapter.spec import AdapterSpec, modules_of
-from dualtune.backend import LoadRequest
+from dualtune.base.errors import ConfigError, FormatError
 from dualtune.config import Config
-from dualtune.errors import ConfigError, FormatError
-from dualtune.evaluate.adapter_set import load_adapter_set
-from dualtune.evaluate.inference import load_model
-from dualtune.export.merge import load_to_merge
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance_case import assert_equal, random_adapter
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.conformance_case import assert_equal, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.formats.naming import rename_modules
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.inference import load_model
 from dualtune.train.prepare import start_of
-from dualtune.train.run import run
-from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.restored import restore
+from dualtune.train.state.checkpoint import Checkpoint, restore
+from dualtune.use.chat import load_adapter_set
+from dualtune.use.export.merge import load_to_merge
 
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest, LossSum
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.testing.tiny_models import pack, random_batch, row_of, write_softmax_model, write_tiny_llama
-from dualtune.train.packing import check_causality, check_packing
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest, LossSum
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_softmax_model, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.model_checks import check_causality, check_packing
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 ROWS = [[3, 0, 2], [1]]

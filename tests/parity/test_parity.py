@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.backend import LoadRequest
-from dualtune.data.batching.order import Order
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import random_adapter
-from dualtune.testing.tiny_models import random_batch
-from dualtune.train.run import run
+from dualtune.data.order import Order
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
 from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
-from dualtune.adapter.spec import AdapterSpec, tensor_name
-from dualtune.base_model import find_weights, peft_trial, read_config
-from dualtune.base_model.peft_trial import named, peft_notes
-from dualtune.base_model.places import canonical_names, is_text
+from dualtune.engine import peft_trial
+from dualtune.engine.peft_trial import named, peft_notes
+from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.base_model import find_weights, read_config
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.formats.naming import is_fan_in_fan_out
+from dualtune.model.places import canonical_names, is_text
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -5,16 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.data.batching.batches import SequenceLayout
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.memory.ask import Ask
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.performance.documents import StepDocuments
-from dualtune.performance.prediction import predict
-from dualtune.platform.detect import detect
-from dualtune.platform.machines import MACHINES, limits_for, named, published
-from dualtune.platform.rates import limits_or_none
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.data.batches import SequenceLayout, step_documents
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.detect import detect
+from dualtune.engine.machines import MACHINES, limits_for, limits_or_none, named, published
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.step_time import predict
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SMALL, MISTRAL = "HuggingFaceTB/SmolLM2-135M", "mistralai/Mistral-7B-Instruct-v0.3"
@@ -25,7 +23,7 @@ def predicted(model=MISTRAL, machine="h100-80", *, length=2048, tokens=8192, lim
     is_mac = MACHINES[machine].is_apple_silicon
     backend, device = ("mlx", "metal") if is_mac else ("torch", "cuda")
     ask = Ask(backend, device, "none", "bfloat16", 16, SEVEN, tokens, length)
-    documents = StepDocuments.of(np.full(tokens // length, length), SequenceLayout(tokens, tokens), "the test")
+    documents = step_documents(np.full(tokens // length, length), SequenceLayout(tokens, tokens), "the test")
     return predict(decoder_of(KNOWN[model]), replace(ask, **changes), documents, limits or limits_for(machine))
 
 
@@ -113,7 +111,7 @@ def test_what_cannot_be_predicted_says_why():
     with pytest.raises(EnvironmentFault, match="'mlx' does not say what its step takes on cpu"):
         predicted(backend="mlx", device="cpu")
     tiny = decoder_of(KNOWN[SMALL] | {"num_hidden_layers": 1, "vocab_size": 64})
-    documents = StepDocuments.of(np.array([64]), SequenceLayout(64, 64), "the test")
+    documents = step_documents(np.array([64]), SequenceLayout(64, 64), "the test")
     ask = Ask("torch", "cuda", "none", "bfloat16", 16, SEVEN, 64, 64)
     with pytest.raises(EnvironmentFault, match="compiles nothing below 5,000,000"):
         predict(tiny, ask, documents, limits_for("h100-80"))

@@ -6,16 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.card import card_of
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches, step_documents
 from dualtune.data.documents import in_memory
-from dualtune.memory.ask import Ask
-from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.performance.documents import StepDocuments
-from dualtune.performance.work import ATTENTION, BASE, HEAD, PARTS, pieces_of
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import card_of
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.step_time import ATTENTION, BASE, HEAD, PARTS, pieces_of
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -123,7 +122,7 @@ def step_of(open_backend, tmp_path, monkeypatch):
 
 def pieces(lengths, config=CONFIG, kind="cpu", **changes):
     ask = Ask("torch", kind, changes.pop("quantization", "none"), "float32", RANK, SEVEN, 2048, max(lengths), **changes)
-    documents = StepDocuments.of(np.array(lengths), LAYOUT, "the test")
+    documents = step_documents(np.array(lengths), LAYOUT, "the test")
     return pieces_of(decoder_of(config), ask, card_of("torch").costs[kind], documents)
 
 
@@ -197,6 +196,6 @@ def test_a_card_names_parts_and_units_that_exist(backend, kind):
     tables = (costs.launches, costs.numbers, costs.operations)
     assert {part for table in tables for part in table} <= {*PARTS}
     ask = Ask(backend, kind, "none", "float32", RANK, SEVEN, 2048, 100)
-    documents = StepDocuments.of(np.array([100]), LAYOUT, "the test")
+    documents = step_documents(np.array([100]), LAYOUT, "the test")
     found = pieces_of(decoder_of(CONFIG), ask, costs, documents)  # KeyError for an unknown unit
     assert {piece.part for piece in found} >= {part for table in tables for part in table}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune.config.examples import example_path
-from dualtune.preflight.config_check import ConfigReport, check_config
+from dualtune.config.render import example_path
+from dualtune.doctor.check_config import ConfigReport, check_config
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 MIB = 2**20

@@ -4,19 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.card import driver_of
 from dualtune.config import load_config
-from dualtune.config.examples import example_path
-from dualtune.memory.estimate import estimate
-from dualtune.memory.plan import plan_of
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.platform.budget import budget
-from dualtune.platform.machine import GB, GIB
-from dualtune.platform.machines import MACHINES, named
-from dualtune.preflight.recommend import qlora
-from dualtune.preflight.start import start_of
-from dualtune.preflight.thresholds import CUDA_CONFIGS, SEVEN_B, device_of
-from dualtune.preflight.verdict import judge
+from dualtune.config.render import example_path
+from dualtune.doctor.check_gpu import judge, qlora, start_of
+from dualtune.engine.card import driver_of
+from dualtune.engine.machine import GB, GIB
+from dualtune.engine.machines import MACHINES, named
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.estimate import estimate
+from dualtune.engine.memory.plan import plan_of
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.problems import CUDA_CONFIGS, SEVEN_B, device_of
 
 
 def card(gb: float, free_gb: float | None = None):

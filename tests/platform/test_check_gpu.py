@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.platform.machines import MACHINES
+from dualtune.engine.machines import MACHINES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FRAMEWORKS = {"torch", "mlx", "transformers", "numpy"}
@@ -120,7 +120,7 @@ def test_no_framework_is_imported(python):
         "try: main()\nexcept SystemExit: print('\\n', *sys.modules)"
     )
     loaded = set(python("-c", code).stdout.splitlines()[-1].split())
-    assert "dualtune.preflight.verdict" in loaded
+    assert "dualtune.doctor.check_gpu" in loaded
     assert not FRAMEWORKS & loaded
 
 
@@ -137,8 +137,8 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
         def devices(self):
             raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr("dualtune.preflight.probe.open_backend", lambda choice: Broken())
-    monkeypatch.setattr("dualtune.platform.detect.detect", lambda: MACHINES["h100-80"])
+    monkeypatch.setattr("dualtune.doctor.check_env.open_backend", lambda choice: Broken())
+    monkeypatch.setattr("dualtune.engine.detect.detect", lambda: MACHINES["h100-80"])
     result = dualtune_main("check-gpu", "--probe", "--require-memory", "1GB", "--json")
     row = json.loads(result.stdout)["checks"][-1]
     assert result.returncode == 4

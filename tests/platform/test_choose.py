@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.platform import choose as module
-from dualtune.platform.choose import PlatformChoice, choose
-from dualtune.platform.machines import named
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.engine import choose as module
+from dualtune.engine.choose import PlatformChoice, choose
+from dualtune.engine.machines import named
 
 MAC, H100, BARE = named("m4-32"), named("h100-80"), named("cpu-64")
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.preflight.config_check import check_config
-from dualtune.testing.tiny_models import write_tiny_gpt2
+from dualtune.doctor.check_config import check_config
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
 
 DATA = Path(__file__).parents[2] / "dualtune" / "demo" / "data" / "train.jsonl"
 

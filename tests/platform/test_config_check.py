@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.checks import exit_code
-from dualtune.preflight.config_check import ConfigReport, check_config
+from dualtune.base.checks import exit_code
+from dualtune.doctor.check_config import ConfigReport, check_config
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "dualtune" / "demo"
@@ -144,8 +144,8 @@ def test_cuda_without_a_gpu_fails_and_names_the_way_to_check_for_another_machine
 
 
 def test_a_backend_that_is_not_installed_is_skipped_for_another_machine_and_fails_for_this_one(check, monkeypatch):
-    from dualtune.errors import EnvironmentFault
-    from dualtune.preflight import config_check
+    from dualtune.base.errors import EnvironmentFault
+    from dualtune.doctor import check_config as config_check
 
     def missing(name, device):
         raise EnvironmentFault(f"Backend '{name}' could not be imported: No module named '{name}'.")
@@ -312,10 +312,10 @@ def test_of_one_row_nothing_can_be_held_out_and_that_is_told(check, write_rows, 
 
 
 def test_a_large_file_is_not_read_through(check, write_rows, qa_rows, monkeypatch):
-    from dualtune.preflight import config_data
+    from dualtune.doctor import check_config_data
 
     path = write_rows(qa_rows)
-    monkeypatch.setattr(config_data, "CHEAP_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(check_config_data, "CHEAP_BYTES", path.stat().st_size - 1)
     report = check(f"data.train={path}")
     assert row(report, "data").found == f"{path}: the first 16 rows can be read"
     assert row(report, "steps").level == "skipped"

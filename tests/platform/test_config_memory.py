@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from dualtune.checks import Check
+from dualtune.base.checks import Check
 from dualtune.config import load_config
-from dualtune.config.examples import example_path
-from dualtune.memory.plan import plan_of
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.platform.budget import budget
-from dualtune.platform.machines import named
-from dualtune.preflight.config_memory import MemoryNeed, memory_row
+from dualtune.config.render import example_path
+from dualtune.doctor.check_config import MemoryNeed, memory_row
+from dualtune.engine.machines import named
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.plan import plan_of
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 KEEP = "memory.checkpointing=none"
 # machine, changes of the H100 config -> the settings that are named

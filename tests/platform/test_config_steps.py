@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.config.examples import example_path
-from dualtune.preflight.config_check import ConfigReport
+from dualtune.config.render import example_path
+from dualtune.doctor.check_config import ConfigReport
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 

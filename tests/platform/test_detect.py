@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.platform import apple, cpu
-from dualtune.platform import detect as module
-from dualtune.platform.detect import detect, surroundings, torch_cuda
-from dualtune.platform.machine import GIB, Surroundings
+from dualtune.engine import detect as apple
+from dualtune.engine import detect as cpu
+from dualtune.engine import detect as module
+from dualtune.engine.detect import detect, surroundings, torch_cuda
+from dualtune.engine.machine import GIB, Surroundings
 
 
 def write(path: Path, text: str) -> None:
@@ -30,7 +31,7 @@ def test_the_rest_of_the_machine_is_what_the_system_says(nvml):
 
 
 def test_detection_imports_no_framework(python):
-    code = "import sys; from dualtune.platform.detect import *; detect(); is_installed('torch'); print(*sys.modules)"
+    code = "import sys; from dualtune.engine.detect import *; detect(); is_installed('torch'); print(*sys.modules)"
     assert not {"torch", "mlx", "transformers", "numpy"} & set(python("-c", code).stdout.split())
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune.profiler.device import device_reader
+from dualtune.train.profiler.snapshot import device_reader
 
 MIB = 2**20
 

@@ -10,13 +10,14 @@ import pytest
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
-from dualtune.card import card_of
-from dualtune.checks import Check, exit_code
-from dualtune.platform.machine import GIB, Gpu, Surroundings
-from dualtune.platform.machines import named
-from dualtune.preflight import environment, storage
-from dualtune.preflight.environment import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
-from dualtune.preflight.requirements import at_least, least_python, package_checks, requirements
+from dualtune.base.checks import Check, exit_code
+from dualtune.doctor import check_env as environment
+from dualtune.doctor import storage
+from dualtune.doctor.check_env import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
+from dualtune.engine.card import card_of
+from dualtune.engine.machine import GIB, Gpu, Surroundings
+from dualtune.engine.machines import named
+from dualtune.engine.problems import at_least, least_python, package_checks, requirements
 
 H100, M4 = named("h100-80"), named("m4-32")
 
@@ -356,7 +357,7 @@ def test_a_missing_token_is_advice_only_where_a_model_is_to_be_downloaded(home, 
 
 
 def test_the_command_prints_the_rows_and_ends_with_their_code(home, dualtune_main, monkeypatch):
-    monkeypatch.setattr("dualtune.platform.detect.detect", lambda: named("cpu-64"))
+    monkeypatch.setattr("dualtune.engine.detect.detect", lambda: named("cpu-64"))
     good, bad = dualtune_main("check-env"), dualtune_main("check-env", "--for", "h100", "--json")
     assert (good.returncode, bad.returncode) == (0, 4)
     assert good.stdout.splitlines()[-1] == "for cpu: everything needed is here"
@@ -384,7 +385,7 @@ def test_a_broken_config_ends_with_2(home, dualtune_main):
 
 
 def test_the_choices_of_the_command_are_the_targets():
-    from dualtune.cli.preflight.check_env import KINDS
+    from dualtune.cli.check_env import KINDS
 
     assert set(KINDS) == {"auto", *TARGETS}
 
@@ -396,5 +397,5 @@ def test_it_imports_no_framework(python, home):
         "from dualtune.cli.main import main; main()"
     )
     imported = set(python("-c", code).stderr.split())
-    assert "dualtune.preflight.environment" in imported
+    assert "dualtune.doctor.check_env" in imported
     assert not {"torch", "mlx", "transformers"} & imported

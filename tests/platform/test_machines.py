@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.errors import ConfigError
-from dualtune.platform.budget import budget
-from dualtune.platform.machine import GIB, Surroundings
-from dualtune.platform.machines import MACHINES, named
-from dualtune.preflight.verdict import judge
+from dualtune.base.errors import ConfigError
+from dualtune.doctor.check_gpu import judge
+from dualtune.engine.machine import GIB, Surroundings
+from dualtune.engine.machines import MACHINES, named
+from dualtune.engine.memory.budget import budget
 
 H100, RTX24, RTX16 = "training_config_h100.yaml", "rtx_24gb.yaml", "rtx_16gb.yaml"
 MAC, MAC16 = "training_config_m4.yaml", "training_config_m4_16gb.yaml"
@@ -135,9 +135,9 @@ def test_what_is_wrong_with_a_machine_is_a_row_with_what_fixes_it(machine, label
 
 
 def test_the_largest_model_fits_and_the_next_longer_document_does_not():
-    from dualtune.memory.estimate import estimate
-    from dualtune.memory.shapes import KNOWN, decoder_of
-    from dualtune.preflight.recommend import qlora
+    from dualtune.doctor.check_gpu import qlora
+    from dualtune.engine.memory.estimate import estimate
+    from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
     for name in ("rtx-4090-24", "m4-24"):
         machine = named(name)

@@ -5,8 +5,8 @@ import os
 import psutil
 import pytest
 
-from dualtune.platform.detect import detect
-from dualtune.platform.machine import Gpu, GpuProcess
+from dualtune.engine.detect import detect
+from dualtune.engine.machine import Gpu, GpuProcess
 
 MIB = 2**20
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.platform.machine import Surroundings
-from dualtune.platform.machines import named
-from dualtune.preflight.problems import PROBLEMS, problems
+from dualtune.engine.machine import Surroundings
+from dualtune.engine.machines import named
+from dualtune.engine.problems import PROBLEMS, problems
 from dualtune_mlx.card import checks as mlx
 from dualtune_torch.card import checks as torch
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.memory import shapes
-from dualtune.memory.shapes import KNOWN, decoder_of, published
+from dualtune.engine.memory import shapes
+from dualtune.engine.memory.shapes import KNOWN, decoder_of, published
 
 TABLE = json.loads(Path(shapes.__file__).with_name("published.json").read_text(encoding="utf-8"))
 ROWS = [dict(zip(TABLE["columns"], row, strict=True)) for row in TABLE["models"]]

@@ -5,11 +5,11 @@ import mmap
 import numpy as np
 import pytest
 
-from dualtune.backend import MemoryStats
-from dualtune.errors import FormatError
-from dualtune.profiler.analysis import find_leak
-from dualtune.profiler.profiler import MemoryProfiler
-from dualtune.profiler.snapshot import MB, TIMELINE_HEADER, Snapshot, read_timeline, timeline_row
+from dualtune.base.errors import FormatError
+from dualtune.engine.backend import MemoryStats
+from dualtune.train.profiler.analysis import find_leak
+from dualtune.train.profiler.profiler import MemoryProfiler
+from dualtune.train.profiler.snapshot import MB, TIMELINE_HEADER, Snapshot, read_timeline, timeline_row
 
 GIB = 1 << 30
 

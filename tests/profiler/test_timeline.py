@@ -4,13 +4,13 @@ import mmap
 
 import pytest
 
-from dualtune.distributed.team import Team
-from dualtune.errors import FormatError
-from dualtune.hooks import Hook, PhaseChange, RunInfo
-from dualtune.profiler.analysis import find_leak, peak_of
-from dualtune.profiler.snapshot import MB, read_timeline
-from dualtune.profiler.timeline import Timeline
-from dualtune.train.run import run
+from dualtune.base.errors import FormatError
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook, PhaseChange, RunInfo
+from dualtune.train.profiler.analysis import find_leak, peak_of
+from dualtune.train.profiler.profiler import Timeline
+from dualtune.train.profiler.snapshot import MB, read_timeline
+from dualtune.train.team import Team
 
 BACKENDS = ["numpy", "torch", pytest.param("mlx", marks=pytest.mark.slow)]
 
@@ -110,7 +110,7 @@ def test_rows_reach_the_disk_while_the_run_lasts(tmp_path, open_backend):
 
 def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
     calls = iter(range(100, 200))
-    monkeypatch.setattr("dualtune.profiler.timeline.device_reader", lambda device: calls.__next__)
+    monkeypatch.setattr("dualtune.train.profiler.profiler.device_reader", lambda device: calls.__next__)
     timeline = Timeline(tmp_path / "memory.csv", open_backend("numpy").memory)
     timeline.on_start(info(tmp_path))
     for phase in (*STEP, *STEP):

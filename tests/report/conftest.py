@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.config import parse_config
-from dualtune.train.run import run
+from dualtune.show.run import run
 
 SETTINGS = {
     "adapter.rank": 2, "adapter.dropout": 0, "adapter.targets": "all-linear", "data.eval": 0.25, "data.max_length": 64,

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from dualtune.report.run_page import run_page
+from dualtune.show.report.run_page import run_page
 
 # Choose, load the page again as `dualtune watch --serve` lets the browser do, and say what is chosen then.
 CHOOSE = """

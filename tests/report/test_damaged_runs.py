@@ -8,11 +8,10 @@ import shutil
 
 import pytest
 
-from dualtune.errors import ConfigError, FormatError
-from dualtune.report.answers import answers, prediction
-from dualtune.report.run_files import read_run
-from dualtune.report.run_page import run_page
-from dualtune.report.samples import samples
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.show.report.answers import answers, prediction, samples
+from dualtune.show.report.run_files import read_run
+from dualtune.show.report.run_page import run_page
 from dualtune.train.state import metrics
 
 
@@ -62,7 +61,7 @@ def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, g
     (copy / name).write_bytes(b"[\n")
     assert notices(run_page([copy]))[0].startswith(f"{name}:1: ")
     module = "answers" if name.startswith("predictions") else "samples"
-    monkeypatch.setattr(f"dualtune.report.{module}.MAX_BYTES", 1)
+    monkeypatch.setattr(f"dualtune.show.report.{module}.MAX_BYTES", 1)
     assert notices(run_page([copy])) == [f"{copy / name}: 2 bytes, at most 1 are allowed"]
     (copy / name).unlink()
     (copy / name).mkdir()
@@ -149,7 +148,7 @@ def test_records_of_any_shape_make_a_page(copy):
 
 
 def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualtune.report.answers.MAX_SHOWN", 2)
+    monkeypatch.setattr("dualtune.show.report.answers.MAX_SHOWN", 2)
     row = {"prompt": "p", "expected": "e", "base": None}
     rows = [row | {"adapter": f"answer {i}", "right": i % 2 == 0, "loss": i} for i in range(8)]
     (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

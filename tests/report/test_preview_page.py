@@ -8,10 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dualtune.data.preview.samples import Sample
-from dualtune.data.preview.survey import Bar, Lengths, ShownToken, SourceNumbers, Survey
-from dualtune.data.preview.turns import Turn, TurnPart
-from dualtune.report.preview_page import FOLDED, Page, preview_page
+from dualtune.data.preview import Bar, Lengths, Sample, ShownToken, SourceNumbers, Survey, Turn, TurnPart
+from dualtune.show.report.preview_page import FOLDED, Page, preview_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\" ' & </style> \x1b[31m"
 LONG = "a-directory/with-a-very-long-name-of-somebody/" * 5 + "train.jsonl"

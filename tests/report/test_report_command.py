@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 
-from dualtune.report.run_page import run_page
+from dualtune.show.report.run_page import run_page
 
 
 def test_several_runs_are_written_where_they_lie(copy, plain, dualtune_main, tmp_path):
@@ -66,5 +66,5 @@ def test_the_command_imports_no_framework(python, plain, tmp_path):
         "import atexit; atexit.register(lambda: print(*sys.modules))\nfrom dualtune.cli.main import main\nmain()"
     )
     modules = python("-c", code).stdout.splitlines()[-1].split()
-    assert "dualtune.report.run_page" in modules
+    assert "dualtune.show.report.run_page" in modules
     assert not {"torch", "mlx", "transformers", "tokenizers"} & set(modules)

@@ -16,16 +16,15 @@ import pytest
 
 from dualtune.cli.main import cli
 from dualtune.config import load_config
-from dualtune.data.preview.counts import _sample_row
+from dualtune.data.counts import _sample_row
 from dualtune.data.tokens.store import Document
-from dualtune.report import curves as curves_module
-from dualtune.report import run_files
-from dualtune.report.curves import curves_of
-from dualtune.report.page import as_data, whole_page
-from dualtune.report.run_files import read_run
-from dualtune.report.run_page import run_page
-from dualtune.report.run_sections import next_commands
-from dualtune.report.settings import changed, differing
+from dualtune.show.report import curves as curves_module
+from dualtune.show.report import run_files
+from dualtune.show.report.curves import curves_of
+from dualtune.show.report.page import as_data, whole_page
+from dualtune.show.report.run_files import read_run
+from dualtune.show.report.run_page import run_page
+from dualtune.show.report.run_sections import changed, differing, next_commands
 from dualtune.train.state.metrics import read_rows
 from dualtune.train.state.records import command_line, working_directory
 

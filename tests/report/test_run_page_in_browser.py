@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dualtune.report.run_page import run_page
+from dualtune.show.report.run_page import run_page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\" ' & \u2028 \u202e"
 WORST = "the worst answer"

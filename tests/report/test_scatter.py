@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dualtune.report.run_files import read_run
-from dualtune.report.run_page import run_page
-from dualtune.report.scatter import BOTTOM, HEIGHT, TOP, scatter
+from dualtune.show.report.comparison import BOTTOM, HEIGHT, TOP, scatter
+from dualtune.show.report.run_files import read_run
+from dualtune.show.report.run_page import run_page
 
 
 @pytest.fixture(scope="module")

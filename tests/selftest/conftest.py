@@ -2,10 +2,9 @@
 
 import pytest
 
-from dualtune.card import card_of
-from dualtune.selftest.checks.finding import Site
-from dualtune.selftest.checks.sizes import SIZES
-from dualtune.selftest.process import DEMO_TRAINING
+from dualtune.doctor.selftest.case import SIZES, Site
+from dualtune.doctor.selftest.process import DEMO_TRAINING
+from dualtune.engine.card import card_of
 
 
 @pytest.fixture

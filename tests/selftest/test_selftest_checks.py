@@ -9,19 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualtune.backend import OptimizerState
-from dualtune.card import card_of
-from dualtune.memory.estimate import estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.platform.machines import named
-from dualtune.selftest.checks import memory, prediction, resume, speed, waits
-from dualtune.selftest.checks.device import multiply
-from dualtune.selftest.checks.engines import ask_for
-from dualtune.selftest.checks.finding import judged
-from dualtune.selftest.checks.kernels import SWITCH, KernelCase, compare, kernel_checks
-from dualtune.selftest.checks.listed import checks_for
-from dualtune.selftest.checks.resume import resume_and_compare
-from dualtune.selftest.checks.sizes import SIZES
+from dualtune.doctor.selftest import correctness, cost
+from dualtune.doctor.selftest.case import SIZES, ask_for, judged
+from dualtune.doctor.selftest.correctness import SWITCH, KernelCase, compare_kernels, kernel_checks, resume_and_compare
+from dualtune.doctor.selftest.cost import multiply
+from dualtune.doctor.selftest.listed import checks_for
+from dualtune.engine.backend import OptimizerState
+from dualtune.engine.card import card_of
+from dualtune.engine.machines import named
+from dualtune.engine.memory.estimate import estimate
+from dualtune.engine.memory.shapes import decoder_of
 from dualtune.train import run as train_run
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -30,7 +27,7 @@ ALL_PLAIN_CODE = KernelCase("lora", "float32", ("lora", "loss"), dropout=0.1)  #
 
 
 def test_fused_pieces_pass_and_say_what_was_used(site_of):
-    found = compare(ALL_PLAIN_CODE, site_of("torch"))
+    found = compare_kernels(ALL_PLAIN_CODE, site_of("torch"))
     assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
     assert 0 < found.figures["gradient"] < found.tolerance["gradient"]
 
@@ -46,7 +43,7 @@ def test_a_wrong_scale_in_a_backward_pass_fails(site_of, monkeypatch):
         return right(ctx, *(1.01 * each for each in gradients))
 
     monkeypatch.setattr(_GroupedLoRA, "backward", staticmethod(wrong))
-    found = compare(ALL_PLAIN_CODE, site)
+    found = compare_kernels(ALL_PLAIN_CODE, site)
     assert found.outcome == "failed" and found.figures["gradient"] > 1e-3 > found.figures["loss"]
 
 
@@ -55,7 +52,7 @@ def test_a_wrong_forward_pass_is_refused_by_the_engine_and_fails(site_of, monkey
     from dualtune_torch.kernels import trial
 
     monkeypatch.setattr(trial, "ROUNDING", dict.fromkeys(trial.ROUNDING, -1.0))
-    found = compare(KernelCase("loss", "float32", ("loss",), kernels="fused"), site)
+    found = compare_kernels(KernelCase("loss", "float32", ("loss",), kernels="fused"), site)
     assert found.outcome == "failed" and "loss plain: computes different logits" in found.words
 
 
@@ -64,12 +61,12 @@ def test_a_piece_that_stays_plain_is_skipped_with_its_reason(site_of, monkeypatc
     from dualtune_torch.kernels import compiled
 
     monkeypatch.setattr(compiled, "why_not", lambda device: "no C++ compiler")
-    found = compare(KernelCase("norms", "float32", ("norms",), kernels="fused"), site)
+    found = compare_kernels(KernelCase("norms", "float32", ("norms",), kernels="fused"), site)
     assert (found.outcome, found.words) == ("skipped", "nothing is compiled (no C++ compiler)")
 
 
 def test_fused_pieces_pass_on_mlx(site_of):
-    found = compare(ALL_PLAIN_CODE, site_of("mlx"))
+    found = compare_kernels(ALL_PLAIN_CODE, site_of("mlx"))
     assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
 
 
@@ -80,18 +77,18 @@ def test_each_piece_of_a_card_is_one_of_the_engine(name, site_of):
     for piece in site.card.pieces:
         if piece in ("norms", "mlp", "rotary", "compiled step"):
             continue  # the command compiles them
-        found = compare(KernelCase(piece, "float32", (piece,), kernels="fused"), site)
+        found = compare_kernels(KernelCase(piece, "float32", (piece,), kernels="fused"), site)
         assert found.figures["kernels"] == f"fused: {piece}"
 
 
 def test_sixteen_bits_are_judged_by_what_the_plain_code_rounds(site_of):
-    found = compare(replace(ALL_PLAIN_CODE, dtype="bfloat16"), site_of("torch"))
+    found = compare_kernels(replace(ALL_PLAIN_CODE, dtype="bfloat16"), site_of("torch"))
     assert found.outcome == "passed"
     assert found.tolerance["gradient"] == pytest.approx(2 * found.figures["plain gradient"])
 
 
 def test_a_piece_that_is_not_in_use_is_not_compared_with_itself(site_of):
-    found = compare(
+    found = compare_kernels(
         KernelCase("nf4_dequant", "float32", ("lora", "nf4_dequant"), piece="nf4_dequant"), site_of("torch")
     )
     assert (found.outcome, found.words) == ("skipped", "not used here: fused: lora")
@@ -100,7 +97,7 @@ def test_a_piece_that_is_not_in_use_is_not_compared_with_itself(site_of):
 def test_the_kernels_of_a_gpu_are_asked_for_and_skipped_where_there_is_none(site_of, monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
     case = KernelCase("lora_back_g", "float32", ("lora", "lora_back_g"), piece="lora_back_g", is_small=True)
-    found = compare(case, site_of("torch"))
+    found = compare_kernels(case, site_of("torch"))
     assert found.outcome == "skipped" and "got triton, but the device is cpu" in found.words
     assert SWITCH not in os.environ
 
@@ -152,18 +149,18 @@ class Waiting:
 def test_waits_fail_with_their_places(site_of, monkeypatch):
     site = site_of("torch")
     monkeypatch.setattr(type(site), "card", replace(site.card, pieces=("lora",)))  # nothing is compiled
-    none = waits.count("none", replace(site, backend=Waiting(site.backend, [])))
-    some = waits.count("none", replace(site, backend=Waiting(site.backend, ["engine.py:206"] * 3)))
+    none = cost.count("none", replace(site, backend=Waiting(site.backend, [])))
+    some = cost.count("none", replace(site, backend=Waiting(site.backend, ["engine.py:206"] * 3)))
     assert (none.outcome, some.outcome) == ("passed", "failed")
     assert some.words == "waits in 3 steps: 3 at engine.py:206" and some.figures == {"waits": 3}
 
 
 def test_waits_are_skipped_where_nobody_counts_them(site_of):
-    assert waits.count("none", site_of("torch")).words.startswith("a CPU computes at once")
+    assert cost.count("none", site_of("torch")).words.startswith("a CPU computes at once")
 
 
 def test_waits_are_skipped_for_a_backend_that_does_not_say(site_of):
-    found = waits.count("none", site_of("numpy"))
+    found = cost.count("none", site_of("numpy"))
     assert (found.outcome, "does not say" in found.words) == ("skipped", True)
 
 
@@ -172,7 +169,7 @@ def test_torch_reports_waits_as_warnings_and_the_mode_is_put_back(monkeypatch):
     torch = pytest.importorskip("torch")
     import warnings
 
-    from dualtune_torch.host.waits import MESSAGE, counted_waits
+    from dualtune_torch.host.transfers import MESSAGE, counted_waits
 
     modes = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
@@ -194,7 +191,7 @@ def test_an_estimate_that_is_off_fails(site_of, share, outcome):
     """The tensors are given: those of other tests would count, too. `test_selftest_command.py` has a real process."""
     site = site_of("torch")
     (shape,) = site.sizes.memory
-    arrays = memory._arrays(estimate(decoder_of(dict(shape.config)), ask_for(site, shape)))
+    arrays = cost._arrays(estimate(decoder_of(dict(shape.config)), ask_for(site, shape)))
 
     class Profiled:
         def __getattr__(self, name):
@@ -203,7 +200,7 @@ def test_an_estimate_that_is_off_fails(site_of, share, outcome):
         def profile(self, step, directory):
             return SimpleNamespace(peak_bytes=int(share * arrays))
 
-    assert memory.measure(shape, replace(site, backend=Profiled())).outcome == outcome
+    assert cost.measure_memory(shape, replace(site, backend=Profiled())).outcome == outcome
 
 
 class Counting:
@@ -212,7 +209,7 @@ class Counting:
     def __init__(self, backend, peak, cached):
         self._backend, self._peak, self._cached = backend, peak, cached
 
-    def memory(self):
+    def cost(self):
         return replace(
             self._backend.memory(), used_bytes=0, peak_bytes=self._peak, total_bytes=1 << 50, cached_bytes=self._cached
         )
@@ -229,9 +226,9 @@ def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkey
     (shape,) = site.sizes.memory
     site = replace(site, device=replace(site.device, kind="cuda"))
     expected = estimate(decoder_of(dict(shape.config)), ask_for(site, shape))
-    arrays, reserve = memory._arrays(expected), expected[memory.RESERVE]
+    arrays, reserve = cost._arrays(expected), expected[cost.RESERVE]
     backend = Counting(site.backend, int(peak * arrays + (reserve if peak > 1 else 0)), int(kept * arrays + reserve))
-    assert memory.measure(shape, replace(site, backend=backend)).outcome == outcome
+    assert cost.measure_memory(shape, replace(site, backend=backend)).outcome == outcome
 
 
 def test_what_does_not_fit_is_skipped(site_of):
@@ -240,7 +237,7 @@ def test_what_does_not_fit_is_skipped(site_of):
     device = replace(site.backend.devices()[0], total_bytes=1 << 20)
     small = Counting(site.backend, 0, 0)
     small.devices = lambda: [device]
-    found = memory.measure(shape, replace(site, backend=small))
+    found = cost.measure_memory(shape, replace(site, backend=small))
     assert found.outcome == "skipped" and "the device has 1.0 MiB" in found.words
 
 
@@ -251,24 +248,24 @@ def test_device_and_speed_are_measured(site_of, monkeypatch):
     site = site_of("torch")
     found = multiply(site)
     assert found.outcome == "passed" and found.figures["flops_per_s"]["float32"] > 0
-    found = speed.measure(site)
+    found = cost.measure_speed(site)
     assert found.outcome == "passed" and found.figures["tokens_per_s"] > 0
     assert found.figures["predicted_tokens_per_s"] is None and found.words.endswith("no prediction")
-    monkeypatch.setattr(speed, "predicted_tokens_per_s", lambda site, shape: 10**9)
-    monkeypatch.setattr(speed, "train_on", lambda *given: 1.0)
-    assert speed.measure(site).words.endswith("of the predicted 1,000,000,000")
-    monkeypatch.setattr(speed, "train_on", lambda *given: float("nan"))
-    assert speed.measure(site).outcome == "failed"
+    monkeypatch.setattr(cost, "predicted_tokens_per_s", lambda site, shape: 10**9)
+    monkeypatch.setattr(cost, "train_on", lambda *given: 1.0)
+    assert cost.measure_speed(site).words.endswith("of the predicted 1,000,000,000")
+    monkeypatch.setattr(cost, "train_on", lambda *given: float("nan"))
+    assert cost.measure_speed(site).outcome == "failed"
 
 
 def test_the_speed_of_a_gpu_is_predicted_if_its_limits_are_known(site_of, monkeypatch):
     site = site_of("torch")
     shape, site = SIZES["cuda"].speed, replace(site, device=replace(site.device, kind="cuda", auto_dtype="bfloat16"))
-    monkeypatch.setattr(prediction, "detect", lambda: named("h100-80"))
+    monkeypatch.setattr(cost, "detect", lambda: named("h100-80"))
     most = 989e12 / (4 * 1.03e9)  # TinyLlama's products alone
-    assert 0.2 * most < prediction.predicted_tokens_per_s(site, shape) < 0.8 * most
-    monkeypatch.setattr(prediction, "detect", lambda: named("rtx-4000-ada-20"))
-    assert prediction.predicted_tokens_per_s(site, shape) is None
+    assert 0.2 * most < cost.predicted_tokens_per_s(site, shape) < 0.8 * most
+    monkeypatch.setattr(cost, "detect", lambda: named("rtx-4000-ada-20"))
+    assert cost.predicted_tokens_per_s(site, shape) is None
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------
@@ -297,13 +294,13 @@ def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, ou
     site = site_of("numpy")
     site = replace(site, device=replace(site.device, kind=kind, auto_dtype="bfloat16"))
     noise = np.random.default_rng(0)
-    right = resume.short_run
+    right = correctness.short_run
 
     def noisy(*args, **kwargs):
         found = right(*args, **kwargs)
         return replace(found, losses=[loss + noise.normal(0, 1e-4) for loss in found.losses])
 
-    monkeypatch.setattr(resume, "short_run", noisy)
+    monkeypatch.setattr(correctness, "short_run", noisy)
     found = resume_and_compare(False, site)
     assert found.outcome == outcome
     assert "not bitwise" in found.words and "two straight runs differ as well" in found.words

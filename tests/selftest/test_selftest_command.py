@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dualtune.selftest.archive import read_report
+from dualtune.doctor.selftest.report import read_report
 
 # Without what is compiled, which takes half a minute, and in one process.
 ONLY = ["numbers/loss", "kernels/loss", "waits/none", "recorded"]

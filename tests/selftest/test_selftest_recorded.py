@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from dualtune.errors import FormatError
-from dualtune.selftest.checks.recorded import RECORDED, SERIES, compare, record
-from dualtune.testing import tolerances
+from dualtune.base.errors import FormatError
+from dualtune.doctor.selftest.correctness import RECORDED, SERIES, compare_recorded, record
+from dualtune.engine.testing import tolerances
 from dualtune.train.state import checkpoint
 from dualtune.train.state.run_dir import CHECKPOINTS
 
@@ -29,7 +29,7 @@ def changed(copied, change):
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_this_machine_computes_what_was_recorded(name, site_of):
-    found = compare("float32", site_of(name))
+    found = compare_recorded("float32", site_of(name))
     assert found.outcome == "passed"
     assert set(found.tolerance.values()) == {tolerances.RESUMED_LOSS}
     assert {f"{run}, {other}" for run in ("whole", "continued", "adapter") for other in ("torch", "mlx")} == {
@@ -61,7 +61,7 @@ def test_other_losses_fail(site_of, copied):
         series["mlx"]["adapter_loss"] += 1e-3
         series["torch"]["losses"][-1] += 2e-3
 
-    found = compare("float32", site_of("torch"), changed(copied, change))
+    found = compare_recorded("float32", site_of("torch"), changed(copied, change))
     assert found.outcome == "failed" and "2.0e-03 nats apart" in found.words
     off = {name for name, most in found.tolerance.items() if found.figures[name] > most}
     assert off == {"whole, torch", "continued, torch", "adapter, mlx"}
@@ -71,4 +71,4 @@ def test_a_changed_checkpoint_is_found(site_of, copied):
     file = copied / CHECKPOINTS / STEP / "optimizer_m.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(FormatError, match="sha256 differs"):
-        compare("float32", site_of("torch"), copied)
+        compare_recorded("float32", site_of("torch"), copied)

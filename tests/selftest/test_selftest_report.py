@@ -10,14 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.errors import FormatError
-from dualtune.platform.choose import PlatformChoice
-from dualtune.platform.machines import named
-from dualtune.selftest.anonymous import anonymous
-from dualtune.selftest.archive import default_name, read_report, write_archive
-from dualtune.selftest.compare import beside
-from dualtune.selftest.process import CheckResult
-from dualtune.selftest.report import report
+from dualtune.base.errors import FormatError
+from dualtune.doctor.selftest.process import CheckResult
+from dualtune.doctor.selftest.report import anonymous, beside, default_name, read_report, report, write_archive
+from dualtune.engine.choose import PlatformChoice
+from dualtune.engine.machines import named
 
 PASSED = CheckResult("numbers/loss", "", "passed", "as the formula gives it", {}, {}, 1.0)
 FAILED = CheckResult("kernels/norms float32", "", "failed", "gradient 1.0e+00 apart", {}, {}, 1.0)

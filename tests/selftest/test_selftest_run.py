@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.platform.choose import PlatformChoice
-from dualtune.selftest import process, run
-from dualtune.selftest.checks.finding import CheckFinding, DeviceCheck
-from dualtune.selftest.process import CheckWork, perform
-from dualtune.selftest.run import run_checks, selected
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.doctor.selftest import process, run
+from dualtune.doctor.selftest.case import CheckFinding, DeviceCheck
+from dualtune.doctor.selftest.process import CheckWork, perform
+from dualtune.doctor.selftest.run import run_checks, selected
+from dualtune.engine.choose import PlatformChoice
 
 CHOICE = PlatformChoice("cpu", "numpy", "cpu", "as requested")
 # A process that does what the name of a check says, without a framework.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from dualtune.evaluate.adapter_set import load_adapter_set
-from dualtune.serve.answers import Answers
-from dualtune.serve.server import CompletionServer
+from dualtune.use.chat import load_adapter_set
+from dualtune.use.serve.answers import Answers
+from dualtune.use.serve.server import CompletionServer
 
 
 @dataclass

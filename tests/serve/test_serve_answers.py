@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.evaluate.inference import StopTexts, load_model, stream_text
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.train.inference import StopTexts, load_model, stream_text
 
 PROMPT = "1 plus 1?"
 

@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from dualtune.serve import limited as module
-from dualtune.serve.answers import Answers
-from dualtune.serve.requests import MAX_BODY, BadRequest, read_request
+from dualtune.show import page_server as module
+from dualtune.use.serve.answers import Answers
+from dualtune.use.serve.requests import MAX_BODY, BadRequest, read_request
 
 ALONE = {"max_tokens": 4, "max_prompt": 100, "max_waiting": 1, "time_limit_s": 60}
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'

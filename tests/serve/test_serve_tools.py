@@ -8,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import read_messages
-from dualtune.data.chat.named import NAMES, WITH_TOOLS
-from dualtune.testing.tiny_models import write_softmax_model
+from dualtune.data.chat.template import NAMES, WITH_TOOLS
+from dualtune.engine.testing.tiny_models import write_softmax_model
+from dualtune.model.base_model import vocabulary_size
 
 openai = pytest.importorskip("openai")
 

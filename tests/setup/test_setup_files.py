@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from dualtune.cli.main import cli
 from dualtune.config import Config
-from dualtune.preflight import environment
+from dualtune.doctor import check_env
 from dualtune_mlx.card import checks as mlx_checks
 from dualtune_torch.card import checks as torch_checks
 
@@ -62,7 +62,7 @@ def test_least_versions_are_the_same_everywhere():
     (macos,) = re.findall(r"LEAST_MACOS=(\d+)", text_of("setup_m4.sh"))
     assert (int(macos),) == mlx_checks.LEAST_MACOS
     least, good = re.findall(r"LEAST_GIB=(\d+) GOOD_GIB=(\d+)", text_of("setup_m4.sh"))[0]
-    target = environment.TARGETS["m4"]
+    target = check_env.TARGETS["m4"]
     assert (target.least_memory, target.good_memory) == (int(least), int(good))
     (wheels,) = re.findall(r"--index-url (\S+)", torch_checks.OLD_TORCH)
     (base,) = re.findall(r"WHEELS=(\S+)", text_of("scripts/setup_cuda.sh"))

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.sweep.halving import Rung, rungs
-from dualtune.sweep.scores import Result, Score, at_the_edge, ranked, score_of
-from dualtune.sweep.trials import SweepTrial
 from dualtune.train.state.listing import RunSummary
+from dualtune.train.sweep.sweep import Result, Rung, Score, SweepTrial, at_the_edge, ranked, rungs, score_of
 
 
 def evaluation(step, loss):

@@ -7,15 +7,13 @@ import shutil
 import pytest
 import yaml
 
-from dualtune.backend.shared_base import SharedBase
+from dualtune.base.errors import OutOfMemory
 from dualtune.config import load_config
-from dualtune.errors import OutOfMemory
-from dualtune.sweep.attempts import Attempts
-from dualtune.sweep.search import sampler
-from dualtune.sweep.trials import SweepTrial
-from dualtune.sweep.values import Choices, Range
-from dualtune.train.run import run
+from dualtune.engine.backend import SharedBase
+from dualtune.show.run import run
 from dualtune.train.state import lock
+from dualtune.train.sweep.sweep import Attempts, SweepTrial
+from dualtune.train.sweep.values import Choices, Range, sampler
 
 
 def weights(run_dir):
@@ -306,7 +304,7 @@ def test_a_sweep_that_is_killed_loses_nothing(config_file, home, python, sweep, 
 def stopped_after(num_starts, sweep, args, monkeypatch):
     """Run a sweep that a signal stops when it begins a run for the sixth time."""
     import dualtune.train.run as module
-    from dualtune.errors import Preempted
+    from dualtune.base.errors import Preempted
 
     count, fit = iter(range(100)), module.fit
 
@@ -353,7 +351,7 @@ def test_a_sampler_learns_what_the_runs_have_shown(sweep, monkeypatch):
 
         return choose
 
-    monkeypatch.setattr("dualtune.sweep.plan.sampler", sampler)
+    monkeypatch.setattr("dualtune.train.sweep.sweep.sampler", sampler)
     result = sweep("--set", "train.learning_rate=1e-4..1e31", "--trials", "3", "--set", "guards.nonfinite_limit=1")
     assert result.returncode == 0, result.stderr
     loss = float(losses(result.stdout)["learning_rate=0.001"][1])

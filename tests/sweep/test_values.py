@@ -2,10 +2,9 @@
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import load_config
-from dualtune.errors import ConfigError
-from dualtune.sweep.rates import default_rates
-from dualtune.sweep.values import Choices, Range, grid, names_of, overrides_of, read_values
+from dualtune.train.sweep.values import Choices, Range, default_rates, grid, names_of, overrides_of, read_values
 
 
 def test_values_between_commas_are_tried_and_one_value_is_shared():

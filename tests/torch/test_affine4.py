@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -10,10 +10,10 @@ pytest.importorskip("bitsandbytes")
 
 from bitsandbytes.functional import dequantize_blockwise  # noqa: E402
 
-from dualtune.adapter.spec import AdapterSpec  # noqa: E402
-from dualtune.backend import LoadRequest  # noqa: E402
-from dualtune.optimizer import OptimizerSpec  # noqa: E402
-from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama  # noqa: E402
+from dualtune.engine.backend import LoadRequest  # noqa: E402
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama  # noqa: E402
+from dualtune.model.adapter import AdapterSpec  # noqa: E402
+from dualtune.model.optimizer import OptimizerSpec  # noqa: E402
 from dualtune_torch import model as loading  # noqa: E402
 from dualtune_torch.weights import nf4  # noqa: E402
 

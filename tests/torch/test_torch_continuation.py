@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers: Any = pytest.importorskip("transformers")
-from dualtune.backend.decoding import CannotBatch  # noqa: E402
-from dualtune_torch.host.continuation import TextContinuation, crop_on_device  # noqa: E402
+from dualtune.engine.decoding import CannotBatch  # noqa: E402
+from dualtune_torch.host.generation import TextContinuation, crop_on_device  # noqa: E402
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.export.merge import check_plain
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import random_adapter
-from dualtune.testing.tiny_models import random_batch
-from dualtune.testing.tolerances import LOGPROBS
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.engine.testing.tolerances import LOGPROBS
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.use.export.merge import check_plain
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

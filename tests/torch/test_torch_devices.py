@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from dualtune.backend import get_backend
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.engine.backend import get_backend
 
 torch = pytest.importorskip("torch")
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.optimizer import OptimizerSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dualtune_torch.card import memory  # noqa: E402
-from dualtune_torch.card.sizes import UPDATE_CHUNK  # noqa: E402
+from dualtune_torch.card.memory import UPDATE_CHUNK  # noqa: E402
 from dualtune_torch.kernels import eight_bit  # noqa: E402
 from dualtune_torch.optimizer import flat_optimizer  # noqa: E402
 

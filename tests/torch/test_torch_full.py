@@ -6,15 +6,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
-from dualtune.testing.conformance_weights import weighted
-from dualtune.testing.tiny_models import GPT2_CONFIG, pack, random_batch, row_of, write_tiny_gpt2, write_tiny_llama
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import weighted
+from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
+from dualtune.engine.testing.tiny_models import (
+    GPT2_CONFIG,
+    pack,
+    random_batch,
+    row_of,
+    write_tiny_gpt2,
+    write_tiny_llama,
+)
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

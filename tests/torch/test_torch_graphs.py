@@ -6,15 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Batch, LoadRequest
-from dualtune.capabilities import check_value
-from dualtune.card import card_of
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import assert_close, random_adapter
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import Batch, LoadRequest
+from dualtune.engine.card import ActivationCheckpointing, card_of, check_value
+from dualtune.engine.testing.conformance import assert_close, random_adapter
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 

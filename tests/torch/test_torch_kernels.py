@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
+from dualtune.model.adapter import AdapterSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

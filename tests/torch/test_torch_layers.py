@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
-from dualtune.adapter.spec import AdapterSpec  # noqa: E402
-from dualtune.errors import ConfigError  # noqa: E402
+from dualtune.base.errors import ConfigError  # noqa: E402
+from dualtune.model.adapter import AdapterSpec  # noqa: E402
 from dualtune_torch.adapter import adapter_buffer  # noqa: E402
 from dualtune_torch.kernels.lora import add_groups  # noqa: E402
 from dualtune_torch.lora import LoRALinear  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from dualtune_torch.runtime import numerics  # noqa: E402
+from dualtune_torch import numerics  # noqa: E402
 
 MIXTURE = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.capabilities import check_value
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import checkpointing_of, estimate
-from dualtune.memory.plan import make_plan
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import random_adapter
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, check_value
+from dualtune.engine.memory.estimate import Ask, checkpointing_of, estimate
+from dualtune.engine.memory.plan import make_plan
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dualtune_torch.card import CARD  # noqa: E402
-from dualtune_torch.host import offload as offload_of_torch  # noqa: E402
-from dualtune_torch.host.offload import HostInputs, OffloadedInput  # noqa: E402
-from dualtune_torch.host.transfers import Transfers  # noqa: E402
+from dualtune_torch.host import transfers as offload_of_torch  # noqa: E402
+from dualtune_torch.host.transfers import (  # noqa: E402
+    HostInputs,
+    OffloadedInput,
+    Transfers,
+)
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])

@@ -3,19 +3,21 @@
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.capabilities import check_value
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import check_value
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dualtune_torch.card import CARD  # noqa: E402
-from dualtune_torch.host.parked import ParkedState  # noqa: E402
-from dualtune_torch.host.transfers import Transfers  # noqa: E402
+from dualtune_torch.host.transfers import (  # noqa: E402
+    ParkedState,
+    Transfers,
+)
 
 BATCH = random_batch([9, 16, 5], 96)
 

@@ -9,17 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.memory.ask import Ask
-from dualtune.memory.estimate import estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import random_adapter
-from dualtune.testing.conformance_weights import weighted
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.memory.estimate import Ask, estimate
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.testing.conformance import random_adapter, weighted
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dualtune.backend import Backend
-from dualtune.train.run import TrainResult, run
+from dualtune.engine.backend import Backend
+from dualtune.show.run import run
+from dualtune.train.run import TrainResult
 
 
 @dataclass

@@ -5,11 +5,11 @@ import resource
 import sys
 from pathlib import Path
 
-from dualtune.backend import get_backend
+from dualtune.base.errors import DualtuneError
 from dualtune.config import parse_config
-from dualtune.errors import DualtuneError
-from dualtune.hooks import Hook
-from dualtune.train.run import run
+from dualtune.engine.backend import get_backend
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 
 
 class Limit(Hook):

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.activation_cache import store
-from dualtune.backend import Batch, DeviceInfo
-from dualtune.capabilities import check_capabilities
-from dualtune.card import Card, Device
-from dualtune.errors import ConfigError, DataError, DiskError
-from dualtune.hooks import Hook
-from dualtune.testing.tiny_models import write_softmax_model, write_tiny_gpt2
+from dualtune.base.errors import ConfigError, DataError, DiskError
+from dualtune.engine.backend import Batch, DeviceInfo
+from dualtune.engine.card import Card, Device, check_capabilities
+from dualtune.engine.testing.tiny_models import write_softmax_model, write_tiny_gpt2
+from dualtune.show.run import run
+from dualtune.train import activation_cache as store
+from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
-from dualtune.train.run import load_engine, run
+from dualtune.train.run import load_engine
 
 UPPER = {
     "numpy": ["head"],
@@ -319,7 +319,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(lab, settings, cache
 
 @on_numpy
 def test_a_killed_fill_leaves_nothing_that_counts(lab, settings, cache, monkeypatch):
-    from dualtune.activation_cache import fill
+    from dualtune.train import activation_cache as fill
 
     make = fill.make_batch
 

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.capabilities import check_capabilities
-from dualtune.card import Card, Device
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import load_model
-from dualtune.evaluate.weights import result_of
-from dualtune.hooks import Hook
-from dualtune.testing.tolerances import RESUMED_LOSS
-from dualtune.train.run import run
-from dualtune.train.schedule import optimizer_spec
+from dualtune.engine.card import Card, Device, check_capabilities
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.show.run import run
+from dualtune.train.evaluation import result_of
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import load_model
+from dualtune.train.objective import optimizer_spec
 from dualtune.train.state import checkpoint
 
 RUN = {"train__steps": 9, "data__eval": 0.25, "run__save_every": 2, "run__eval_every": 3, "adapter__dropout": 0.3,
@@ -163,7 +162,7 @@ def test_the_best_result_is_restored_from_its_own_checkpoint(lab, monkeypatch, w
 @on_numpy
 def test_a_run_that_ends_before_its_tail_says_so(lab, monkeypatch):
     monkeypatch.setattr(
-        "dualtune.train.health.guards.Guards.stops_early", property(lambda guards: guards.state.eval_step == 3)
+        "dualtune.train.guards.Guards.stops_early", property(lambda guards: guards.state.eval_step == 3)
     )
     result = lab.run(**RUN | TAIL | {"guards__early_stopping": 5})
     assert '"event": "no_average"' in (result.run_dir / "metrics.jsonl").read_text()
@@ -192,7 +191,7 @@ def test_an_interrupted_evaluation_leaves_the_trained_weights(lab, weights_of):
 
 def test_the_fingerprints_and_the_losses_are_the_result_s(lab):
     """The written adapter, loaded in a new engine, computes what the run has recorded."""
-    from dualtune.evaluate.fingerprints import fingerprints
+    from dualtune.train.fingerprints import fingerprints
 
     result = lab.run(**RUN | FREE)
     record = json.loads((result.adapter_dir / "dualtune.json").read_text())
@@ -204,7 +203,7 @@ def test_the_fingerprints_and_the_losses_are_the_result_s(lab):
 @on_numpy
 def test_a_rollback_takes_the_average_back_too(lab, monkeypatch, rows_of, weights_of):
     """A jolt at step 18: what follows continues from a checkpoint, whose slots count the updates before it."""
-    from dualtune.train.schedule import learning_rate
+    from dualtune.train.objective import learning_rate
 
     factor = 1e5 if lab.backend.name == "numpy" else 1e4
     monkeypatch.setattr(

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualtune import interrupt
-from dualtune.backend.decoding import CannotBatch
-from dualtune.errors import ConfigError, Preempted
-from dualtune.evaluate.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
-from dualtune.evaluate.chat import Sampling
-from dualtune.evaluate.inference import BASE_ONLY, GenerationProgress, chooser, load_model, stream_text
-from dualtune.evaluate.kept_answers import KeptAnswers
-from dualtune.testing.conformance import random_adapter
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, Preempted
+from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.train.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
+from dualtune.train.inference import BASE_ONLY, GenerationProgress, Sampling, chooser, load_model, stream_text
+from dualtune.use.scoring.answers import KeptAnswers
 
 TEXTS = ("a", "Say something longer than the others, please.", "1 plus 1?", "b c", "", "Hello")
 GREEDY, SAMPLED = Sampling(max_tokens=9), Sampling(max_tokens=9, temperature=1.0, top_p=0.9, seed=5)
@@ -350,10 +349,10 @@ def test_an_answer_ends_at_the_text_that_ends_a_turn(
 
     monkeypatch.setattr(model.engine, "generate", generate)
     if batches:
-        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", lambda *_: None)
+        monkeypatch.setattr("dualtune.train.batched.check_decoding", lambda *_: None)
         monkeypatch.setattr(model.engine, "decoding", lambda: Scripted(logits))
     else:
-        monkeypatch.setattr("dualtune.evaluate.batched.check_decoding", cannot)
+        monkeypatch.setattr("dualtune.train.batched.check_decoding", cannot)
     long = replace(sampling, max_tokens=50)
     progress = GenerationProgress()
     pieces = [*stream_text(model, prompts[0], max_tokens=50, temperature=sampling.temperature, progress=progress)]

@@ -4,11 +4,10 @@ from typing import get_args
 
 import pytest
 
-from dualtune.backend import get_backend
-from dualtune.capabilities import check_capabilities, check_value
-from dualtune.card import Card, Device, card_of
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerName
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import get_backend
+from dualtune.engine.card import Card, Device, card_of, check_capabilities, check_value
+from dualtune.model.optimizer import OptimizerName
 from dualtune.train.prepare import prepare
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 import yaml
 
-from dualtune.errors import ConfigError
-from dualtune.train.run import run
+from dualtune.base.errors import ConfigError
+from dualtune.show.run import run
 
 RUN = {"train__steps": 4, "train__schedule": "constant", "data__eval": 0.25, "run__eval_every": 2, "run__save_every": 2}
 EARLY = RUN | {"train__steps": 9, "guards__early_stopping": 1, "train__learning_rate": 5.0}
@@ -111,7 +111,7 @@ def test_fewer_steps_than_a_stopped_run_has_made_are_refused(lab, refusal):
     class Crash(BaseException):
         pass
 
-    from dualtune.hooks import Hook
+    from dualtune.train.hooks import Hook
 
     class Stop(Hook):
         def on_step(self, record):

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from dualtune.backend import LossSum
-from dualtune.data.batching.batches import SequenceLayout
+from dualtune.data.batches import SequenceLayout
 from dualtune.data.documents import in_memory
-from dualtune.evaluate.evaluation import evaluate
+from dualtune.engine.backend import LossSum
+from dualtune.train.evaluation import evaluate
 
 
 class Engine:

@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from dualtune.evaluate.fingerprints import MOST_TOKENS, PROMPTS, fingerprints, gap, logprobs_of, plain_batch, recompute
-from dualtune.evaluate.inference import BASE_ONLY, load_model
-from dualtune.testing.conformance import random_adapter
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.train.fingerprints import MOST_TOKENS, PROMPTS, fingerprints, gap, logprobs_of, plain_batch, recompute
+from dualtune.train.inference import BASE_ONLY, load_model
 
 
 @pytest.fixture(params=["numpy", "torch", "mlx"])

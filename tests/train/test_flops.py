@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.bench.flops import NoFormula, Shape, document_lengths, read_shape, training_flops
-from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+from dualtune.doctor.bench.measure import NoFormula, Shape, document_lengths, read_shape, training_flops
+from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 RANK = 4

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.capabilities import check_capabilities
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import load_model
-from dualtune.evaluate.weights import result_of
-from dualtune.hooks import Hook
-from dualtune.testing.tiny_models import random_batch, write_tiny_gpt2
-from dualtune.train.run import run
-from dualtune.train.schedule import optimizer_spec
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import check_capabilities
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_gpt2
+from dualtune.show.run import run
+from dualtune.train.evaluation import result_of
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import load_model
+from dualtune.train.objective import optimizer_spec
 from dualtune.train.state import checkpoint
 
 FULL = {"adapter.method": "full", "data.eval": 0.25, "train.steps": 6, "run.save_every": 2, "train.warmup": 1}

@@ -6,9 +6,9 @@ import math
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.errors import ConfigError, FormatError, NonFiniteError
-from dualtune.hooks import EvalRecord, Hook, StepRecord
-from dualtune.train.health.guards import WINDOW, Guards, robust_z
+from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.train.guards import WINDOW, Guards, robust_z
+from dualtune.train.hooks import EvalRecord, Hook, StepRecord
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_checkpoints
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_returned_to_once_and_then_an_older_one(guards_of):
 @pytest.fixture
 def jolt(lab, monkeypatch):
     """A learning rate that is far too large at one step, counted from 1: the loss of the next one jumps."""
-    from dualtune.train.schedule import learning_rate
+    from dualtune.train.objective import learning_rate
 
     factor = 1e5 if lab.backend.name == "numpy" else 1e4
 
@@ -163,7 +163,7 @@ def test_a_rollback_is_the_same_whenever_the_run_was_stopped(lab, jolt, weights_
     import os
     import signal
 
-    from dualtune.errors import Preempted
+    from dualtune.base.errors import Preempted
 
     class Terminate(Hook):
         def on_step(self, record):

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.errors import ConfigError
-from dualtune.train.run import run
+from dualtune.show.run import run
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "text_config"])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import LoadedModel, chooser, load_model, stream_text
+from dualtune.base.errors import ConfigError
+from dualtune.train.inference import LoadedModel, chooser, load_model, stream_text
 
 STORY = "Once upon a time, there was a little girl"
 GREEDY = " named Lily. She loved to play outside in the park. One day, she saw a big, red ball."

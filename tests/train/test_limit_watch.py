@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.backend import MemoryStats
-from dualtune.errors import OutOfMemory
-from dualtune.evaluate.limit import WatchedLimit
-from dualtune.testing.numpy_engine import NumpyBackend
+from dualtune.base.errors import OutOfMemory
+from dualtune.engine.backend import MemoryStats
+from dualtune.engine.testing.numpy_engine import NumpyBackend
+from dualtune.show.run import run
 from dualtune.train import memory, prepare
-from dualtune.train.run import run
+from dualtune.train.recovery import WatchedLimit
 
 RUN = {
     "adapter.dropout": 0.3, "data.eval": 0.25, "train.steps": 3, "train.documents_per_step": 8,

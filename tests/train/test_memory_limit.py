@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from dualtune.errors import ConfigError
-from dualtune.memory.ask import padded
-from dualtune.platform.budget import Budget
+from dualtune.base.errors import ConfigError
+from dualtune.engine.memory.budget import Budget
+from dualtune.engine.memory.estimate import padded
+from dualtune.show.run import run
 from dualtune.train import memory
 from dualtune.train.prepare import prepare
-from dualtune.train.run import run
 
 LIMITED = """if True:
     import sys

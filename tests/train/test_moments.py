@@ -6,12 +6,11 @@ import pydoc
 
 import pytest
 
-from dualtune.hooks import Hook, installed_hooks
-from dualtune.profiler import timeline
-from dualtune.profiler.snapshot import read_timeline
+from dualtune.train.hooks import Hook, Watchers, installed_hooks
 from dualtune.train.moments import Moments
+from dualtune.train.profiler import profiler as timeline
+from dualtune.train.profiler.snapshot import read_timeline
 from dualtune.train.step import untimed, unwatched
-from dualtune.watchers import Watchers
 
 # Two micro-batches a step, an evaluation before, in the middle and at the end, and a save.
 BUSY = {"train__steps": 2, "train__micro_batch_tokens": 64, "data__packing": False, "data__eval": 0.25,
@@ -76,7 +75,7 @@ def test_the_order_of_the_calls(lab):
 
 def test_the_work_is_done_between_the_calls_around_it(lab, monkeypatch):
     diary = Diary()
-    engine = {"numpy": "dualtune.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
+    engine = {"numpy": "dualtune.engine.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
     for method in ("forward_backward", "optim_step"):
         original = getattr(pydoc.locate(engine[lab.backend.name]), method)
 
@@ -189,7 +188,7 @@ def test_a_timeline_that_cannot_be_written_does_not_end_the_run(lab, monkeypatch
 # --- hooks from outside ----------------------------------------------------------------------------------------------
 
 PACKAGE = """
-from dualtune.hooks import Hook
+from dualtune.train.hooks import Hook
 
 class Outside(Hook):
     def on_start(self, info):
@@ -219,7 +218,7 @@ def installed(tmp_path, monkeypatch):
         info.mkdir(parents=True)
         (site / "outside_hooks.py").write_text(PACKAGE)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-hooks\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[dualtune.hooks]\n" + "\n".join(points) + "\n")
+        (info / "entry_points.txt").write_text("[dualtune.train.hooks]\n" + "\n".join(points) + "\n")
         monkeypatch.syspath_prepend(site)
 
     return install
@@ -232,7 +231,7 @@ def test_an_installed_hook_watches_a_run(lab, installed):
 
 
 def test_installed_hooks_come_in_the_order_of_their_names(installed):
-    installed("b = outside_hooks:Outside", "a = dualtune.hooks:Hook")
+    installed("b = outside_hooks:Outside", "a = dualtune.train.hooks:Hook")
     hooks, problems = installed_hooks()
     assert [type(hook).__name__ for hook in hooks] == ["Hook", "Outside"] and problems == []
 
@@ -241,6 +240,6 @@ def test_an_installed_hook_that_cannot_be_used_is_reported_and_the_run_continues
     installed("a = outside_hooks:NoHook", "b = outside_hooks:broken", "c = outside_hooks:Missing", "d = nowhere:X")
     result = lab.run(train__steps=2)
     a, b, c, d = (row["message"] for row in rows_of_events(result.run_dir, "hook_failed"))
-    assert "'a' (outside_hooks:NoHook)" in a and "it must be a subclass of dualtune.hooks.Hook" in a
+    assert "'a' (outside_hooks:NoHook)" in a and "it must be a subclass of dualtune.train.hooks.Hook" in a
     assert "RuntimeError: needs a license" in b and "Missing" in c and "No module named 'nowhere'" in d
     assert len(read_timeline(result.run_dir / "memory.csv")) > 6

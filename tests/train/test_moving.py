@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config.schema import Config
-from dualtune.errors import ConfigError
-from dualtune.hooks import Hook
-from dualtune.testing.tolerances import RESUMED_LOSS
-from dualtune.train.run import run
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 from dualtune.train.state.resume import RULES
 
 RUN = {"train__steps": 12, "data__eval": 0.25, "run__save_every": 2, "run__eval_every": 3, "adapter__dropout": 0.3,
@@ -162,7 +162,7 @@ def test_dedup_may_change_where_there_are_no_duplicates(lab, begun):
 def test_documents_in_another_order_are_refused(lab, begun, monkeypatch):
     """As they would be if another NumPy drew another permutation from the same seed."""
     begun()
-    from dualtune.data.batching.order import Order
+    from dualtune.data.order import Order
 
     step = Order.step
     monkeypatch.setattr(Order, "step", lambda self, index: step(self, index + 1))

@@ -9,13 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.backend import get_backend
-from dualtune.errors import EnvironmentFault
-from dualtune.optimizer import OPTIMIZERS
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, llama_case, norm_of, random_adapter, softmax_case
-from dualtune.testing.conformance_weights import WEIGHTS, weighted
-from dualtune.testing.oracles import target_logprobs_of
+from dualtune.base.errors import EnvironmentFault
+from dualtune.engine.backend import get_backend
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import (
+    WEIGHTS,
+    assert_close,
+    gradient,
+    llama_case,
+    norm_of,
+    random_adapter,
+    softmax_case,
+    weighted,
+)
+from dualtune.engine.testing.oracles import target_logprobs_of
+from dualtune.model.optimizer import OPTIMIZERS
 from dualtune.train.objective import add_gradient, sft
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.data.batching.batches import SequenceLayout
-from dualtune.distributed.team import Team
-from dualtune.errors import ConfigError, OutOfMemory, Preempted
-from dualtune.evaluate.evaluation import evaluate
-from dualtune.evaluate.recovery import Recovery
-from dualtune.hooks import Hook
-from dualtune.testing.numpy_engine import NumpyBackend, NumpyEngine
+from dualtune.base.errors import ConfigError, OutOfMemory, Preempted
+from dualtune.data.batches import SequenceLayout
+from dualtune.engine.testing.numpy_engine import NumpyBackend, NumpyEngine
 from dualtune.train import trainer
+from dualtune.train.evaluation import evaluate
+from dualtune.train.hooks import Hook
 from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
+from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
 from dualtune.train.step import Ordinary, Outcome, TrainingStep
+from dualtune.train.team import Team
 
 TOO_LARGE = 1 << 60  # bytes
 RUN = {
@@ -227,7 +227,7 @@ def test_memory_that_runs_out_while_loading_is_exit_8(lab, monkeypatch):
 
 def test_memory_that_runs_out_in_the_optimizer_ends_the_run(lab, monkeypatch):
     _, allocate = places(lab.backend.name)
-    kind = {"numpy": "dualtune.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
+    kind = {"numpy": "dualtune.engine.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
     monkeypatch.setattr(f"{kind[lab.backend.name]}.optim_step", lambda engine, **options: allocate())
     with pytest.raises(OutOfMemory, match="in training"):
         lab.run(**RUN)
@@ -350,7 +350,7 @@ def test_a_request_to_stop_comes_before_the_cut(lab, monkeypatch):
     prepared = prepare(lab.config(**RUN), lab.backend)
     engine, batches = load_engine(prepared), prepared.batches(0)
     recovery = Recovery(lab.backend, engine, prepared.data.layout, 10)
-    monkeypatch.setattr("dualtune.interrupt.requested", lambda: True)
+    monkeypatch.setattr("dualtune.base.interrupt.requested", lambda: True)
     with pytest.raises(Preempted):
         recovery.attempt(0, batches, lambda batch: places(lab.backend.name)[1]())
     assert recovery.layout == prepared.data.layout

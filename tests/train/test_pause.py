@@ -2,8 +2,8 @@
 
 import pytest
 
-from dualtune.errors import Paused
-from dualtune.train.run import run
+from dualtune.base.errors import Paused
+from dualtune.show.run import run
 from dualtune.train.state.listing import summary_of
 from dualtune.train.step import Ordinary, Outcome
 

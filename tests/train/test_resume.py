@@ -5,15 +5,14 @@ import json
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.data.batching.order import Order
-from dualtune.errors import ConfigError
-from dualtune.hooks import Hook
-from dualtune.optimizer import OPTIMIZERS
+from dualtune.data.order import Order
+from dualtune.model.optimizer import OPTIMIZERS
+from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
 from dualtune.train.state import checkpoint
-from dualtune.train.state.ended import LENGTH, WITHOUT_EFFECT
-from dualtune.train.state.resume import RULES
+from dualtune.train.state.resume import LENGTH, RULES, WITHOUT_EFFECT
 
 RUN = {
     "train__micro_batch_tokens": 64,

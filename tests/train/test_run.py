@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.adapter.formats.directory import read_adapter
+from dualtune.base.errors import ConfigError, NonFiniteError
 from dualtune.config import load_config
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError, NonFiniteError
-from dualtune.hooks import Hook
-from dualtune.testing.oracles import llama_oracle, loss_of, softmax_oracle
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.testing.oracles import llama_oracle, loss_of, softmax_oracle
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.formats.directory import read_adapter
+from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
 
 STEP_KEYS = {"time", "step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",

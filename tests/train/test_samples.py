@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from dualtune.base.errors import ConfigError, Preempted
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError, Preempted
-from dualtune.evaluate.batched import Continuation
-from dualtune.evaluate.inference import load_model, stream_text
-from dualtune.evaluate.samples import check_not_split, check_samples
-from dualtune.hooks import Hook
+from dualtune.train.batched import Continuation
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import load_model, stream_text
+from dualtune.train.samples import check_not_split, check_samples
 from dualtune.train.state.checkpoint import newest
 
 PROMPTS = ["What is 2 + 5?", "Say <b>hello</b>"]
@@ -102,7 +102,7 @@ def test_a_failing_sample_ends_the_samples_and_not_the_run(lab, weights_of, monk
         yield Continuation(0, "an answer", 2, is_whole=True)
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr("dualtune.evaluate.samples.continue_all", fail)
+    monkeypatch.setattr("dualtune.train.samples.continue_all", fail)
     result = lab.run(run__sample_prompts=PROMPTS, **RUN)
     assert weights_of(result.run_dir) == weights_of(plain.run_dir)
     rows = map(json.loads, (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -137,7 +137,7 @@ def test_prompts_are_asked_with_the_system_message_of_the_rows(lab, write_rows, 
         asked.extend(model.tokenizer.decode_all(ids.tolist()) for ids in prompts)
         yield from (Continuation(i, "2", 1, is_whole=True) for i in range(len(prompts)))
 
-    monkeypatch.setattr("dualtune.evaluate.samples.continue_all", answer)
+    monkeypatch.setattr("dualtune.train.samples.continue_all", answer)
     lab.run(run__sample_prompts=PROMPTS[:1], **RUN | {"data__template": "chatml"})
     tokenizer = Tokenizer(lab.model, "chatml")
     assert asked and {*asked} == {tokenizer.decode_all(tokenizer.encode_prompt(PROMPTS[0], system).tolist())}

@@ -7,7 +7,7 @@ import pytest
 
 from dualtune.config import parse_config
 from dualtune.config.schema import RunConfig
-from dualtune.train.schedule import is_due, learning_rate, steps_of, steps_until_due, with_intervals
+from dualtune.train.objective import is_due, learning_rate, steps_of, steps_until_due, with_intervals
 
 PEAK = 2e-4
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.base_model import read_config
-from dualtune.errors import DeviceFault, OutOfMemory
-from dualtune.evaluate.shortage import explained, explanation
-from dualtune.memory.estimate import ask_of, estimate
-from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
-from dualtune.text.show import in_bytes
+from dualtune.base.errors import DeviceFault, OutOfMemory
+from dualtune.base.text import in_bytes
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.memory.estimate import ask_of, estimate
+from dualtune.engine.memory.shapes import decoder_of
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.base_model import read_config
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.recovery import explained, explanation
 
 SPEC = AdapterSpec(2, 4.0, 0.3, ("all-linear",))
 

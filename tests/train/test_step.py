@@ -13,21 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.bench.measure import bench
-from dualtune.errors import ConfigError, DataError, FormatError, Preempted
-from dualtune.evaluate.evaluation import evaluate
-from dualtune.hooks import Event, Hook
-from dualtune.testing.numpy_engine import NumpyEngine
+from dualtune.base.errors import ConfigError, DataError, FormatError, Preempted
+from dualtune.doctor.bench.measure import bench
+from dualtune.engine.testing.numpy_engine import NumpyEngine
+from dualtune.show.run import execute
+from dualtune.train.evaluation import evaluate
+from dualtune.train.hooks import Event, Hook
+from dualtune.train.objective import learning_rate
 from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
-from dualtune.train.run import execute, load_engine
-from dualtune.train.schedule import learning_rate
+from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
-from dualtune.train.state.restored import restore
+from dualtune.train.state.checkpoint import restore
 from dualtune.train.state.run_dir import open_run
 from dualtune.train.step import Ordinary, Outcome, PolicyState, TrainingStep
-from dualtune.transfer.bundles.bundle import unpack
-from dualtune.transfer.bundles.pack import pack
+from dualtune.use.transfer.bundles.bundle import unpack
+from dualtune.use.transfer.bundles.pack import pack
 
 _spec = importlib.util.spec_from_file_location("toy_policies", Path(__file__).with_name("toy_policies.py"))
 toys = importlib.util.module_from_spec(_spec)

@@ -5,16 +5,16 @@ import shutil
 
 import pytest
 
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, write_training_template
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import load_model
-from dualtune.hooks import Hook
+from dualtune.base.errors import ConfigError
+from dualtune.model.formats.chat_template import TEMPLATE_FILE, write_training_template
+from dualtune.model.formats.directory import read_adapter
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
-from dualtune.train.run import run
-from dualtune.transfer.bundles.bundle import inspect, unpack
-from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.remotes.model_card import card
+from dualtune.use.transfer.bundles.bundle import inspect, unpack
+from dualtune.use.transfer.bundles.pack import pack
+from dualtune.use.transfer.remotes.hub import card
 
 TOOLS = (
     "TOOLS{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dualtune
-from dualtune.train.health.verdict import MIN_STEPS, judge
+from dualtune.train.health import MIN_STEPS, judge
 
 # --- real runs -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ documents that are held out, a state that is saved, a return to an earlier state
 
 import numpy as np
 
-from dualtune.hooks import Event
+from dualtune.train.hooks import Event
 from dualtune.train.step import Ordinary, Outcome, PolicyState
 
 

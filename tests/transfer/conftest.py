@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter, write_adapter
 from dualtune.config import Config
-from dualtune.testing.tiny_models import write_tiny_llama
-from dualtune.train.run import run
-from dualtune.verify.verify import verify
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.use.verify.verify import verify
 
 VOCAB = 262  # of the byte tokenizer
 

@@ -25,9 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from dualtune.errors import FormatError
-from dualtune.transfer.bundles import archive
-from dualtune.transfer.bundles.bundle import unpack
+from dualtune.base.errors import FormatError
+from dualtune.use.transfer.bundles import archive
+from dualtune.use.transfer.bundles.bundle import unpack
 
 MAX_MEMORY_BYTES = 64 << 20
 NAMES = [
@@ -41,9 +41,9 @@ TRAPS = [b"\x80\x04.", b"PK\x03\x04", b"#!/bin/sh", b'{"auto_map": {}}', b"\x7fE
 
 def seeds() -> list[bytes]:
     """A bundle of an adapter and one of a checkpoint, made by another process so that its memory is not counted."""
-    from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import AdapterSpec, init_adapter
-    from dualtune.transfer.bundles.pack import pack
+    from dualtune.model.adapter import AdapterSpec, init_adapter
+    from dualtune.model.formats.directory import Adapter, write_adapter
+    from dualtune.use.transfer.bundles.pack import pack
 
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
     with tempfile.TemporaryDirectory() as name:

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.data.tokens.tokenizer import TOKENIZER_FILES
-from dualtune.errors import ConfigError, DiskError, FormatError
-from dualtune.optimizer import OPTIMIZERS, slots_of
-from dualtune.train.run import run
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.optimizer import OPTIMIZERS, slots_of
+from dualtune.show.run import run
 from dualtune.train.state import checkpoint
-from dualtune.transfer.bundles import manifest, names
-from dualtune.transfer.bundles.bundle import inspect, unpack
-from dualtune.transfer.bundles.pack import pack
+from dualtune.use.transfer.bundles import manifest, names
+from dualtune.use.transfer.bundles.bundle import inspect, unpack
+from dualtune.use.transfer.bundles.pack import pack
 
 CANARY = "hf_" + "C4nAry" * 6
 
@@ -177,7 +177,7 @@ def test_nothing_is_overwritten_and_what_fails_leaves_nothing(adapter, tmp_path,
             call()
     assert (tmp_path / "taken").read_text() == "mine"
     before = files_of(tmp_path)
-    monkeypatch.setattr("dualtune.transfer.bundles.archive.END", None)  # the last bytes fail
+    monkeypatch.setattr("dualtune.use.transfer.bundles.archive.END", None)  # the last bytes fail
     with pytest.raises(TypeError):
         pack(adapter, tmp_path / "a.tar")
     assert files_of(tmp_path) == before
@@ -221,7 +221,7 @@ def test_a_disk_that_refuses_leaves_nothing(adapter, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     pack(adapter, tmp_path / "a.tar")
-    monkeypatch.setattr("dualtune.transfer.bundles.bundle.fsync", full)
+    monkeypatch.setattr("dualtune.use.transfer.bundles.bundle.fsync", full)
     with pytest.raises(DiskError, match=r"No space left on device\. Nothing was left there"):
         unpack(tmp_path / "a.tar", tmp_path / "deep" / "there")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "a.tar"}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.errors import FormatError
-from dualtune.transfer.bundles import archive, manifest, names
-from dualtune.transfer.bundles.content import FORBIDDEN_KEYS, Content
+from dualtune.base.errors import FormatError
+from dualtune.use.transfer.bundles import archive, manifest, names
+from dualtune.use.transfer.bundles.archive import FORBIDDEN_KEYS, Content
 
 FUZZ = Path(__file__).with_name("fuzz_bundle.py")
 MAX_MEMORY_KIB = 64 << 10
@@ -152,6 +152,6 @@ def test_a_list_of_empty_lists_is_small_too(peak_of, tmp_path):
 def test_the_measure_of_memory_can_tell(peak_of, tmp_path):
     """With pieces of 64 MiB the limit is passed."""
     write_bundle(tmp_path / "x.tar", LARGE["weights of 128 MiB"])
-    before = "from dualtune.transfer.bundles import archive\narchive.CHUNK = 64 << 20\n"
+    before = "from dualtune.use.transfer.bundles import archive\narchive.CHUNK = 64 << 20\n"
     code, _, peak_kib = peak_of("inspect", tmp_path / "x.tar", before)
     assert code == 6 and peak_kib > MAX_MEMORY_KIB

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.errors import FormatError
-from dualtune.transfer.bundles.bundle import inspect, unpack
-from dualtune.transfer.bundles.pack import pack
+from dualtune.base.errors import FormatError
+from dualtune.use.transfer.bundles.bundle import inspect, unpack
+from dualtune.use.transfer.bundles.pack import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
 WEIGHTS = "checkpoints/step-{:08d}/adapter.safetensors"

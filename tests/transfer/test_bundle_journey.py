@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from dualtune.hooks import Hook
-from dualtune.testing.tolerances import RESUMED_LOSS
-from dualtune.train.run import run
-from dualtune.transfer.bundles.bundle import unpack
-from dualtune.transfer.bundles.pack import pack
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
+from dualtune.use.transfer.bundles.bundle import unpack
+from dualtune.use.transfer.bundles.pack import pack
 
 RUN = {"train.steps": 12, "data.eval": 0.25, "run.save_every": 2, "run.eval_every": 3, "adapter.dropout": 0.3,
        "train.learning_rate": 1e-3, "train.micro_batch_tokens": 64, "model.dtype": "float32"}  # fmt: skip

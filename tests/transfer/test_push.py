@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, tensor_name
-from dualtune.errors import ConfigError, DiskError, EnvironmentFault
-from dualtune.train.run import run
-from dualtune.transfer.bundles.bundle import inspect
-from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.carry import PushRequest, push
-from dualtune.transfer.remotes import chunks, store, target
-from dualtune.transfer.remotes.chunks import Chunks, chunk_bytes, chunks_of, missing
-from dualtune.transfer.remotes.directory import DirectoryStore
-from dualtune.transfer.remotes.patience import Patience
-from dualtune.transfer.remotes.ssh import SshStore
+from dualtune.base.errors import ConfigError, DiskError, EnvironmentFault
+from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.show.run import run
+from dualtune.use.transfer.bundles.bundle import inspect
+from dualtune.use.transfer.bundles.pack import pack
+from dualtune.use.transfer.carry import PushRequest, push
+from dualtune.use.transfer.remotes import store, target
+from dualtune.use.transfer.remotes import store as chunks
+from dualtune.use.transfer.remotes.remote_files import DirectoryStore
+from dualtune.use.transfer.remotes.retries import Patience
+from dualtune.use.transfer.remotes.ssh import SshStore
+from dualtune.use.transfer.remotes.store import Chunks, chunk_bytes, chunks_of, missing
 
 NUMPY = ("--platform", "numpy")
 
@@ -314,13 +315,14 @@ def test_a_cut_copy_to_a_directory_goes_on_with_what_is_missing(tmp_path, monkey
             written.append(piece)
             yield piece
 
-    monkeypatch.setattr("dualtune.transfer.remotes.directory.pieces_of", full_after_three)
+    monkeypatch.setattr("dualtune.use.transfer.remotes.remote_files.pieces_of", full_after_three)
     with pytest.raises(DiskError, match=r"share/a.tar: cannot be written: No space left on device"):
         goal.push(file, patience=Patience())
     assert [path.name.startswith(".a.tar.part-") for path in (tmp_path / "share").iterdir()] == [True]
     runs = []
     monkeypatch.setattr(
-        "dualtune.transfer.remotes.directory.pieces_of", lambda *args: (runs.append(args[2]), pieces_of(*args))[1]
+        "dualtune.use.transfer.remotes.remote_files.pieces_of",
+        lambda *args: (runs.append(args[2]), pieces_of(*args))[1],
     )
     assert goal.push(file, patience=Patience()) is True
     assert runs == [range(3, 6)]

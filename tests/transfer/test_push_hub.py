@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.config import parse_config
-from dualtune.transfer.bundles.bundle import inspect
-from dualtune.transfer.remotes.model_card import card
+from dualtune.model.adapter import AdapterSpec, init_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.use.transfer.bundles.bundle import inspect
+from dualtune.use.transfer.remotes.hub import card
 
 SHM = Path("/dev/shm")  # another file system than that of the tests, where there is one
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.testing.oracles import llama_oracle
-from dualtune.testing.tiny_models import random_batch
+from dualtune.engine.testing.oracles import llama_oracle
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.formats.directory import read_adapter
 
 
 @pytest.mark.parametrize("here", ["torch", "mlx"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import modules_of, tensor_name
-from dualtune.errors import FormatError
-from dualtune.verify.verdict import within
-from dualtune.verify.verify import verify
+from dualtune.base.errors import FormatError
+from dualtune.model.adapter import modules_of, tensor_name
+from dualtune.use.verify.verdict import within
+from dualtune.use.verify.verify import verify
 
 MODULE = "model.layers.1.self_attn.v_proj"
 A, B = tensor_name(MODULE, "A"), tensor_name(MODULE, "B")
@@ -148,7 +148,7 @@ def other_template(path):
 
 def unsampled_weight(path, rows=slice(16, 32)):
     """Of a tensor [64, 64] that is none of those whose hashes are recorded, and between the places that are hashed."""
-    from dualtune.base_model import fingerprint
+    from dualtune.model.base_model import fingerprint
 
     tensors = load_file(path / "model.safetensors")
     (name, *_) = (n for n in tensors if n not in fingerprint(path)["tensors"] and n.endswith("q_proj.weight"))

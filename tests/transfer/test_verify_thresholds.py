@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.evaluate.fingerprints import gap, kl_bound
-from dualtune.testing.oracles import llama_oracle
-from dualtune.testing.tiny_models import random_batch
-from dualtune.verify.thresholds import TABLE, Precision, pair_of
-from dualtune.verify.verify import verify
+from dualtune.engine.testing.oracles import llama_oracle
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.formats.directory import read_adapter
+from dualtune.train.fingerprints import gap, kl_bound
+from dualtune.use.verify.verdict import TABLE, Precision, pair_of
+from dualtune.use.verify.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
 HERE = (

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.validate.plan import Plan, ValidationSetup, plan
-from dualtune.validate.run import run_tier
-from dualtune.validate.tiers import TIERS
+from dualtune.doctor.validate.run import run_tier
+from dualtune.doctor.validate.tiers import TIERS, Plan, ValidationSetup, plan
 
 PLATFORMS = {"torch": "cpu", "mlx": "mlx"}
 

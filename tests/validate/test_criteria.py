@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.backend import MemoryStats
-from dualtune.hooks import StepRecord
-from dualtune.validate.criteria import MEASURES, Criterion, judge, shown
-from dualtune.validate.tiers import TIERS, criteria_of
-from dualtune.validate.watch import Observed, Watch
+from dualtune.doctor.validate.criteria import MEASURES, Criterion, Observed, Watch, judge, shown
+from dualtune.doctor.validate.tiers import TIERS, criteria_of
+from dualtune.engine.backend import MemoryStats
+from dualtune.train.hooks import StepRecord
 
 WEIGHTS = {"layers": 2, "four_bit": 2, "parameters": 1000, "bytes": 516}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dualtune.config import load_config
-from dualtune.config.examples import example_path
-from dualtune.validate.tiers import ALL, TIERS
+from dualtune.config.render import example_path
+from dualtune.doctor.validate.tiers import ALL, TIERS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-test.sh"
 NVIDIA_SMI = """#!/usr/bin/env bash

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from dualtune.validate.losses import (
+from dualtune.doctor.validate.losses import (
     TrainingMetrics,
     assert_loss_convergence,
     assert_monotonic_decrease,

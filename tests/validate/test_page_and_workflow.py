@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dualtune.validate.tiers import TIERS
+from dualtune.doctor.validate.tiers import TIERS
 
 ROOT = Path(__file__).parents[2]
 

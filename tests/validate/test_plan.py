@@ -6,18 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.backend import DeviceInfo
+from dualtune.base.errors import ConfigError
 from dualtune.config import load_config
-from dualtune.config.examples import example_path
+from dualtune.config.render import example_path
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.platform.budget import Budget
-from dualtune.validate.concepts import KEYWORDS, NUM_KEYWORDS, NUM_ROWS, rows, write_rows
-from dualtune.validate.memory import check_memory, compare
-from dualtune.validate.plan import DEMO_MODEL, ValidationSetup, free_directory, plan, random_model
-from dualtune.validate.tiers import ALL, TIERS, tiers_of
+from dualtune.doctor.validate.tiers import (
+    ALL,
+    DEMO_MODEL,
+    KEYWORDS,
+    NUM_KEYWORDS,
+    NUM_ROWS,
+    TIERS,
+    ValidationSetup,
+    check_memory,
+    compare,
+    free_directory,
+    plan,
+    random_model,
+    rows,
+    tiers_of,
+    write_rows,
+)
+from dualtune.engine.backend import DeviceInfo
+from dualtune.engine.memory.budget import Budget
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 STEPS = {"quick": 10, "convergence": 100, "memory": 50, "extended": 500, "full": 1000}
 
@@ -162,7 +175,7 @@ def test_the_next_free_directory_is_found(tmp_path):
 
 
 def test_a_backend_without_4_bits_is_refused(on_gpu):
-    from dualtune.errors import EnvironmentFault
+    from dualtune.base.errors import EnvironmentFault
 
     class Plain(OnGpu):
         def capabilities(self):
@@ -179,7 +192,9 @@ def test_memory_is_judged_as_the_run_plans_it(open_backend, make_config, monkeyp
 
     def check(checkpointing, num_bytes):
         long = {"memory.checkpointing": checkpointing, "data.max_length": 512}
-        monkeypatch.setattr("dualtune.validate.memory.budget", lambda machine, platform: Budget(num_bytes, "a test"))
+        monkeypatch.setattr(
+            "dualtune.doctor.validate.tiers.budget", lambda machine, platform: Budget(num_bytes, "a test")
+        )
         return check_memory(replace(planned, config=make_config("rows.jsonl", long)), setup, None)
 
     whole = int(re.search(r"(\d+) MB needed", check("none", 10**10).found)[1]) * 10**6

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.validate.plan import DEMO_MODEL
+from dualtune.doctor.validate.tiers import DEMO_MODEL
+from dualtune.engine.backend import LoadRequest
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 LAYERS = [(128, 128), (64, 128)] * 3  # q_proj and v_proj of dualtune's own model
 WEIGHTS = [out * in_ for out, in_ in LAYERS]

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.backend import StepOutput
-from dualtune.hooks import Hook
-from dualtune.validate.tiers import TIERS
+from dualtune.doctor.validate.tiers import TIERS
+from dualtune.engine.backend import StepOutput
+from dualtune.train.hooks import Hook
 
 BOTH = pytest.mark.parametrize("name", ["torch", pytest.param("mlx", marks=pytest.mark.long)])
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_found(run_twin, how):
 
 
 def test_a_run_that_could_not_be_watched_has_failed(run_twin, monkeypatch):
-    from dualtune.validate.watch import Watch
+    from dualtune.doctor.validate.criteria import Watch
 
     def on_step(self, record):
         raise ValueError("no numbers")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.train.run import run
+from dualtune.show.run import run
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import dualtune
-from dualtune.view.notebook import notebook_display
+from dualtune.show.view.notebook import notebook_display
 
 SETTINGS = {"train.steps": 3, "run.eval_every": 1, "run.sample_prompts": ["<script>alert(1)</script>"]}
 

@@ -9,11 +9,10 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
-from dualtune.view.lines import RunLog
-from dualtune.view.notebook import curve
-from dualtune.view.panel import panel, sparkline
-from dualtune.view.run_view import MAX_EVALS, TIMED_STEPS, RunView, Thinned
+from dualtune.show.view.lines import RunLog, panel, sparkline
+from dualtune.show.view.notebook import curve
+from dualtune.show.view.run_view import MAX_EVALS, TIMED_STEPS, RunView, Thinned
+from dualtune.train.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 
 
 def step_record(step, loss=2.0, step_s=2.0):

@@ -11,14 +11,14 @@ import urllib.request
 
 import pytest
 
-from dualtune.errors import ConfigError, FormatError
-from dualtune.hooks import Hook
-from dualtune.report.run_files import read_run
-from dualtune.serve import page_server
-from dualtune.serve.page_server import PageServer
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.show import page_server
+from dualtune.show.page_server import PageServer
+from dualtune.show.report.run_files import read_run
+from dualtune.show.view import follow
+from dualtune.show.view.follow import WatchedRun
+from dualtune.train.hooks import Hook
 from dualtune.train.state.listing import summary_of
-from dualtune.view import follow
-from dualtune.view.follow import WatchedRun
 
 SETTINGS = {"train.steps": 6, "run.log_every": 1, "run.eval_every": 2, "run.save_every": 2,
             "run.sample_prompts": ["say it"]}  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dualtune.activation_checkpointing import LAYERS
-from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.engine.card import LAYERS, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, counted, memory
 from dualtune_mlx.card.costs import COSTS
-from dualtune_mlx.card.sizes import ATTENTION_CHUNK
+from dualtune_mlx.card.memory import ATTENTION_CHUNK
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "affine4", "affine8")
@@ -38,7 +37,7 @@ CARD = Card(
     pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
-    memory=MemoryFormulas(memory.parts, (ATTENTION_CHUNK,), "dualtune_mlx.counting.count:count", counted.parts),
+    memory=MemoryFormulas(memory.parts, (ATTENTION_CHUNK,), "dualtune_mlx.counting:count", counted.parts),
     costs=COSTS,
     launches=(Launch(("mlx",), "mlx.launch", ("mlx",), variables=("MLX_HOSTFILE",)),),
     problems=checks.problems,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-from dualtune.checks import Check
-from dualtune.platform.machine import Machine
-from dualtune.preflight.problems import KnownProblem, dotted, found_on, row_or_problem
-from dualtune.preflight.thresholds import version
+from dualtune.base.checks import Check
+from dualtune.engine.machine import Machine
+from dualtune.engine.problems import KnownProblem, dotted, found_on, row_or_problem, version
 from dualtune_mlx.card.chips import TF32, emulates_bfloat16, tf32_setting
 
 LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html

@@ -1,14 +1,14 @@
 """What a training step of the MLX engine takes besides the products that the model's shape prescribes.
 
-The units are those of `dualtune.performance.work`; each pair is (forward, backward). Counted by reading kernels/ and
+The units are those of `dualtune.engine.step_time`; each pair is (forward, backward). Counted by reading kernels/ and
 lora.py: one for each primitive that MLX evaluates, after mx.compile has fused what is elementwise on Metal. Nothing
 here was measured on a Mac.
 """
 
 from __future__ import annotations
 
-from dualtune.card import PassCosts, StepCosts
-from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
+from dualtune.engine.card import PassCosts, StepCosts
+from dualtune_mlx.card.memory import ATTENTION_CHUNK, LOSS_LOGITS
 
 EXPONENTIAL, HASH = 20, 12  # elementwise operations
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from dualtune.memory.ask import (
+from dualtune.engine.memory.counted import Counted, CountedLayer, stored_bytes, variant
+from dualtune.engine.memory.estimate import (
     AFFINE_BITS,
     MASTER_BYTES,
     Ask,
@@ -20,7 +21,6 @@ from dualtune.memory.ask import (
     optimizer,
     selected,
 )
-from dualtune.memory.counted import Counted, CountedLayer, stored_bytes, variant
 from dualtune_mlx.card import memory
 
 

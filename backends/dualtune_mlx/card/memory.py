@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualtune.memory.ask import (
+from dualtune.engine.memory.counted import Shape
+from dualtune.engine.memory.estimate import (
     AFFINE_BITS,
     MASTER_BYTES,
     Ask,
@@ -25,10 +26,18 @@ from dualtune.memory.ask import (
     optimizer,
     padded,
 )
-from dualtune.memory.counted import Shape
-from dualtune.memory.shapes import Decoder
-from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS, UPDATE_CHUNK
+from dualtune.engine.memory.shapes import Decoder
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Sizes for the kernels and the memory formulas. No import here: the formulas read this file without MLX.
+
+ATTENTION_CHUNK = 512  # queries; at most this many rows of scores are kept at a time
+# Logits per chunk. MLX allocates about ten operations ahead, so ten times as many are in memory. On a CPU they should
+# fit in its cache; a GPU needs enough rows to pay for reading the head's weights.
+LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
+UPDATE_CHUNK = 1 << 20  # weights that adamw_8bit updates at a time
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6

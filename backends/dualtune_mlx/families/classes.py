@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import _get_classes
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.corrections import CORRECTIONS, correct_frequencies
 from dualtune_mlx.families.layouts import LAYOUTS

@@ -16,7 +16,7 @@ from mlx_lm.models.ernie4_5_moe import Ernie4_5_MoeMLP
 from mlx_lm.models.jamba import JambaSparseMoeBlock
 from mlx_lm.models.rope_utils import YarnRoPE
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 
 
 def _glm(model: Any, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gpt2
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 
 # What mlx-lm's class computes whatever config.json says. The first value is transformers' default.
 COMPUTED: Mapping[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from dualtune.backend.decoding import CannotBatch
+from dualtune.engine.decoding import CannotBatch
 
 
 def crop_on_device(held: list[Any], excess: int) -> bool:
@@ -22,7 +22,7 @@ def crop_on_device(held: list[Any], excess: int) -> bool:
 
 
 class MlxDecoding:
-    """See `dualtune.backend.decoding.Decoding`. Texts are computed padded on the right, and then moved to the right."""
+    """See `dualtune.engine.decoding.Decoding`. Texts are computed padded on the right, and then moved to the right."""
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {type(layer).__name__ for layer in make_prompt_cache(model)}
@@ -91,7 +91,7 @@ class MlxDecoding:
 
 
 class MlxNextLogits:
-    """See `dualtune.backend.decoding.NextLogits`. `decoding` computes the next step ahead, if all its rows are here."""
+    """See `dualtune.engine.decoding.NextLogits`. `decoding` computes the next step ahead, if all its rows are here."""
 
     def __init__(self, logits_BV: mx.array, decoding: MlxDecoding | None = None) -> None:
         self.logits_BV, self._decoding = logits_BV, decoding

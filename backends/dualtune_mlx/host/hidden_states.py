@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.adapter.frozen_layers import more_than_states, num_below
+from dualtune.model.adapter import more_than_states, num_below
 
 
 class FrozenLayers:

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.base_model.places import FilePlace
-from dualtune.base_model.weights import BaseWeights
+from dualtune.model.places import FilePlace
+from dualtune.model.weight_files import BaseWeights
 
 DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F64": mx.float32, "U32": mx.uint32, "U8": mx.uint8,

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune_mlx.card.sizes import ATTENTION_CHUNK
-from dualtune_mlx.kernels.names import replace_name
+from dualtune_mlx.card.memory import ATTENTION_CHUNK
+from dualtune_mlx.kernels.compiled import replace_name
 from dualtune_mlx.packing import PackedRows
 
 NAME = "scaled_dot_product_attention"

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 from dualtune_mlx.card import CARD
 from dualtune_mlx.kernels import attention, compiled, cross_entropy, gated_delta
 from dualtune_mlx.kernels.attention import Attention

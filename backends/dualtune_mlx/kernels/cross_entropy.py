@@ -19,8 +19,8 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.backend import IGNORE_INDEX
-from dualtune_mlx.card.sizes import LOSS_LOGITS
+from dualtune.engine.backend import IGNORE_INDEX
+from dualtune_mlx.card.memory import LOSS_LOGITS
 
 PROBE = 8  # tokens to test whether a model is a body with a linear head
 

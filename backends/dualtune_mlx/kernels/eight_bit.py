@@ -1,4 +1,4 @@
-"""AdamW with its state in 8-bit codes (`dualtune/optimizer/eight_bit.py`), for one flat array, chunk by chunk.
+"""AdamW with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat array, chunk by chunk.
 
 Blocks are those of each tensor in the flat array, so the codes are the same in every layout. Each chunk replaces its
 part of the arrays, which MLX does in place once it has a copy of its own: no slot is ever there in float32 as a whole.
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from dualtune.optimizer.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
+from dualtune.model.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
 
 Arrays = dict[str, mx.array]
 SIGN, MAGNITUDE = -(1 << 31), 0x7FFFFFFF

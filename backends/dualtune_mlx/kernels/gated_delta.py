@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dualtune_mlx.kernels.names import replace_name
+from dualtune_mlx.kernels.compiled import replace_name
 
 NAME = "gated_delta_update"  # mlx-lm's function, in the files of its models
 CHUNK = 64  # tokens; a power of two

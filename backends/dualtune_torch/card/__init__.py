@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dualtune.activation_checkpointing import LAYERS
-from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.engine.card import LAYERS, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
 
@@ -57,7 +56,7 @@ CARD = Card(
         recorded=("torch", "bitsandbytes", "accelerate"),
         detected=("torch", "bitsandbytes", "transformers", "peft"),
     ),
-    memory=MemoryFormulas(memory.parts, count="dualtune_torch.counting.count:count", counted_parts=counted.parts),
+    memory=MemoryFormulas(memory.parts, count="dualtune_torch.counting:count", counted_parts=counted.parts),
     costs=COSTS,
     pieces=("lora", "attention", "loss", "norms", "mlp", "rotary"),
     launches=(
@@ -68,5 +67,5 @@ CARD = Card(
     # torch has no memory statistics on a CPU, so the peak is the growth of the process since before the first model
     # was loaded, including the libraries that are loaded with it.
     twin=Twin(peak_bytes=256 * 10**6, divisors={"full": 5}),
-    peft_trial="dualtune_torch.counting.peft_trial:problems",
+    peft_trial="dualtune_torch.peft_trial:problems",
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dualtune.checks import Check
-from dualtune.platform.machine import Gpu, Machine
-from dualtune.preflight.problems import NEW_DRIVER, KnownProblem, found_on, row_or_problem
-from dualtune.preflight.requirements import at_least
-from dualtune.preflight.thresholds import (
+from dualtune.base.checks import Check
+from dualtune.engine.machine import Gpu, Machine
+from dualtune.engine.problems import (
     BFLOAT16_CAPABILITY,
     BLACKWELL_CAPABILITY,
     BLACKWELL_CUDA,
     CUDA_13_CAPABILITY,
     LEAST_CAPABILITY,
+    NEW_DRIVER,
+    KnownProblem,
+    at_least,
+    found_on,
+    row_or_problem,
     version,
 )
 

@@ -1,6 +1,6 @@
 """What a training step of the torch engine takes besides the products that the model's shape prescribes.
 
-The units are those of `dualtune.performance.work`; each pair is (forward, backward). Launches were counted on the
+The units are those of `dualtune.engine.step_time`; each pair is (forward, backward). Launches were counted on the
 engine (tests/performance/test_work.py, tests/nogpu/test_predicted_launches.py), numbers follow from the code of
 kernels/. The host waits for nothing in a micro-batch (tests/nogpu/test_fake_steps.py). Kernels that are chosen by a
 trial on the GPU itself are not in it: dropout in registers, one pass over g.
@@ -8,8 +8,8 @@ trial on the GPU itself are not in it: dropout in registers, one pass over g.
 
 from __future__ import annotations
 
-from dualtune.card import PassCosts, StepCosts
-from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
+from dualtune.engine.card import PassCosts, StepCosts
+from dualtune_torch.card.memory import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
 
 # Elementwise operations. A 32-bit integer product takes several; positions are compared as 64-bit integers.
 EXPONENTIAL, HASH, MASK = 20, 24, 40

@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from dualtune.memory.ask import AFFINE_BITS, Ask, MemoryPart, affine_bytes, has_plain_loss, optimizer, selected
-from dualtune.memory.counted import Counted, CountedLayer, Kept, stored_bytes, variant
+from dualtune.engine.memory.counted import Counted, CountedLayer, Kept, stored_bytes, variant
+from dualtune.engine.memory.estimate import (
+    AFFINE_BITS,
+    Ask,
+    MemoryPart,
+    affine_bytes,
+    has_plain_loss,
+    optimizer,
+    selected,
+)
 from dualtune_torch.card import memory
-from dualtune_torch.card.sizes import ATTENTION_BLOCK
+from dualtune_torch.card.memory import ATTENTION_BLOCK
 
 SCORES = 2  # of plain attention in its backward pass: the gradients of probabilities and of scores
 REARRANGED = 1.2  # of what a layer with a state keeps, where documents become rows of their own, with padding: measured

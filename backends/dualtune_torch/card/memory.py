@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from dualtune.memory.ask import (
+from dualtune.engine.memory.counted import Shape
+from dualtune.engine.memory.estimate import (
     AFFINE_BITS,
     MASTER_BYTES,
     Ask,
@@ -24,16 +25,23 @@ from dualtune.memory.ask import (
     num_trained,
     optimizer,
 )
-from dualtune.memory.counted import Shape
-from dualtune.memory.shapes import Decoder
-from dualtune_torch.card.sizes import (
-    ATTENTION_BLOCK,
-    FEATURES_IN_REGISTERS,
-    LOSS_ROWS,
-    UPDATE_CHUNK,
-    WORTH_COMPILING,
-)
+from dualtune.engine.memory.shapes import Decoder
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Sizes for the kernels and the memory formulas. No import here: the formulas read this file without torch.
+
+# Compiling takes seconds, which do not pay off in a run with a smaller model.
+WORTH_COMPILING = 5_000_000  # parameters
+# Rows of a chunk of the loss, by device: few enough to save memory, enough to pay for reading the head's weights.
+LOSS_ROWS = {"cpu": 128, "cuda": 1024}
+ATTENTION_BLOCK = 256  # queries
+# Weights that adamw_8bit updates at a time, by device: on a CPU the temporaries fit in its cache.
+UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+# Triton applies the mask of dropout in registers from this many features on. dropout(x) of 2,048 tokens is then 8 MB,
+# written and read in 6 µs by an H100 (3 TB/s): two launches, which is what the kernels add for each group.
+FEATURES_IN_REGISTERS = 2048
+
+# ----------------------------------------------------------------------------------------------------------------------
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)

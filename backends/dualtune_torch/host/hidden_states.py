@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.adapter.frozen_layers import more_than_states, num_below
+from dualtune.model.adapter import more_than_states, num_below
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.host.inputs import to_device
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualtune.backend import IGNORE_INDEX, Batch
+from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune_torch.host.transfers import flat_size, views
 from dualtune_torch.kernels.attention import DocumentBorders, borders_in
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import ActivationCheckpointing
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.host.transfers import Ticket, Transfers, flat_size, views
 from dualtune_torch.weights.by_module import Finish

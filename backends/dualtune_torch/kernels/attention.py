@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 from dualtune_torch.card.checks import RAGGED_TORCH
-from dualtune_torch.card.sizes import ATTENTION_BLOCK
+from dualtune_torch.card.memory import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat

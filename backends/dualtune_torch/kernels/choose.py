@@ -10,12 +10,13 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 from dualtune_torch.card import CARD
-from dualtune_torch.card.sizes import WORTH_COMPILING
+from dualtune_torch.card.memory import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
+from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
@@ -41,7 +42,7 @@ class Kernels:
     head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
-    lora: select.LoRAPieces = field(default_factory=select.LoRAPieces)  # the Triton kernels of a group
+    lora: LoRAPieces = field(default_factory=LoRAPieces)  # the Triton kernels of a group
     maybe_compile: Callable[[Any], Any] = lambda function: function  # or `compiled.compile_function`
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why

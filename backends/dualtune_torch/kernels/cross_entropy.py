@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualtune_torch.card.sizes import LOSS_ROWS
+from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
-from dualtune_torch.kernels.products import add_product
+from dualtune_torch.kernels.lora_pieces import add_product
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""AdamW with its state in 8-bit codes (`dualtune/optimizer/eight_bit.py`), for one flat tensor, chunk by chunk.
+"""AdamW with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat tensor, chunk by chunk.
 
 Blocks are those of each tensor in the flat one, so the codes are the same in every layout. Neighbours whose sizes are
 multiples of a block form one span, which is updated in chunks: no slot is ever there in float32 as a whole.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dualtune.optimizer import OptimizerSpec, Settings
-from dualtune.optimizer.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
-from dualtune_torch.card.sizes import UPDATE_CHUNK
+from dualtune.model.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
+from dualtune.model.optimizer import OptimizerSpec, Settings
+from dualtune_torch.card.memory import UPDATE_CHUNK
 
 SIGN, MAGNITUDE = -(1 << 31), 0x7FFFFFFF
 
@@ -106,7 +106,7 @@ def updated(
     m_dither: Tensor, v_dither: Tensor, rate: Tensor, root: Tensor, shrink: Tensor, is_good: Tensor,
     *, settings: Settings,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (w, m's codes and tops, those of root_v) after `dualtune.optimizer.adamw_8bit`, or the old ones.
+    """Return (w, m's codes and tops, those of root_v) after `dualtune.model.optimizer.adamw_8bit`, or the old ones.
 
     w, g and codes are [R, C]; rate = lr / (1 − β1^step), root = √(1 − β2^step), shrink = 1 − lr · decay.
     """

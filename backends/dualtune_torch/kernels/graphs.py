@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import ActivationCheckpointing
 from dualtune_torch.host.inputs import pinned
 from dualtune_torch.host.transfers import flat_size, views
 from dualtune_torch.kernels.choose import Kernels

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualtune.adapter.dropout import check_tokens, input_of
-from dualtune.adapter.spec import tensor_name
+from dualtune.model.adapter import tensor_name
+from dualtune.model.dropout import check_tokens, input_of
 from dualtune_torch.adapter import AdapterBuffer
-from dualtune_torch.kernels.gpu.select import LoRAPieces
-from dualtune_torch.kernels.products import add_product
+from dualtune_torch.kernels.lora_pieces import LoRAPieces, add_product, back_g
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
@@ -165,12 +164,6 @@ class _GroupedLoRA(torch.autograd.Function):
         else:
             dx_MI = group.maybe_compile(add_after_dropout)(dx_MI, v_MS @ group.A_SI, *_mask(group, seeds_M))
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
-
-
-def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor, dB_Or: Tensor) -> None:
-    """Write v = s · g B, and add s · gᵀ u to dB."""
-    v_Mr.addmm_(g_MO, B_Or, beta=0, alpha=scale)
-    add_product(dB_Or, g_MO.T, u_Mr, scale)
 
 
 def _after_dropout(x_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:

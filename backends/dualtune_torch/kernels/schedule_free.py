@@ -1,4 +1,4 @@
-"""The update of schedule-free AdamW (`dualtune.optimizer.schedule_free`) on tensors.
+"""The update of schedule-free AdamW (`dualtune.model.optimizer.schedule_free`) on tensors.
 
 What depends on the number of updates stays on the device, in float64, so that no step waits for a count.
 """
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from dualtune.optimizer import Settings
+from dualtune.model.optimizer import Settings
 
 
 def numbers(count: Tensor, lr: float, settings: Settings) -> tuple[Tensor, ...]:
@@ -21,7 +21,7 @@ def numbers(count: Tensor, lr: float, settings: Settings) -> tuple[Tensor, ...]:
 
 
 def newest_share(step: Tensor, settings: Settings) -> Tensor:
-    """As `dualtune.optimizer.newest_share`, for a float64 tensor."""
+    """As `dualtune.model.optimizer.newest_share`, for a float64 tensor."""
     warmup = settings["warmup_steps"]
     m = step.clamp(max=warmup)
     rising = m * (m + 1) * (2 * m + 1) / 6 / (warmup + 1) ** 2

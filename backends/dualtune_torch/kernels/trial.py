@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from dualtune.errors import ConfigError
-from dualtune.io.fields import shown
+from dualtune.base.errors import ConfigError
+from dualtune.base.fields import shown
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
@@ -95,7 +95,7 @@ def needs_masks(model: PreTrainedModel) -> bool:
                 continue
             if gap <= ROUNDING[compute_dtype(model)]:
                 return masks
-    return False  # `dualtune.train.packing` refuses a model that mixes documents
+    return False  # `dualtune.train.model_checks` refuses a model that mixes documents
 
 
 def document_masks(model: Any, positions_BT: Tensor) -> Any:

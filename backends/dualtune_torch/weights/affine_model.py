@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.base_model import BaseWeights
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
+from dualtune.model.base_model import BaseWeights
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
 from dualtune_torch.weights.by_module import TensorReader, frozen, own, replace_modules
 

@@ -1,4 +1,4 @@
-"""int8 on torch: `dualtune.base_model.int8` to the bit, on any device, and the frozen layer that computes with it.
+"""int8 on torch: `dualtune.model.int8` to the bit, on any device, and the frozen layer that computes with it.
 
 Legend: O output and I input features of a weight.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dualtune.base_model.int8 import LARGEST_CODE, LEAST_SCALE, is_quantized
+from dualtune.model.int8 import LARGEST_CODE, LEAST_SCALE, is_quantized
 from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, PackedLayer, product
 

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 
 # In this order: the first that has a class for a config.
 AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)

@@ -11,8 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from dualtune.config.importing.table import Given, Note, Rule, Settings, absent, is_off, needless, shown, translated
-from dualtune.config.importing.trackers import NAMED_OUTSIDE, trackers_of_transformers
+from dualtune.config.importing.table import (
+    NAMED_OUTSIDE,
+    Given,
+    Note,
+    Rule,
+    Settings,
+    absent,
+    is_off,
+    needless,
+    shown,
+    trackers_of_transformers,
+    translated,
+)
 from dualtune.config.values import RESERVED_VARIABLES
 
 DEFAULTS: dict[str, Any] = {

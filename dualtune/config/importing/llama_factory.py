@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.base.errors import DualtuneError
+from dualtune.base.untrusted import read_json
 from dualtune.config.importing import arguments
 from dualtune.config.importing.arguments import EIGHT_BITS, GPUS, NO_PREFERENCES, Arguments, module_names, nf4_only
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
-from dualtune.errors import DualtuneError
-from dualtune.io.untrusted import read_json
 
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "stage": "sft", "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from dualtune.config.importing.arguments import template_variables
-from dualtune.config.importing.table import Given, Note, Settings, absent, needless, translated
-from dualtune.config.importing.trackers import trackers_of_mlx_lm
+from dualtune.config.importing.table import Given, Note, Settings, absent, needless, trackers_of_mlx_lm, translated
 
 DEFAULTS: dict[str, Any] = {
     "fine_tune_type": "lora", "optimizer": "adam", "data": "mlx-community/WikiSQL", "seed": 0, "num_layers": 16,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from dualtune.config.problem import KeyPath, dotted
-from dualtune.config.reader import ParsedYaml
+from dualtune.base.errors import ConfigError
+from dualtune.base.redaction import redact
+from dualtune.config.load import ParsedYaml
+from dualtune.config.values import KeyPath, dotted
 from dualtune.config.words import show
-from dualtune.errors import ConfigError
-from dualtune.text.redaction import redact
 
 Settings = dict[str, Any]  # our key, such as "adapter.rank" -> its value, or a Note
 
@@ -186,3 +186,48 @@ def shown(value: Any) -> str:
 def is_off(value: Any) -> bool:
     """Return whether a value turns something off: null, false, zero, or an empty string, list or mapping."""
     return not value or value in ("false", "no", "off", "none", "no_", "False")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which trackers the configs of other trainers turn on.
+
+OTHERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
+NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
+AXOLOTL = {  # ours -> the keys that turn it on: a switch, and the name of a project
+    "wandb": ("use_wandb", "wandb_project"),
+    "mlflow": ("use_mlflow", "mlflow_experiment_name"),
+    "trackio": ("use_trackio", "trackio_project_name"),
+    "tensorboard": ("use_tensorboard", ""),
+}
+TRACKER_KEYS = " ".join(key for keys in AXOLOTL.values() for key in keys if key)
+
+
+def trackers_of_axolotl(given: Given) -> Settings:
+    found: dict[str, str] = {}
+    for name, (switch, project) in AXOLOTL.items():
+        if project in given and not is_off(given.get(project)):
+            found[name] = project
+            given.lose(project, NAMED_OUTSIDE)
+        if given.flag(switch):
+            found[name] = switch
+    return {"run.track": Note([*found], ", ".join(found.values()))} if found else {}
+
+
+def trackers_of_mlx_lm(given: Given) -> Settings:
+    return _reported(given, ("wandb",))
+
+
+def trackers_of_transformers(given: Given) -> Settings:
+    return _reported(given, tuple(AXOLOTL))
+
+
+def _reported(given: Given, allowed: tuple[str, ...]) -> Settings:
+    """Translate `report_to`: a list, or a text with commas."""
+    value = given.get("report_to")
+    listed = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
+    names = [] if is_off(value) else [str(name).strip().lower() for name in listed]
+    for name in names:
+        if name not in allowed and name != "none":
+            given.lose("report_to", OTHERS, value=name)
+    known = [name for name in dict.fromkeys(names) if name in allowed]
+    return {"run.track": given.note(known, "report_to")} if known else {}

@@ -7,19 +7,112 @@ comments are one line without control characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from dualtune.base.errors import ConfigError
+from dualtune.base.redaction import redact
+from dualtune.base.text import one_line
 from dualtune.config.importing import axolotl, axolotl_rs, llama_factory, mlx_lm, trl, unsloth
 from dualtune.config.importing.table import Given, ImportedConfig, Note, Rule, Setting, Untranslated, is_off, shown
-from dualtune.config.load import read_text
-from dualtune.config.reader import BadYaml, ParsedYaml, read_yaml
+from dualtune.config.load import MAPPING, BadYaml, ParsedYaml, load_config, parse_config, read_text, read_yaml
+from dualtune.config.render import entry
 from dualtune.config.schema import sections
-from dualtune.errors import ConfigError
-from dualtune.text.redaction import redact
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What is written in Python: tables of names of other trainers and ours, for reading only.
+
+# (their names, our keys, what differs)
+TRL = (
+    ("SFTConfig, ModelConfig", "", "the names of the table above"),
+    ("LoraConfig.r, lora_alpha, lora_dropout", "adapter.rank, adapter.alpha, adapter.dropout", ""),
+    ("LoraConfig.target_modules", "adapter.targets", "`all-linear`, or a list of names"),
+    ("train_dataset, eval_dataset", "data.train, data.eval", "a name, a file or a directory"),
+    ("merge_and_unload", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
+    ("push_to_hub", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter and a model card"),
+    ("transformers chat, transformers serve", "", "`dualtune chat`, `dualtune serve`"),
+    ("compute_metrics", "", "`dualtune eval`, after the run"),
+    ("DPOTrainer, GRPOTrainer and others", "", "not supported yet"),
+)  # fmt: skip
+
+UNSLOTH = (
+    ("FastLanguageModel.from_pretrained(model_name)", "model.name", ""),
+    ("max_seq_length", "data.max_length", ""),
+    ("load_in_4bit", "model.quantization", "`nf4`; it is off by default here"),
+    ("get_peft_model(r, lora_alpha, lora_dropout)", "adapter.rank, adapter.alpha, adapter.dropout", ""),
+    ("target_modules", "adapter.targets", ""),
+    ("use_rslora", "adapter.scaling", "`rank_stabilized`"),
+    ("use_gradient_checkpointing", "memory.checkpointing", "`full`; by default as little as fits"),
+    ("random_state", "run.seed", ""),
+    ("get_chat_template", "data.template", "the tokenizer's own, a name such as `qwen-2.5`, or a Jinja file"),
+    ("train_on_responses_only", "data.loss_on", "`assistant`, by default"),
+    ("the arguments of SFTConfig", "", "see TRL"),
+    ("save_pretrained_merged", "", "`dualtune export RUN --to hf`, or `dualtune adapter merge`"),
+    ("save_pretrained_gguf", "", "`dualtune export RUN --to gguf --quantize q4_k_m`; also `ollama` and `lmstudio`"),
+    ("push_to_hub, push_to_hub_merged, push_to_hub_gguf", "",
+     "`dualtune push hf://owner/name RUN --adapter` publishes the adapter; a merged model or a GGUF: `hf upload`"),
+    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
+    ("for_inference, fast_generate", "", "`dualtune chat`, `dualtune generate`, `dualtune serve`"),
+)  # fmt: skip
+
+OTHERS = {"TRL-in-Python": TRL, "Unsloth-in-Python": UNSLOTH}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write a translated config as text: first what was not translated, then our keys with their origin.
+
+
+def to_text(imported: ImportedConfig) -> str:
+    """Return the config as YAML with comments. Raises ConfigError, with the foreign keys, if our loader rejects it."""
+    _check(imported)
+    source = one_line(imported.source)
+    lines = [f"# Translated from {source}, a config of {imported.trainer}, by `dualtune config import`."]
+    lines += _named("Not translated; the result differs, or may differ:", imported.lost)
+    lines += _named("Not needed here:", imported.needless)
+    for section in sections():
+        found = [setting for setting in imported.settings if setting.key.partition(".")[0] == section]
+        if found:
+            lines += ["", f"{section}:"]
+        for setting in found:
+            comment = f"  # {one_line(setting.comment)}" if setting.comment else ""
+            lines.append(entry(setting.key.partition(".")[2], setting.value) + comment)
+    text = "\n".join(lines) + "\n"
+    parse_config(text)  # validates the final text
+    return text
+
+
+def _named(title: str, keys: list[Untranslated]) -> Iterator[str]:
+    if keys:
+        yield from ("#", f"# {title}")
+    for each in keys:
+        yield f"#   {one_line(each.key)}: {one_line(each.value)}"
+        yield from textwrap.wrap(one_line(each.reason), 120, initial_indent="#     ", subsequent_indent="#     ")
+
+
+def _check(imported: ImportedConfig) -> None:
+    nested: dict[str, dict[str, object]] = {}
+    for setting in imported.settings:
+        section, _, key = setting.key.partition(".")
+        nested.setdefault(section, {})[key] = setting.value
+    try:
+        load_config(nested)
+    except ConfigError as error:
+        origins = {setting.key: setting.comment for setting in imported.settings}
+        lines = [_with_origin(line, origins) for line in str(error).splitlines()]
+        problem = f"{imported.source}: as a config of {imported.trainer}, it has values that are not allowed here"
+        raise ConfigError("\n".join([f"{problem}; change them in that file and import again:", *lines])) from None
+
+
+def _with_origin(line: str, origins: dict[str, str]) -> str:
+    message = line.removeprefix(f"{MAPPING}: ")
+    key = re.match(r"\w+\.\w+", message)
+    origin = origins.get(key[0]) if key else None
+    return f"  {message} (from {origin})" if origin else f"  {message}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 TRAINERS: dict[str, ModuleType] = {
     "axolotl": axolotl, "mlx-lm": mlx_lm, "LLaMA-Factory": llama_factory, "TRL": trl, "Unsloth": unsloth,
     "axolotl-rs": axolotl_rs,
@@ -152,3 +245,43 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
     else:
         reason = f"{rule.note}; see {rule.ours}" if rule.ours else rule.note
         (result.needless if rule.is_needless else result.lost).append(Untranslated(key, shown(value), reason))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Generate the tables of docs/coming_from/ from the translation rules.
+
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def with_tables(page: str) -> str:
+    """Return the page with each table between its marks regenerated."""
+    return _TABLE.sub(lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}", page)
+
+
+def _table(name: str) -> str:
+    if name in OTHERS:
+        rows = ((_in_code(theirs), _in_code(ours), note) for theirs, ours, note in OTHERS[name])
+    else:
+        rules = cast(tuple[Rule, ...], TRAINERS[name].RULES)
+        rows = (_row(rule) for rule in sorted(rules, key=_kind))
+    return "\n".join([f"| {name} | dualtune | |", "|---|---|---|", *_lines(rows)])
+
+
+def _kind(rule: Rule) -> int:
+    """Sort key: translated keys, then lost keys, then keys that are not needed."""
+    return 0 if rule.convert else 2 if rule.is_needless else 1
+
+
+def _row(rule: Rule) -> tuple[str, str, str]:
+    word = ("", "not translated: ", "not needed: ")[_kind(rule)]
+    return _in_code(", ".join(rule.names)), _in_code(rule.ours), word + rule.note
+
+
+def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
+    escaped = ((cell.replace("|", "\\|") for cell in row) for row in rows)
+    return (f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in escaped)
+
+
+def _in_code(names: str) -> str:
+    """Format each of the names as code."""
+    return ", ".join(f"`{name}`" for name in names.split(", ")) if names else ""

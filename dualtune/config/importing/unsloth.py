@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from dualtune.config.importing.arguments import NO_PREFERENCES, Arguments, module_names
-from dualtune.config.importing.table import Given, Note, Settings, absent, needless, translated
-from dualtune.config.importing.trackers import NAMED_OUTSIDE
+from dualtune.config.importing.table import NAMED_OUTSIDE, Given, Note, Settings, absent, needless, translated
 
 DEFAULTS: dict[str, Any] = {
     "training.training_type": "lora", "training.max_seq_length": 2048, "training.load_in_4bit": True,

@@ -1,1 +1,1 @@
-"""Conversations: the formats of rows, and chat templates in their sandbox."""
+"""Tool calls in the text of an answer: how a chat template writes them, and reading them back as they come."""

@@ -23,9 +23,12 @@ from typing import Any, cast
 import numpy as np
 
 from dualtune.config.data_section import Consecutive
-from dualtune.data.chat.notices import JOINED, KEPT, NULLS, SCALAR
 from dualtune.data.chat.row_values import (
+    JOINED,
+    KEPT,
     KEYS_OF_REASONING,
+    NULLS,
+    SCALAR,
     as_list,
     as_object,
     check_texts,
@@ -37,7 +40,7 @@ from dualtune.data.chat.row_values import (
     shown,
     text,
 )
-from dualtune.data.chat.tool_values import CallArguments, calls_without_nulls, without_nulls
+from dualtune.data.chat.tools import CallArguments, calls_without_nulls, without_nulls
 from dualtune.data.sources.rows import RowError, TableObject
 
 MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor is a mistake

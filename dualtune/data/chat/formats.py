@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from dualtune.base.errors import DataError
 from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.conversations import (
     Message,
@@ -43,7 +44,6 @@ from dualtune.data.chat.conversations import (
     texts_of,
     with_reasoning,
 )
-from dualtune.data.chat.notices import unread
 from dualtune.data.chat.row_values import (
     KEYS_OF_REASONING,
     REASONING,
@@ -55,9 +55,9 @@ from dualtune.data.chat.row_values import (
     is_scalar,
     left_out,
     listed,
+    unread,
 )
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
-from dualtune.errors import DataError
 
 # The prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), for models without a chat template.
 ALPACA_PROMPT = (

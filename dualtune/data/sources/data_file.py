@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from dualtune.base.errors import DataError
 from dualtune.data.sources.rows import BadRow, RawRow
-from dualtune.errors import DataError
 
 MAX_LINE = 3 << 20  # bytes: almost a million tokens; reading one can need sixteen times as much memory
 LINE_TOO_LONG = f"line of more than {MAX_LINE >> 20} MiB; split it, or put long texts into a .txt file"

@@ -15,12 +15,11 @@ from itertools import islice, pairwise, product
 
 import numpy as np
 
-from dualtune import interrupt
+from dualtune.base import interrupt
 from dualtune.data.chat.formats import Example
-from dualtune.data.chat.notices import NO_BOS
+from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
-from dualtune.data.tokens.lost_text import NO_END
-from dualtune.data.tokens.masks import Rendered, render_example
+from dualtune.data.tokens.masks import NO_END, Rendered, render_example
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 ENCODE_ROWS = 1000

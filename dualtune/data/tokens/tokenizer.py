@@ -20,21 +20,20 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from dualtune.base_model import vocabulary_size
+from dualtune.base.errors import ConfigError, DataError, FormatError
+from dualtune.base.untrusted import read_json, sha256_of
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
-from dualtune.data.calls.learning import TemplateCalls, template_calls
-from dualtune.data.calls.notation import IN_TEXT, common_prefix
+from dualtune.data.chat.call_notations import IN_TEXT, common_prefix
+from dualtune.data.chat.call_reader import TemplateCalls, template_calls
 from dualtune.data.chat.conversations import Message, fold_system
-from dualtune.data.chat.named import chosen_template
 from dualtune.data.chat.row_values import text as valid_text
-from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
+from dualtune.data.chat.template import ChatTemplate, Ranges, chosen_template, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import rust_errors
-from dualtune.errors import ConfigError, DataError, FormatError
-from dualtune.io.untrusted import read_json, sha256_of
+from dualtune.model.base_model import vocabulary_size
 
 LEAST_STOP = 3  # characters of a text that stops an answer
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has

@@ -26,7 +26,7 @@ QWEN3_5 = (
 )
 
 PLAIN = "TokenizersBackend"
-# The tokenizer class of transformers for each model type. Many have none, nor does the example in dualtune.testing.
+# The tokenizer class of transformers for each model type. Many have none, nor has the example of engine.testing.
 _TYPES_OF_CLASS: dict[str | None, tuple[str, ...]] = {
     None: (
         "apertus", "arcee", "bamba", "bitnet", "bloom", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
+from dualtune.base.errors import DualtuneError, EnvironmentFault, FormatError
+from dualtune.base.untrusted import open_file, parse_object, read_json
 from dualtune.data.tokens import tokenizer_classes
 from dualtune.data.tokens.tokenizer_classes import NAMED, Unknown
 from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES, MAX_STRUCTURES, reason_of, rust_errors, vet
-from dualtune.errors import DualtuneError, EnvironmentFault, FormatError
-from dualtune.io.untrusted import open_file, parse_object, read_json
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files that transformers can convert if there is no tokenizer.json.

@@ -1,4 +1,4 @@
-"""Try a tokenizer.json in the process with limits that `dualtune.io.limits` starts.
+"""Try a tokenizer.json in the process with limits that `dualtune.base.limits` starts.
 
 The texts are long runs of one kind of character that end differently. On these a badly written regular expression
 takes quadratic time or never ends.
@@ -10,9 +10,9 @@ import itertools
 
 from tokenizers import Tokenizer
 
+from dualtune.base.errors import FormatError
+from dualtune.base.untrusted import parse_object
 from dualtune.data.tokens.tokenizer_vetting import MAX_STRUCTURES, REMEDY, Refused, check, rust_errors
-from dualtune.errors import FormatError
-from dualtune.io.untrusted import parse_object
 
 CHARACTERS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "_", "<", "é", "語", "\u0301", "\ufdfa", "👪", "▁")
 ENDS = ("", "!", "\0", "a")

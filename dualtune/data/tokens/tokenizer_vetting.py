@@ -17,12 +17,12 @@ from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.base.errors import DiskError, FormatError
+from dualtune.base.files import cache_dir, write_file
+from dualtune.base.limits import Exceeded, Limits, run
+from dualtune.base.untrusted import parse_object
+from dualtune.base.versions import versions_of
 from dualtune.data.tokens.tokenizer_classes import QWEN2, QWEN3_5
-from dualtune.errors import DiskError, FormatError
-from dualtune.io.disk import cache_dir, write_file
-from dualtune.io.limits import Exceeded, Limits, run
-from dualtune.io.untrusted import parse_object
-from dualtune.versions import versions_of
 
 MAX_FILE_BYTES = 64 << 20  # the largest in use, of 262,144 tokens, has 33 MiB
 MAX_STRUCTURES = 10  # times the limit of other JSON: the largest file has some 5 million quotes, commas and brackets

@@ -21,23 +21,24 @@ import re
 import stat
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from dualtune import faults
-from dualtune.adapter.spec import Tensors
-from dualtune.backend import Engine, OptimizerState
-from dualtune.data.batching.order import MAX_STEPS
-from dualtune.errors import DiskError, FormatError, NonFiniteError
-from dualtune.io import fields
-from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
-from dualtune.io.tensors import safetensors_pieces
-from dualtune.io.untrusted import read_json, read_safetensors
-from dualtune.optimizer import OPTIMIZERS, SECOND_MOMENTS, OptimizerName, OptimizerSpec, rule_of, slots_of
-from dualtune.train.health.guards import GuardState
+from dualtune.base import faults, fields
+from dualtune.base.errors import DiskError, FormatError, NonFiniteError
+from dualtune.base.files import json_bytes, listing, remove_directory, write_directory
+from dualtune.base.tensors import safetensors_pieces
+from dualtune.base.untrusted import read_json, read_safetensors
+from dualtune.data.order import MAX_STEPS
+from dualtune.engine.backend import Engine, OptimizerState, check_state
+from dualtune.model.adapter import Tensors, modules_of
+from dualtune.model.formats.naming import rename_modules
+from dualtune.model.optimizer import OPTIMIZERS, SECOND_MOMENTS, OptimizerName, OptimizerSpec, rule_of, slots_of
+from dualtune.model.places import file_names
+from dualtune.train.guards import GuardState
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
 # 1 has no fingerprints and no guards, 2 has AdamW's slots, 3 those of another train.optimizer. 4 is written only where
@@ -386,3 +387,27 @@ def _num_bytes(path: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(file.lstat().st_size for file in path.iterdir())
     return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An engine in the state of a checkpoint, whatever the names in it.
+
+
+def restore(engine: Engine, saved: Checkpoint) -> None:
+    """Restore an engine from a checkpoint. FormatError, with nothing changed, if it belongs to another adapter."""
+    saved = in_names_of(engine.adapter_shapes, saved)
+    try:
+        check_state(engine.adapter_shapes, saved.adapter, f"{saved.path}: adapter.safetensors")
+    except ValueError as error:
+        raise FormatError(f"{error}. It is from another run, or was changed afterwards") from None
+    engine.load_adapter_state(saved.adapter)
+    engine.load_optimizer_state(saved.optimizer)
+
+
+def in_names_of(tensors: Collection[str], saved: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the names of an engine's tensors: older ones have others inside a wrapper."""
+    if saved.adapter.keys() == {*tensors}:
+        return saved
+    names = file_names(modules_of(saved.adapter), modules_of(tensors))
+    slots = {slot: rename_modules(each, names) for slot, each in saved.optimizer.slots.items()}
+    return replace(saved, adapter=rename_modules(saved.adapter, names), optimizer=replace(saved.optimizer, slots=slots))

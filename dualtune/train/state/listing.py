@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from dualtune.errors import ConfigError, FormatError
-from dualtune.io.untrusted import read_json
+from dualtune.base.errors import ConfigError, FormatError, LockedError
+from dualtune.base.files import remove_directory
+from dualtune.base.untrusted import read_json
 from dualtune.train.state import checkpoint
-from dualtune.train.state.configs import read_flat
-from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
+from dualtune.train.state.lock import LOCK_FILE, Lock, LockRecord, read_note
 from dualtune.train.state.metrics import History, each_row, main_rows, read_rows
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, check_is_run, is_run_dir
+from dualtune.train.state.resume import read_flat
+from dualtune.train.state.run_dir import (
+    ADAPTER,
+    CHECKPOINTS,
+    CONFIG,
+    FILES,
+    METRICS,
+    check_is_run,
+    check_own_files,
+    is_run_dir,
+)
 
 MAX_METRICS_BYTES = 16 << 20
 T = TypeVar("T", int, float)
@@ -225,3 +236,93 @@ def _table(path: Path) -> dict[str, Any]:
         return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES, is_own=True)
     except FormatError:
         return {}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What can be deleted of runs that are over, and its deletion under the lock of each run.
+#
+# Checkpoints of finished runs, but not the last and not the one with the best evaluation; failed runs without any
+# checkpoint or result. Links are never followed, and a directory that holds a link or something unknown is left alone.
+
+# What a failed run without a checkpoint may consist of.
+OF_A_FAILED_RUN = {CHECKPOINTS, *FILES}
+
+
+@dataclass(frozen=True, slots=True)
+class Deletable:
+    """A directory that is not needed any more."""
+
+    path: str
+    run: str
+    why: str
+    num_bytes: int
+
+
+def deletable(directory: Path) -> list[Deletable]:
+    """Return what can be deleted at or below a directory. Changes nothing. ConfigError if there is no directory."""
+    found: list[Deletable] = []
+    for run in find_runs(directory):
+        note, is_held = read_note(run)
+        if note is not None and not is_held:
+            found += _of_run(run, note.state)
+    return found
+
+
+def delete(entries: list[Deletable]) -> tuple[list[Deletable], list[str]]:
+    """Delete these, and return them, and why others are left: a run that has been started meanwhile is left alone.
+
+    What is still to be deleted is found again under the lock of the run. Raises DiskError.
+    """
+    done: list[Deletable] = []
+    left: list[str] = []
+    for run in dict.fromkeys(entry.run for entry in entries):
+        try:
+            lock = Lock(Path(run))
+        except (FormatError, LockedError) as error:
+            left.append(str(error))
+            continue
+        try:
+            known = {entry.path for entry in _of_run(Path(run), lock.before.state if lock.before else "")}
+            for entry in (entry for entry in entries if entry.run == run):
+                if entry.path in known:
+                    remove_directory(Path(entry.path))
+                    done.append(entry)
+                else:
+                    left.append(f"{entry.path}: is needed now")
+        finally:
+            lock.release_unused("failed", "")
+    return done, left
+
+
+def _of_run(run: Path, state: str) -> list[Deletable]:
+    try:
+        check_own_files(run)
+        if state == "done":
+            return [*_old_checkpoints(run)]
+    except FormatError:  # something in it is not what a run writes
+        return []
+    if state == "failed" and _is_worthless(run):
+        return [Deletable(str(run), str(run), "a failed run without a checkpoint", _num_bytes(run))]
+    return []
+
+
+def _old_checkpoints(run: Path) -> Iterator[Deletable]:
+    """Yield all checkpoints but the last and the best. None if one is damaged: then the others are its replacement."""
+    found = checkpoint.entries(run / CHECKPOINTS)
+    if any(entry.problem or entry.path.is_symlink() for entry in found):
+        return
+    best = best_of(run, found)
+    for entry in found[1:]:
+        if entry.step != best:
+            yield Deletable(str(entry.path), str(run), "neither the last nor the best checkpoint", entry.num_bytes)
+
+
+def _is_worthless(run: Path) -> bool:
+    names = {path.name for path in run.iterdir()}
+    has_link = any(path.is_symlink() for path in run.iterdir())
+    saved = run / CHECKPOINTS
+    return names <= OF_A_FAILED_RUN and not has_link and not (saved.exists() and any(saved.iterdir()))
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(os.lstat(Path(at) / name).st_size for at, _, names in os.walk(directory) for name in names)

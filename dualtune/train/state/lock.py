@@ -20,10 +20,8 @@ from typing import Any
 
 import psutil
 
-from dualtune.errors import DiskError, FormatError, LockedError
-from dualtune.io.disk import hidden_sibling
-from dualtune.io.folder import open_own
-from dualtune.io.replaced import fault_of
+from dualtune.base.errors import DiskError, FormatError, LockedError
+from dualtune.base.files import fault_of, hidden_sibling, open_own
 
 LOCK_FILE = "lock"
 CLAIM_FILE = "lock.claim"  # used where flock is not supported

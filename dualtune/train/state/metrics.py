@@ -20,15 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.backend import Backend, StepOutput
-from dualtune.errors import DiskError
-from dualtune.hooks import EvalRecord, Event, StepRecord
-from dualtune.io.disk import new_file
-from dualtune.io.folder import open_own
-from dualtune.io.replaced import fault_of, set_aside
-from dualtune.io.untrusted import open_file
-from dualtune.text.redaction import redact
-from dualtune.watchers import Watchers
+from dualtune.base.errors import DiskError
+from dualtune.base.files import fault_of, new_file, open_own, set_aside
+from dualtune.base.redaction import redact
+from dualtune.base.untrusted import open_file
+from dualtune.engine.backend import Backend, StepOutput
+from dualtune.train.hooks import EvalRecord, Event, StepRecord, Watchers
 
 NUM_LAST = 300  # rows, of a file that is too long to parse
 MAX_BYTES = 1 << 30  # of a file that is read; about four million steps

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dualtune.backend import Backend
-from dualtune.card import by_preference
-from dualtune.platform.detect import detect
-from dualtune.text.redaction import redact
-from dualtune.versions import VERSION, versions_of
+from dualtune.base.redaction import redact
+from dualtune.base.versions import VERSION, versions_of
+from dualtune.engine.backend import Backend
+from dualtune.engine.card import by_preference
+from dualtune.engine.detect import detect
 
 MODULES = {"main.py", "__main__.py"}  # how `python -m dualtune` names itself
 

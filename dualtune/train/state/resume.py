@@ -2,17 +2,115 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.base.files import free_name
+from dualtune.base.text import in_columns
+from dualtune.base.untrusted import open_file
 from dualtune.config import Config
 from dualtune.config.data_section import with_old_default
+from dualtune.config.load import BadYaml, read_yaml
 from dualtune.config.schema import sections
-from dualtune.errors import ConfigError
-from dualtune.text.show import in_columns
+from dualtune.data.order import Order
+from dualtune.train.guards import Guards
 from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import History, each_row
+from dualtune.train.state.run_dir import CONFIG, METRICS, path_of
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The config.yaml of a run directory as flat keys, without the schema, which differs between versions.
+
+MAX_CONFIG_CHARACTERS = 1 << 18
+_CONDITION = re.compile(r"([\w.]+)\s*(<=|>=|!=|==|=|<|>)\s*(.*)", re.DOTALL)
+
+Flat = dict[str, Any]  # section.key -> value; a list is one value
+
+
+def read_flat(run_dir: Path) -> Flat:
+    """Return the config of a run; empty if it cannot be read."""
+    path = run_dir / CONFIG
+    try:
+        with io.TextIOWrapper(open_file(path, is_own=True), encoding="utf-8") as file:
+            found: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
+    except (FormatError, OSError, ValueError, BadYaml):
+        return {}
+    return dict(_flat(found)) if isinstance(found, dict) else {}
+
+
+def _flat(table: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    items = cast("dict[Any, Any]", table).items()
+    found: list[tuple[str, Any]] = []
+    for key, value in items:
+        name = f"{prefix}{key}"
+        found += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return found
+
+
+def differing(configs: Sequence[Flat]) -> dict[str, list[Any]]:
+    """Return the keys that do not have the same value in all configs, with the values; None where a key is absent.
+
+    run.dir is left out: no two runs have the same.
+    """
+    keys = dict.fromkeys(key for config in configs for key in config if key != "run.dir")
+    rows = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+class Condition:
+    """A condition on a config, such as learning_rate<=1e-4: the key may leave out its section.
+
+    Numbers are compared as numbers, anything else as text, which knows only = and !=.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Raise ConfigError if the text is no condition."""
+        parts = _CONDITION.fullmatch(text.strip())
+        if parts is None or not parts[1].strip("."):
+            raise ConfigError(f"--where: got {text!r}, allowed: KEY=VALUE, also with !=, <, <=, > or >=")
+        self.key, self._operator, self._value = parts[1], parts[2].replace("==", "="), parts[3].strip()
+        if self._operator[0] in "<>" and _number(self._value) is None:
+            raise ConfigError(f"--where: got {text!r}, but {self._operator} needs a number")
+
+    def holds(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the condition holds for the key; of several with this ending, for any. False without one."""
+        return any(map(self._compare, self._values(config)))
+
+    def concerns(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the config has the key."""
+        return bool(self._values(config))
+
+    def _values(self, config: Mapping[str, Any]) -> list[Any]:
+        return [value for key, value in config.items() if f".{key}".endswith(f".{self.key}")]
+
+    def _compare(self, value: Any) -> bool:
+        a, b = _number(value), _number(self._value)
+        if a is None or b is None:
+            is_equal = _text(value) == self._value.lower()
+            return is_equal if self._operator == "=" else not is_equal if self._operator == "!=" else False
+        return {"=": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[self._operator]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 Rule = Literal["free", "recorded", "forbidden"]
 
 # free        the result does not depend on it
@@ -194,3 +292,70 @@ def _refuse_forbidden(saved: Checkpoint, changes: list[Change], advice: str, mor
 
 def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A finished run, started again with another config: which changed keys have no effect, and which are errors.
+
+# All other keys affected the adapter, if only its rounding or the choice of the state that was kept.
+WITHOUT_EFFECT = frozenset(
+    {
+        # when to log, evaluate or save: nothing of this is left to do
+        "run.log_every", "run.eval_every", "run.save_every", "run.keep", "run.report",
+        "run.sample_prompts", "run.track",
+        # names of models and files, and how rows are read: the results were compared by fingerprint
+        "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
+        "data.max_bad_rows", "data.dedup", "data.roles", "data.consecutive", "data.system",
+        # the present path of the run
+        "run.dir",
+    }
+)  # fmt: skip
+LENGTH = ("train.steps", "train.epochs")
+
+
+def has_ended(saved: Checkpoint, config: Config, order: Order) -> bool:
+    """Return whether a run that resumes from this checkpoint has no step left."""
+    return saved.step >= order.num_steps or _stops_early(saved, config)
+
+
+def check_end(saved: Checkpoint, config: Config, order: Order) -> list[Change]:
+    """Return the changes without effect on a finished run. ConfigError with a table if another key has changed."""
+    # The same number of steps may come from epochs; a run that stopped early may have been planned longer.
+    is_as_long = order.num_steps in (saved.step, saved.state.get("schedule", {}).get("num_steps"))
+    harmless = WITHOUT_EFFECT.union(LENGTH if is_as_long else ())
+    changes = [change for change in differences(saved, config) if change.what != "run.dir"]
+    refused = [change for change in changes if change.what not in harmless]
+    if refused or saved.step > order.num_steps:
+        rows = [(c.what, c.before, c.now, "" if c in refused else "no effect") for c in changes]
+        table = in_columns([("", "finished", "now", ""), *rows])
+        raise ConfigError(
+            f"{saved.path}: the run is finished, so these values would have no effect: {saved.step} steps are done, "
+            f"{order.num_steps} are configured.\n{table}\nNothing was changed. Options:\n"
+            + in_columns([(f"  {aim}", option) for aim, option in _options(saved, config, order)])
+        )
+    return changes
+
+
+def _options(saved: Checkpoint, config: Config, order: Order) -> list[tuple[str, str]]:
+    """Return what the user may want, each with what to change for it."""
+    stops_early = _stops_early(saved, config)
+    more = ["guards.early_stopping=null"] if stops_early else []
+    if not stops_early or order.num_steps <= saved.step:
+        more.append(f"train.steps={2 * saved.step}")
+    new = shlex.quote(f"run.dir={free_name(path_of(config))}")
+    return [
+        ("start a new run with these values:", f"--resume never --set {new}"),
+        ("continue with these values:", f"{' '.join(f'--set {setting}' for setting in more)}  (or more)"),
+        ("keep the run as it is:", "remove these changes"),
+    ]
+
+
+def _stops_early(saved: Checkpoint, config: Config) -> bool:
+    if config.guards.early_stopping is None:
+        return False
+    guards = Guards(config, lambda step: [], saved.state.get("guards"))
+    # A step is saved before it is evaluated, so the evaluation that ended the run is only in its rows.
+    evaluated = History(each_row(saved.path.parents[1] / METRICS)).evals.get(saved.step)
+    if evaluated is not None:
+        guards.on_eval(evaluated)
+    return guards.stops_early

@@ -19,22 +19,50 @@ checkpoint-now      created by you: a checkpoint is saved after the step, and th
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import stat
-from collections.abc import Generator
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dualtune import interrupt
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DiskError, FormatError, Preempted
+from dualtune.base.files import OpenDirectory, check_own, expanded, remove_leftovers, write_directory, write_file
+from dualtune.base.redaction import redact
+from dualtune.base.untrusted import open_file
 from dualtune.config import Config
-from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
-from dualtune.io.disk import expanded, remove_leftovers
-from dualtune.io.folder import check_own
-from dualtune.io.replaced import OpenDirectory
-from dualtune.text.redaction import redact
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock
+from dualtune.train.state.metrics import MAX_BYTES
+from dualtune.train.team import Team
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The note between the process that trains and its parent, which restarts it after a signal has killed it.
+
+
+@dataclass(frozen=True, slots=True)
+class RestartNote:
+    """What a restarted process knows of the one before."""
+
+    killed_by: str  # the name of the signal
+    step: int | None = None  # the step from which that one was restarted; None: it was the first
+    memory: Mapping[str, Any] = field(default_factory=lambda: {})  # its smaller settings, as in state.json
+
+
+def read_restart(path: Path) -> RestartNote | None:
+    """Return the note; None before the first restart."""
+    return RestartNote(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def write_restart(path: Path, note: RestartNote) -> None:
+    write_file(path, json.dumps(asdict(note)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 CHECKPOINTS = "checkpoints"
 ADAPTER, MODEL = "adapter", "model"
 METRICS = "metrics.jsonl"
@@ -217,3 +245,50 @@ def _open(run_dir: RunDir, resume: str) -> None:
     notes = [f"removed {found}: incomplete, left by a run that was killed" for found in removed]
     run_dir.saved, problems = find_saved(run_dir.path, resume)
     run_dir.notes = notes + problems
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run directory shared by several processes: the first owns it, the others get copies of what they need.
+
+
+@contextlib.contextmanager
+def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
+    """Open the run in the first process with `open_run`; the others get a temporary directory.
+
+    They start from the first one's checkpoint and rows, on whatever disk it is. If one fails in the block, all do.
+    """
+    with team.together():
+        if team.is_first:
+            with open_run(config, resume) as run_dir:
+                rows = run_dir.path / METRICS
+                shared(team, run_dir.saved)
+                team.broadcast(_content(rows))
+                yield run_dir
+        else:
+            with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch, interrupt.handled():
+                run_dir = RunDir(Path(scratch), shared(team, None))
+                (run_dir.path / METRICS).write_bytes(team.broadcast())
+                yield run_dir
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a file of the run; nothing if it is absent."""
+    if not os.path.lexists(path):
+        return b""
+    with open_file(path, max_bytes=MAX_BYTES, is_own=True) as file:
+        return file.read()
+
+
+def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
+    """Return the first process's checkpoint in all processes."""
+    if team.size == 1 or not team.agree(saved is not None):
+        return saved
+    listed = json.dumps(checkpoint.files_of(saved) if saved else []).encode()
+    names: list[str] = json.loads(team.broadcast(listed))
+    files = {name: team.broadcast((saved.path / name).read_bytes() if saved else b"") for name in names}
+    if team.is_first:
+        return saved
+    with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch:
+        copy = Path(scratch) / "checkpoint"
+        write_directory(copy, files)
+        return checkpoint.read(copy)

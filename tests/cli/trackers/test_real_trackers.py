@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.trackers.tracker import TRACKERS
+from dualtune.show.trackers.tracker import TRACKERS
 
 SECRET = "hf_" + "c" * 34
 

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune.cli.runs import track
+from dualtune.base.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.cli import track
 from dualtune.config.values import Trackers
-from dualtune.errors import ConfigError, EnvironmentFault, FormatError
-from dualtune.trackers import process, send
-from dualtune.trackers.send import Sender, mark_of, tracked
-from dualtune.trackers.tracker import TRACKERS, check_installed
+from dualtune.show.trackers import send
+from dualtune.show.trackers import tracker as process
+from dualtune.show.trackers.send import Sender, mark_of, tracked
+from dualtune.show.trackers.tracker import TRACKERS, check_installed
 
 STAND_IN = """
 import json, os, time
@@ -61,7 +62,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=":")
     monkeypatch.setenv("STAND_IN", str(place))
-    modules = ("trackio", "dualtune.trackers.to_trackio")  # the real one may be here too
+    modules = ("trackio", "dualtune.show.trackers.to_trackio")  # the real one may be here too
     for name in modules:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield place
@@ -284,7 +285,7 @@ def test_a_missing_package_is_said_before_anything_is_trained(
     dualtune_main, config_file, tiny_softmax, monkeypatch, tmp_path
 ):
     kinds = TRACKERS | {"wandb": TRACKERS["wandb"]._replace(package="no_such_package")}
-    monkeypatch.setattr("dualtune.trackers.tracker.TRACKERS", kinds)
+    monkeypatch.setattr("dualtune.show.trackers.tracker.TRACKERS", kinds)
     config = config_file({"model.name": tiny_softmax, "run.dir": tmp_path / "r", "run.track": ["wandb"]})
     done = dualtune_main("train", config, "--platform", "numpy")
     assert done.returncode == 4 and "wandb is not installed. To install it: pip install wandb" in done.stderr

@@ -32,10 +32,10 @@ from settings import AtAttention, settings
 from shapes import SHAPES, SMOLLM, StepShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Batch, LoadRequest
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Batch, LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 
 def main() -> None:

@@ -30,10 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 ROW = 256  # numbers: smaller tensors are tables, not weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualtune.memory.shapes import KNOWN
+from dualtune.engine.memory.shapes import KNOWN
 
 SMOLLM, TINYLLAMA, QWEN3 = "HuggingFaceTB/SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen/Qwen3-8B"
 MIXTURE = {

@@ -21,12 +21,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from dualtune.adapter.dropout import channel_keys, keep_mask
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing.conformance import gradient, random_adapter
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.engine.backend import LoadRequest, get_backend
+from dualtune.engine.testing.conformance import gradient, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.dropout import channel_keys, keep_mask
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.kernels.gpu import (
     affine_dequant,
     launches,

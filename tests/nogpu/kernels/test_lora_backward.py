@@ -1,12 +1,12 @@
-"""`dualtune.kernels.lora_backward`: against autograd in float64, in every form of input, and what it refuses."""
+"""`dualtune.engine.kernels.lora_backward`: against autograd in float64, in every form of input, and what it refuses."""
 
 import gc
 
 import numpy as np
 import pytest
 
-from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.kernels import lora_backward
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.engine.kernels import lora_backward
 
 torch = pytest.importorskip("torch")
 

@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.errors import ConfigError
-from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import tolerances
-from dualtune.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.testing.tiny_models import random_batch
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

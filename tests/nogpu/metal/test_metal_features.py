@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualtune.errors import EnvironmentFault
+from dualtune.base.errors import EnvironmentFault
 
 mx = pytest.importorskip("mlx.core")
-features = importlib.import_module("dualtune_mlx.runtime.features")
+features = importlib.import_module("dualtune_mlx.runtime")
 ROOT = Path(__file__).parents[3]
 
 

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest
-from dualtune.memory.ask import Ask
-from dualtune.memory.plan import make_plan
-from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.optimizer import OptimizerSpec
-from dualtune.platform.budget import Budget
-from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.memory.budget import Budget
+from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.plan import make_plan
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.memory import RunMemory
 
 mx = pytest.importorskip("mlx.core")
-limits = importlib.import_module("dualtune_mlx.runtime.limits")
+limits = importlib.import_module("dualtune_mlx.runtime")
 backend = importlib.import_module("dualtune_mlx.backend")
 RESERVE = importlib.import_module("dualtune_mlx.card.memory").METAL_RESERVE
 MB, GB = 10**6, 10**9

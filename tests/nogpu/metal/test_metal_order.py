@@ -4,11 +4,11 @@ import importlib
 
 import pytest
 
-from dualtune.errors import ConfigError
+from dualtune.base.errors import ConfigError
 
 mx = pytest.importorskip("mlx.core")
 nn = importlib.import_module("mlx.nn")
-order = importlib.import_module("dualtune_mlx.runtime.order")
+order = importlib.import_module("dualtune_mlx.runtime")
 switch_layers = importlib.import_module("mlx_lm.models.switch_layers")
 
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.card import card_of
-from dualtune.platform.machines import named
-from dualtune.preflight.environment import TARGETS, metal_checks
-from dualtune.preflight.problems import problems
+from dualtune.doctor.check_env import TARGETS, metal_checks
+from dualtune.engine.card import card_of
+from dualtune.engine.machines import named
+from dualtune.engine.problems import problems
 
 mx = pytest.importorskip("mlx.core")
 model = importlib.import_module("dualtune_mlx.model")
-precision = importlib.import_module("dualtune_mlx.runtime.precision")
+precision = importlib.import_module("dualtune_mlx.runtime")
 chips = importlib.import_module("dualtune_mlx.card.chips")
 
 # Imports one module in a new process, and prints the variable as it is when MLX is first imported.

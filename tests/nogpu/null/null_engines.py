@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import Batch, LoadRequest
-from dualtune.memory.shapes import KNOWN
-from dualtune.optimizer import OptimizerSpec
+from dualtune.engine.backend import Batch, LoadRequest
+from dualtune.engine.memory.shapes import KNOWN
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.backend import TorchBackend
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import dualtune as package
+from dualtune.base.errors import DeviceFault, FormatError
 from dualtune.config import parse_config
-from dualtune.errors import DeviceFault, FormatError
-from dualtune.hooks import Hook
-from dualtune.train.run import run
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
 from dualtune_torch.backend import TorchBackend
 
 null_gpu = pytest.importorskip("null_gpu", reason="needs the null GPU: make test-null-gpu")

@@ -10,10 +10,10 @@ null_gpu = pytest.importorskip("null_gpu", reason="needs the null GPU: make test
 import torch  # noqa: E402
 from null_engines import batch, load, shape, step  # noqa: E402
 
-from dualtune.data.batching.batches import SequenceLayout, micro_batches  # noqa: E402
+from dualtune.data.batches import SequenceLayout, micro_batches  # noqa: E402
 from dualtune.data.documents import in_memory  # noqa: E402
-from dualtune.evaluate.recovery import Recovery  # noqa: E402
-from dualtune.platform import nvidia  # noqa: E402
+from dualtune.engine import nvidia  # noqa: E402
+from dualtune.train.recovery import Recovery  # noqa: E402
 from dualtune_torch.backend import TorchBackend  # noqa: E402
 
 DOCUMENT = 512  # tokens

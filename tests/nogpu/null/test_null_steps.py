@@ -11,7 +11,7 @@ null_gpu = pytest.importorskip("null_gpu", reason="needs the null GPU: make test
 import torch  # noqa: E402
 from null_engines import SMOLLM, batch, load, shape, step  # noqa: E402
 
-from dualtune.testing.tiny_models import write_tiny_llama  # noqa: E402
+from dualtune.engine.testing.tiny_models import write_tiny_llama  # noqa: E402
 
 TINYLLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 CASES = {
@@ -99,9 +99,9 @@ def test_every_verb_runs(tmp_path, quantization):
 
 def load_files(model, quantization):
     """Load a model from its files."""
-    from dualtune.adapter.spec import AdapterSpec
-    from dualtune.backend import LoadRequest
-    from dualtune.optimizer import OptimizerSpec
+    from dualtune.engine.backend import LoadRequest
+    from dualtune.model.adapter import AdapterSpec
+    from dualtune.model.optimizer import OptimizerSpec
     from dualtune_torch.backend import TorchBackend
 
     adapter = AdapterSpec(rank=4, alpha=8.0, dropout=0.1, targets=("all-linear",))

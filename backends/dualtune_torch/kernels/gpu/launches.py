@@ -11,7 +11,11 @@ compile each candidate again for every new length of a batch.
 from typing import Any
 
 import triton
+import triton.language as tl
 from torch import Tensor
+
+from dualtune.model import dropout
+from dualtune_torch.lora import signed
 
 jit: Any = triton.jit  # its types would have every argument of a launch be a constant of the kernel
 
@@ -43,3 +47,17 @@ def power_of_two(number: int) -> int:
 def rows_of(matrix: Tensor) -> Tensor:
     """Return a matrix whose rows are contiguous, as every kernel reads it: a copy only if it is not so yet."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The dropout mask in registers: the hash of `dualtune.model.dropout.keep_mask`, to the bit, in a Triton kernel.
+
+MIX1, MIX2, SHIFT = tl.constexpr(signed(dropout.MIX1)), tl.constexpr(signed(dropout.MIX2)), tl.constexpr(dropout.SHIFT)
+
+
+@jit
+def is_kept(seeds_M, keys_I, lowest):
+    """Which channels of which tokens are kept: bool [M, I] from int32 seeds [M] and keys [I]; products wrap."""
+    h = (seeds_M[:, None] ^ keys_I[None, :]) * MIX1
+    h ^= (h.to(tl.uint32, bitcast=True) >> SHIFT).to(tl.int32, bitcast=True)
+    return h * MIX2 >= lowest

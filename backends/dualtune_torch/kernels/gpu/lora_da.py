@@ -12,10 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from dualtune_torch.kernels.gpu.dropout_mask import is_kept
 from dualtune_torch.kernels.gpu.launches import (
     REGISTERS,
     blocks_of,
+    is_kept,
     jit,
     length_of_part,
     parts_of,

@@ -13,8 +13,7 @@ Legend: M tokens, I input features, S ranks of the group.
 import triton.language as tl
 from torch import Tensor
 
-from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import REGISTERS, blocks_of, jit, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, blocks_of, is_kept, jit, power_of_two, rows_of
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 64

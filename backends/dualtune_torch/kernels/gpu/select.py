@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.errors import ConfigError
-from dualtune_torch.card.sizes import FEATURES_IN_REGISTERS
+from dualtune.base.errors import ConfigError
+from dualtune_torch.card.memory import FEATURES_IN_REGISTERS
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import largest_gap
 from dualtune_torch.lora import LoRALinear, drop_rule
 from dualtune_torch.sharding import is_split
@@ -38,16 +39,6 @@ LEAST_CAPABILITY = (8, 0)  # of those that the kernels are compiled for ahead of
 TRIAL_TOKENS = 70  # not a multiple of any block
 TRIAL_ROWS = 64
 LARGEST_GAP = 2e-2  # of the largest number: sixteen bits round by a fifth of it, a wrong mask changes far more
-
-
-@dataclass(frozen=True, slots=True)
-class LoRAPieces:
-    """What the kernels of a LoRA group do for it; arguments and results are those of the plain code beside each."""
-
-    down: Callable[..., Tensor] | None = None  # these three come together: the mask in registers
-    add_dx: Callable[..., None] | None = None
-    add_dA: Callable[..., None] | None = None
-    back_g: Callable[..., None] | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,242 @@
+"""The shapes of a model without a memory formula, counted on mlx-lm's class without any weights.
+
+MLX computes nothing before it is asked for numbers, so that a model of any size is built at once, and only its shapes
+are read. What a layer keeps follows from the widths of its products, as in the models that have formulas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from dualtune.base.errors import DualtuneError
+from dualtune.engine.memory.counted import (
+    CODES,
+    Counted,
+    CountedLayer,
+    CountedLinear,
+    Kept,
+    Matrices,
+    uncountable,
+    variant,
+)
+from dualtune.model.dropout import input_of
+from dualtune.model.spellings import complete
+from dualtune_mlx.families.classes import classes
+from dualtune_mlx.kernels import attention
+from dualtune_mlx.methods import DropoutSeeds, linear_layers, linear_shape
+from dualtune_mlx.packing import accept_positions, packed_cache, separate_documents
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which layers attend document by document, and which keep the scores of whole rows.
+#
+# The model reads a packed row of a few tokens. MLX evaluates nothing of it, so that neither weights nor time are
+# needed.
+
+LENGTHS = (8, 8)  # tokens of the documents
+UNREADABLE = (TypeError, AttributeError, ValueError, LookupError, RuntimeError)  # of a model that reads no packed rows
+
+
+@dataclass(slots=True)
+class Heads:
+    """How many heads attend, by number of layer."""
+
+    by_document: Counter[int] = field(default_factory=Counter)
+    whole: Counter[int] = field(default_factory=Counter)
+
+
+class _Noted(attention.Attention):
+    """The attention of an engine, which notes how each call is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.layer = Heads(), -1
+        self.pieces = [(length, True) for length in LENGTHS]
+
+    def replaces(self, plain: Any) -> Any:
+        def noted(queries: mx.array, *args: Any, **options: Any) -> mx.array:
+            self.found.whole[self.layer] += queries.shape[1]
+            return plain(queries, *args, **options)
+
+        attend = super().replaces(noted)
+
+        def call(queries: mx.array, *args: Any, **options: Any) -> mx.array:
+            before = self.found.whole[self.layer]
+            result = attend(queries, *args, **options)
+            if self.found.whole[self.layer] == before:
+                self.found.by_document[self.layer] += queries.shape[1]
+            return result
+
+        return call
+
+
+def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
+    """Return the heads that attend in each layer; None for a model that does not read packed rows."""
+    noted = _Noted()
+    accept_positions(model)
+    separate_documents(model, DropoutSeeds())
+    attention.install(model, noted)
+    segments = mx.array([[i for i, length in enumerate(LENGTHS, start=1) for _ in range(length)]])
+    positions = mx.array([[i for length in LENGTHS for i in range(length)]])
+    try:
+        with _told(layers, noted):
+            model(mx.zeros(segments.shape, mx.int32), cache=packed_cache(model, segments, positions))
+    except UNREADABLE:
+        return None
+    return noted.found
+
+
+@contextmanager
+def _told(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
+    """Let each layer say that it computes."""
+    kinds = [type(layer) for layer in layers]
+
+    def tells(kind: type[nn.Module], number: int) -> type[nn.Module]:
+        def call(self: nn.Module, *args: Any, **options: Any) -> Any:
+            noted.layer = number
+            return kind.__call__(self, *args, **options)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    try:
+        for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            layer.__class__ = tells(kind, number)
+        yield
+    finally:
+        for layer, kind in zip(layers, kinds, strict=True):
+            layer.__class__ = kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+ERRORS = (ImportError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError, DualtuneError)
+# How many experts a token is sent to, as modules and configs call it.
+EXPERTS_OF_A_TOKEN = (
+    "num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token",
+)  # fmt: skip
+# Measured on the CPU, with documents in rows of their own: how often what its products show is what a layer with a
+# decaying state keeps (the gated delta rule less, which is computed in chunks), and how many numbers for each score an
+# attention with a soft cap or sinks.
+DECAY, WITH_DECAY, DELTA_RULE, WITH_DELTA_RULE = "A_log", 6, "linear_key_head_dim", 5
+SOFT_CAP, SINKS, CHANGED_SCORES = "attn_logit_softcapping", "sinks", 2
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+def count(config: Mapping[str, Any]) -> Counted:
+    """Count the shapes of the model of a config.json. UnknownShape if mlx-lm cannot build its class."""
+    try:
+        return _count({**config, **complete(config, {})})
+    except ERRORS as error:
+        raise uncountable(config, error) from error
+
+
+def _count(keys: dict[str, Any]) -> Counted:
+    model_class, args_class = classes(keys)
+    model: nn.Module = cast(Any, model_class)(cast(Any, args_class).from_dict(keys))
+    text = keys["text_config"] if isinstance(keys.get("text_config"), dict) else keys
+    modules = dict(model.named_modules())
+    paths = {id(module): path for path, module in modules.items()}
+    layers = [layer for layer in cast(Any, model).layers if layer is not None]
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    outside = {path: module for path, module in modules.items() if id(module) not in in_layers}
+    head = next((path for path in linear_layers(model) if path in outside and path.endswith("lm_head")), None)
+    embedding = next(module for module in outside.values() if isinstance(module, nn.Embedding))
+    vocab, hidden = embedding.weight.shape
+    heads = _heads(text)
+    kinds: dict[str, CountedLayer] = {}
+    attending = heads_of(model, layers)
+    counted = [
+        _layer({p: m for p, m in layer.named_modules() if p}, text, hidden, heads=_attending(attending, number, text))
+        for number, layer in enumerate(layers)
+    ]
+    return Counted(
+        model_class=f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
+        hidden=hidden,
+        vocab=vocab,
+        heads=heads,
+        width=heads * int(text.get("head_dim") or (hidden // heads if heads else 0)),
+        fused_attention=True,
+        fused_loss=True,
+        paths=tuple(paths[id(layer)] for layer in layers),
+        by_layer=tuple(kinds.setdefault(repr(layer), layer) for layer in counted),
+        outside=_layer(outside, text, hidden, head),
+        head=head,
+    )
+
+
+def _layer(
+    modules: Mapping[str, nn.Module], text: Mapping[str, Any], hidden: int, head: str | None = None,
+    heads: tuple[int, int] = (0, 0),
+) -> CountedLayer:  # fmt: skip
+    """Return what there is in a layer, or with its `head` in what is in none.
+
+    `heads`: those whose scores of whole rows are kept, and those of documents.
+    """
+    linears = {path: linear_shape(m) for path, m in modules.items() if type(m) is nn.Linear}
+    experts = [cast(mx.array, m.weight).shape for m in modules.values() if isinstance(m, SwitchLinear)]
+    sent = _experts_of_a_token(modules, text)
+    groups = list(dict.fromkeys((input_of(path), in_) for path, (_, in_) in linears.items()))
+    plain = [shape for path, shape in linears.items() if path != head]
+    routed = [shape[1:] for shape in experts for _ in range(sent)]
+    used = [*plain, *routed]
+    numbers = max(0, 2 * sum(out for out, _ in plain) - 2 * hidden)
+    if any(DECAY in module for module in modules.values()):
+        numbers *= WITH_DELTA_RULE if DELTA_RULE in text else WITH_DECAY
+    numbers += 2 * sum(out for out, _ in routed)
+    numbers += sent * hidden * bool(experts)  # a token's copy for each of its experts
+    widest = max((out for out, _ in used), default=0) * (sent if experts else 1)
+    packed = Counter(shape for path, shape in linears.items() if path != head)
+    for number, out, in_ in experts:
+        packed[out, in_] += number
+    whole, by_document = heads
+    changes = bool(text.get(SOFT_CAP)) or any(SINKS in module for module in modules.values())
+    scores = whole * (CHANGED_SCORES if changes else 1)
+    kept = {
+        variant(c, code): Kept(c * numbers, c * scores, c * widest, (), (), c * by_document, c * (scores - whole))
+        for c in (4, 2)
+        for code in CODES
+    }
+    own = [each for module in modules.values() for _, each in _own_arrays(module)]
+    return CountedLayer(
+        linears=tuple(
+            CountedLinear(path, out, in_, groups.index((input_of(path), in_))) for path, (out, in_) in linears.items()
+        ),
+        matrices=tuple(Matrices(out, in_, number) for (out, in_), number in packed.items()),
+        parameters=sum(array.size for array in own),
+        active=sum(out * in_ for out, in_ in used),
+        has_state=any(isinstance(module, nn.Conv1d) for module in modules.values()),
+        kept=kept,
+    )
+
+
+def _attending(found: Heads | None, number: int, text: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many heads of a layer keep the scores of whole rows, and how many those of documents."""
+    if found is None:
+        return (0, _heads(text))
+    if text.get(SOFT_CAP) and not found.whole[number]:  # in code of its own
+        return (_heads(text), 0)
+    return (found.whole[number], found.by_document[number])
+
+
+def _heads(text: Mapping[str, Any]) -> int:
+    return next((int(text[name]) for name in HEADS if isinstance(text.get(name), int)), 0)
+
+
+def _own_arrays(module: nn.Module) -> list[tuple[str, mx.array]]:
+    own = {name: value for name, value in module.items() if isinstance(value, mx.array) and not name.startswith("_")}
+    return cast(list[tuple[str, mx.array]], tree_flatten(own))
+
+
+def _experts_of_a_token(modules: Mapping[str, nn.Module], text: Mapping[str, Any]) -> int:
+    for name in EXPERTS_OF_A_TOKEN:
+        found = [text.get(name), *(getattr(module, name, None) for module in modules.values())]
+        if number := next((each for each in found if type(each) is int and each > 0), 0):
+            return number
+    return 1

@@ -1,1 +1,0 @@
-"""What of MLX itself is checked and set before it computes: its version, its memory, its precision."""

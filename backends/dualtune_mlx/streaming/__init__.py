@@ -1,1 +1,0 @@
-"""Layer streaming: a base larger than memory, whose layers are read from their files whenever they compute."""

@@ -1,1 +1,0 @@
-"""What of torch itself is set while an engine computes."""

@@ -1,1 +1,0 @@
-"""What an adapter directory holds, and how two of them differ."""

@@ -1,0 +1,43 @@
+"""One row of a checking command: what was looked at, what was found, and what fixes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.text import in_columns
+
+# fail: it will not work. advice: it works, but could be better. skipped: not checked, `found` says why.
+Level = Literal["ok", "advice", "skipped", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked."""
+
+    name: str
+    level: Level
+    found: str
+    fix: str | None = None  # the command that fixes it, or the next step if no command can
+    exit_code: int = EnvironmentFault.exit_code  # of the program if this check fails
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its row in `--json`, where the fix is called `mend`."""
+        return {
+            "name": self.name, "level": self.level, "found": self.found, "mend": self.fix, "exit_code": self.exit_code,
+        }  # fmt: skip
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """Return 0, or the lowest exit code of the failed checks: a wrong config explains the later failures."""
+    return min((check.exit_code for check in checks if check.level == "fail"), default=0)
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Return a line for each check, with its fix below."""
+    lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
+    indent = " " * (2 + max((len(check.level) for check in checks), default=0))
+    rows = zip(lines, checks, strict=True)
+    return "\n".join(line + (f"\n{indent}-> {check.fix}" if check.fix else "") for line, check in rows)

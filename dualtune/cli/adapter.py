@@ -1,0 +1,161 @@
+"""`dualtune adapter`: inspect, convert, import, compare and merge adapter directories. Only merge needs a backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.options import json_option, other_base_option, platform_option
+from dualtune.cli.suggest import SuggestingGroup
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.model.adapter import Scaling
+
+LAYOUTS = click.Choice(["dual", "peft", "mlx"])
+SCALINGS = click.Choice(["standard", "rank_stabilized"])
+
+
+@click.group("adapter", cls=SuggestingGroup)
+def command() -> None:
+    """Inspect, convert, import, compare and merge adapter directories."""
+
+
+@command.command("inspect")
+@click.argument("directory", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
+    """Show what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
+    import json
+
+    from dualtune.base.errors import FormatError
+    from dualtune.model.inspection import inspect_adapter, render_report
+
+    report = inspect_adapter(directory)
+    say(json.dumps(report.to_json(), indent=2) if as_json else render_report(report))
+    ctx.exit(0 if report.ok else FormatError.exit_code)
+
+
+@command.command("convert")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--to", "layout", type=LAYOUTS, required=True)
+@click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
+def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
+    """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
+    from dataclasses import replace
+
+    from dualtune.model.formats.canonical import rescaled
+    from dualtune.model.formats.directory import read_adapter, write_adapter
+
+    adapter = read_adapter(directory)
+    adapter = replace(adapter, spec=rescaled(adapter.spec, scaling or adapter.spec.scaling))
+    write_adapter(out, adapter, layout=layout)
+    for note in adapter.notes:
+        say(f"converted: {note}")
+    say(f"{out}: written in layout {layout}, read from layout {adapter.layout}")
+
+
+@command.command("import")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", help="The base model: its layers decide what the adapter leaves open.")
+@click.option("--repair", is_flag=True, help="Repair each fault that has exactly one right answer, and report it.")
+@click.option("--layout", type=LAYOUTS, default="dual", show_default=True)
+@json_option
+def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
+    """Read the adapter of another tool in DIRECTORY, damaged or not, and write it to the new directory OUT.
+
+    Exit code 6 if something is wrong: every fault is listed with what --repair would do, and nothing is written.
+    """
+    import json
+    from dataclasses import replace
+
+    from dualtune.base.fields import shown
+    from dualtune.model.base_model import is_elsewhere, plain_name, resolve_model
+    from dualtune.model.formats.directory import write_adapter
+    from dualtune.model.importing.repair import import_adapter
+
+    found = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
+    adapter, warnings = found.adapter, [*found.warnings]
+    name = adapter.base_model
+    if name is not None and (is_elsewhere(name) or plain_name(name) != name):
+        what = "a path of another machine" if is_elsewhere(name) else "a copy in few bits"
+        if base:
+            adapter = replace(adapter, base_model=base)
+        then = (
+            f"{base} is written instead"
+            if base
+            else "give the plain model with --base MODEL, to write its name instead"
+        )
+        warnings.append(f"the adapter names its base as {shown(name)}, {what}: {then}")
+    write_adapter(out, adapter, layout=layout, metadata=found.metadata)
+    if as_json:
+        report = {"source": found.source, "out": str(out), "layout": layout, "warnings": warnings}
+        report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
+        say(json.dumps(report, indent=2))
+        return
+    for fault, how in found.repaired:
+        say(f"repaired: {fault} -> {how}")
+    for title, texts in (("converted", found.adapter.notes), ("warning", warnings)):
+        for text in texts:
+            say(f"{title}: {text}")
+    say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
+
+
+@command.command("diff")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
+    """Compare the adapters of directories A and B. Exit code 0: the same function (to 1e-5); 1: not the same."""
+    import json
+
+    from dualtune.model.inspection import diff_adapters, render_difference
+
+    found = diff_adapters(a, b)
+    say(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
+    ctx.exit(0 if found.is_same_function else 1)
+
+
+@command.command("merge")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@other_base_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION)
+def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str) -> None:
+    """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
+
+    OUT is a Hugging Face model in the stored precision of MODEL, with the chat template of the training. A quantized
+    MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
+    and quantize the result.
+    """
+    from dualtune.cli.options import backend_for
+    from dualtune.cli.screen import phases
+    from dualtune.model.adapter import modules_of
+    from dualtune.model.base_model import resolve_model
+    from dualtune.model.formats.directory import read_adapter
+    from dualtune.use.export.merge import check_base, check_free, load_to_merge, note_of_base, write_merged
+
+    check_free(out)
+    with phases() as shown:
+        shown.begin("reading", "the adapter")
+        adapter, model_dir = read_adapter(directory), resolve_model(base)
+        if not other_base:
+            check_base(adapter, model_dir)
+        backend = backend_for(platform)
+        shown.begin("loading", "the model")
+        engine = load_to_merge(adapter, model_dir, backend)
+        shown.finish("loaded")
+        shown.begin("writing", "the merged model")
+        write_merged(engine, adapter, out, shown.tell)
+    if note := note_of_base(adapter):
+        say(note)
+    say(f"{out}: {base} with {len(modules_of(adapter.tensors))} modules merged, in {engine.description.dtype}")

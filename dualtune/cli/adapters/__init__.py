@@ -1,1 +1,0 @@
-"""Commands after a run: an adapter measured, used, converted and moved."""

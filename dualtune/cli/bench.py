@@ -1,0 +1,304 @@
+"""`dualtune bench`: what a step of a config costs on this machine, and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
+from dualtune.cli.screen import tell
+from dualtune.cli.suggest import CommandWithOthers
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.cli.screen import Phases
+    from dualtune.config import Config
+    from dualtune.doctor.bench.lora_backward import LoRATimes
+    from dualtune.doctor.bench.measure import BenchResult
+    from dualtune.doctor.check_config import MemoryNeed
+    from dualtune.engine.backend import Backend
+    from dualtune.engine.machines import MachineLimits
+    from dualtune.engine.step_time import StepTime
+    from dualtune.train.prepare import Prepared
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune bench lora-backward`: the backward pass of one LoRA layer, timed on documented shapes.
+
+
+@click.command("lora-backward")
+@click.option("--shapes", type=click.Choice(["seed2"]), default="seed2", show_default=True, help="Which set of shapes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="How often each is timed.")
+@platform_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def lora_backward_command(shapes: str, rounds: int, platform: str, as_json: bool) -> None:
+    """Time dualtune.engine.kernels.lora_backward beside autograd, in turns, in float32.
+
+    Both compute the gradients of the two matrices and of the input; autograd makes its forward pass first, because
+    lora_backward also starts from x alone. On a GPU it is also compared with autograd on the
+    CPU of the same machine, which is what the documented ratios mean.
+    """
+    import json
+
+    from dualtune.doctor.bench.lora_backward import SHAPES, time_lora_backward
+
+    backend = backend_for(platform, err=as_json)
+    device = backend.devices()[0]
+    results = [time_lora_backward(backend, shape, rounds=rounds) for shape in SHAPES[shapes]]
+    if as_json:
+        return say(json.dumps({"device": device.kind, "name": device.name, "results": [r.as_json() for r in results]}))
+    return tell("\n".join(_lora_lines(results, device.kind)))
+
+
+def _lora_lines(results: Sequence[LoRATimes], kind: str) -> Iterator[str]:
+    from dualtune.base.text import in_columns
+
+    rows = [("shape", "ours", "autograd", "autograd / ours", "CPU / ours", "documented")]
+    for times in results:
+        shape = times.shape
+        rows.append((
+            str(shape), f"{times.ours_ms:.3f} ms", f"{times.autograd_ms:.3f} ms", f"{times.ratio_to_autograd:.2f}",
+            "-" if times.ratio_to_cpu is None else f"{times.ratio_to_cpu:.1f}",
+            f"CPU {shape.promised_cpu_ms:g} ms, GPU {shape.promised_gpu_ms:g} ms, "
+            f"{shape.promised_cpu_ms / shape.promised_gpu_ms:.1f}",
+        ))  # fmt: skip
+    yield in_columns(rows)
+    if kind != "cuda":
+        yield f"\nThese are times of a {kind.upper()}: there is no NVIDIA GPU here, and nothing is said about one."
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune bench --predict`: what a step of a config would take on a machine, computed and not measured.
+
+
+def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str, *, as_json: bool) -> None:
+    """Print the prediction of a config for a machine by its short name."""
+    import json
+
+    from dualtune.cli.screen import phases
+    from dualtune.config import load_config
+
+    with phases(err=as_json) as shown:
+        shown.begin("predicting", "the time of a step")
+        settings = load_config(path, overrides)
+        memory, found, limits = predicted_for(settings, name, platform)
+    if as_json:
+        needs = {"peak_bytes": memory.estimate.total_bytes, "available_bytes": memory.budget.bytes}
+        return say(json.dumps({"machine": name, "limits": limits.source, **needs, **found.as_json()}, indent=2))
+    return say("\n".join(_predicted_lines(settings, name, memory, found, limits)))
+
+
+def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNeed, StepTime, MachineLimits]:
+    """Return memory, time and limits of a config on a machine; `this` is the one it runs on.
+
+    ConfigError for a machine whose limits are not known, EnvironmentFault where there is no formula.
+    """
+    from dualtune.base.errors import EnvironmentFault
+    from dualtune.doctor.bench.measure import limits_here
+    from dualtune.doctor.check_config import plan_config
+    from dualtune.doctor.check_config_data import first_step, look_at_data
+    from dualtune.engine.choose import choose
+    from dualtune.engine.detect import detect
+    from dualtune.engine.machines import limits_for, named
+    from dualtune.engine.step_time import predict
+
+    limits = None if name == "this" else limits_for(name)
+    machine = detect() if name == "this" else named(name)
+    choice = choose(platform, machine)
+    memory = plan_config(settings, machine, choice)
+    limits = limits or limits_here(choice, machine, memory.plan.ask.dtype)
+    if limits is None:
+        raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
+    time = predict(memory.plan.decoder, memory.plan.ask, first_step(settings, look_at_data(settings)), limits)
+    return memory, time, limits
+
+
+def _predicted_lines(
+    settings: Config, name: str, memory: MemoryNeed, found: StepTime, limits: MachineLimits
+) -> Iterator[str]:
+    from dualtune.base.redaction import redact
+    from dualtune.base.text import in_bytes, in_columns, in_short_time
+    from dualtune.engine.step_time import SAID
+
+    yield f"{redact(settings.model.name)} on {name}: {SAID}\n"
+    header = ("part", "TFLOP", "GB", "launches", "ms", "share", "bound")
+    all_s = sum(part.seconds for part in found.parts)
+    rows = [
+        (part.name, f"{part.flops / 1e12:.3g}", f"{part.bytes / 1e9:.3g}", f"{part.launches:,.0f}",
+         f"{1e3 * part.seconds:.2f}", f"{part.seconds / all_s:.1%}", part.bound)
+        for part in found.parts
+    ]  # fmt: skip
+    yield in_columns([header, *rows])
+    peak, has = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
+    device, host, transfers, waits = map(in_short_time, (found.device_s, found.host_s, found.transfer_s, found.waits_s))
+    times = f"device {device}, host {host}, transfers {transfers}; {found.waits} waits, {waits}"
+    share = f"{found.utilisation:.1%} of {found.peak_flops / 1e12:.4g} TFLOP/s (MFU)"
+    yield ""
+    yield in_columns([
+        ("step", f"{in_short_time(found.step_s)}, bound by {found.bound}: {times}"),
+        ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {share}"),
+        ("memory", f"{peak} at the peak, has {has}" + ("" if memory.plan.fits else ": it does not fit")),
+        ("step of", f"{found.tokens:,} tokens; lengths: {found.documents}"),
+        ("limits", f"{limits.source}; the shares that are reached are assumptions of dualtune/engine/machines.py"),
+    ])  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+PHASES = {
+    "data": "waiting for the batches; preparing them takes {making}, during the previous step",
+    "forward": "as in evaluation: without dropout, keeping nothing for the backward pass",
+    "backward": "the rest of forward and backward",
+    "optimizer": "clipping and the update",
+}
+
+
+@click.command("bench", cls=CommandWithOthers, others=[lora_backward_command])
+@config_argument
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many steps to measure.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Steps to run before measuring."
+)
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="dualtune-bench",
+    show_default=True, help="Where the result and the traces are written.",
+)  # fmt: skip
+@click.option(
+    "--predict",
+    "machine",
+    metavar="MACHINE",
+    help="Compute what a step would take on a machine such as h100-80, or on this one: nothing is run.",
+)
+@platform_option
+@set_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def command(
+    config: Path,
+    steps: int,
+    warmup: int,
+    out: Path,
+    machine: str | None,
+    platform: str,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure real steps of CONFIG: tokens per second, model FLOP utilisation, memory, and where the time goes.
+
+    The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
+    --predict computes the time of a step instead, from the limits of a machine, which need not be here.
+
+    `dualtune bench lora-backward` times the backward pass of one LoRA layer instead; it has a help of its own.
+    """
+    if machine is not None:
+        pass  # MOVED
+
+        return predict_for(config, overrides, machine, platform, as_json=as_json)
+    import json
+    from dataclasses import asdict
+
+    from dualtune.cli.screen import phases
+
+    with phases(err=as_json) as shown:
+        shown.begin("reading", "the config")
+        from dualtune.config import load_config
+        from dualtune.doctor.bench.measure import RESULT, TRACE, bench
+
+        settings = load_config(config, overrides)
+        prepared = _prepare(settings, backend_for(platform, err=as_json), shown, quiet=as_json)
+        shown.begin("loading", "the model")
+        result = bench(prepared, out, steps=steps, warmup=warmup, tell=lambda text: _measuring(text, shown))
+    if as_json:
+        return say(json.dumps(asdict(result), indent=2))
+    tell("\n".join(_lines(result)))
+    tell(_beside(settings, platform, result))
+    return tell(f"written     {out / RESULT}, {out / TRACE} (open it at https://ui.perfetto.dev)")
+
+
+def _measuring(text: str, shown: Phases) -> None:
+    shown.begin("measuring", "steps")
+    shown.tell(f"measuring   {text}")
+
+
+def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) -> Prepared:
+    from dualtune.cli.progress import reading
+    from dualtune.train.prepare import prepare
+
+    if quiet:
+        shown.begin("checking", "model and data")
+        return prepare(settings, backend)
+    with reading() as show:
+        prepared = prepare(settings, backend, show=show)
+    tell("\n".join(prepared.summary()))
+    return prepared
+
+
+def _beside(settings: Config, platform: str, result: BenchResult) -> str:
+    """Say what would have been predicted for this machine."""
+    pass  # MOVED
+    from dualtune.base.errors import DualtuneError
+
+    try:
+        found = predicted_for(settings, "this", platform)[1]
+    except DualtuneError as error:
+        return f"predicted   nothing: {error}"
+    ratio = found.tokens_per_s / result.tokens_per_s
+    return f"predicted   {found.tokens_per_s:,.0f} tokens/s here, computed; a token took {ratio:.2f} times as long"
+
+
+def _lines(result: BenchResult) -> Iterator[str]:
+    from dualtune.base.text import in_bytes, in_columns, in_short_time
+
+    engine, step_s = result.environment["engine"], result.step_s
+    mean_s = sum(step_s) / len(step_s)
+    yield (
+        f"engine      {result.environment['backend']} on {engine['device']}, {engine['dtype']}, "
+        f"quantization {engine['quantization']}, {engine['trainable_parameters']:,} of {engine['num_parameters']:,} "
+        "parameters trained"
+    )
+    if "kernels" in engine:
+        yield f"kernels     {engine['kernels']}"
+    yield f"start       {in_short_time(result.load_s)} to load, {in_short_time(result.first_step_s)} for the first step"
+    yield (
+        f"steps       {in_short_time(mean_s)} each ({in_short_time(min(step_s))} to {in_short_time(max(step_s))}), "
+        f"{len(step_s)} measured after {result.warmup} warm-up steps"
+    )
+    yield (
+        f"speed       {result.tokens_per_s:,.0f} tokens/s, {result.target_tokens_per_s:,.0f} target tokens/s; padding, "
+        f"which is not counted, is {1 - result.fill:.1%} of the rows"
+    )
+    if use := result.utilisation:
+        yield f"model FLOPs {_flops(use.flops_per_token)} a token by the formula, {_flops(use.flops_per_s)}/s"
+        yield (
+            f"utilisation {use.utilisation:.1%} of the {_flops(use.peak_flops_per_s)}/s that a large {engine['dtype']} "
+            "matrix product reaches here"
+        )
+    else:
+        yield f"model FLOPs no formula for this model: {result.no_utilisation}"
+    yield (
+        f"memory      {in_bytes(result.peak_bytes)} at most, {in_bytes(result.loaded_bytes)} before the first step, "
+        f"of {in_bytes(result.total_bytes)}"
+    )
+    yield "\nwhere the time of a step goes"
+    making = in_short_time(result.making_data_s)
+    yield in_columns([
+        (f"  {name}", f"{in_short_time(s):>12}", f"{s / mean_s:6.1%}", PHASES[name].format(making=making))
+        for name, s in result.phases_s.items()
+    ])  # fmt: skip
+    profile = result.profile
+    if profile.shares and profile.step_s:
+        yield (
+            f"\nwhat the device does: {in_short_time(profile.operations_s)} in operations, of the "
+            f"{in_short_time(profile.step_s)} that a step of one micro-batch took under the profiler"
+        )
+        yield in_columns([(f"  {kind}", f"{share:6.1%}") for kind, share in profile.shares.items()])
+    yield f"\nprofile     {f'{profile.trace} ({profile.note})' if profile.trace else f'none: {profile.note}'}"
+
+
+def _flops(number: float) -> str:
+    """Return a number as text, such as 1.23 TFLOP."""
+    power = next((p for p in range(4) if number < 1000 ** (p + 1)), 4)
+    return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP"

@@ -1,0 +1,254 @@
+"""`dualtune check-data`: all rows that cannot be used, grouped by reason; a run shows only the first few."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import click
+
+from dualtune.base.redaction import redact
+from dualtune.cli.options import json_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.config.data_section import SourceConfig
+    from dualtune.data.chat.formats import Example
+    from dualtune.data.sources.readers import Role
+    from dualtune.data.sources.rows import BadRow
+    from dualtune.data.tokens.tokenize import TokenizedRow
+
+MOST_CONTROL_TEXT = 20  # rows of a source listed for a control token in their text
+MOST_IN_JSON = 1000  # problems of a source
+MOST_OF_A_KIND = 20  # rows of a source shown with similar reasons; --list has all of them
+MOST_KINDS = 50
+OTHER_KINDS = "other reasons"
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # the parts that differ between similar reasons
+
+
+class Stream(NamedTuple):
+    """The rows of a source that is not opened yet; tokenized if there is a config."""
+
+    path: str
+    role: Role
+    rows: Iterator[Example | TokenizedRow | BadRow]
+    accepts_lost_text: bool = False
+
+    @property
+    def name(self) -> str:
+        from dualtune.data.sources.readers import kind_of
+
+        return self.path if kind_of(Path(self.path)) else f"{self.path} ({self.role})"
+
+
+format_option = click.option(
+    "--format", "format", default="auto", show_default=True, help="The format of the rows, as in data.format."
+)
+column_option = click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="OURS=YOURS",
+    help="A column with another name, such as prompt=question; OURS= leaves one out.",
+)
+
+
+@click.command("check-data")
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@format_option
+@column_option
+@click.option(
+    "--list",
+    "listing",
+    metavar="FILE",
+    type=click.File("w", encoding="utf-8"),
+    help="Write every row that cannot be used to FILE; the screen shows only the first of each kind.",
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    targets: tuple[str, ...],
+    format: str,
+    columns: tuple[str, ...],
+    listing: TextIO | None,
+    as_json: bool,
+) -> None:
+    """Find the rows of TARGET that cannot be used. TARGET is a config, or data: a file, directory or dataset name.
+
+    With a config, its template and length limit are checked too. Exit code 3 if a row cannot be used.
+    """
+    import json
+
+    from dualtune.base.errors import DataError
+
+    configs = [target for target in targets if target.lower().endswith((".yaml", ".yml"))]
+    if configs and (format != "auto" or columns):
+        raise click.UsageError(f"--format and --column are for data; {configs[0]} sets its own.")
+    names = named_columns(format, columns)
+    reports: list[dict[str, Any]] = []
+    for target in targets:
+        for stream in _of_config(Path(target)) if target in configs else _of_data(target, format, names):
+            report = _check(stream, listing, silent=as_json)
+            reports.append(report)
+            if not as_json:
+                say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
+    if as_json:
+        say(json.dumps({"sources": reports}, indent=2))
+    ctx.exit(
+        DataError.exit_code if any(report[key] for report in reports for key in ("bad", "error", "refused")) else 0
+    )
+
+
+def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str | None]:
+    """Return the options --column as data.columns. UsageError for one of another form, or an unknown --format."""
+    from dualtune.data.chat.formats import FORMATS
+
+    if format not in ("auto", *FORMATS):
+        raise click.UsageError(f"--format: got '{format}', allowed: {', '.join(('auto', *FORMATS))}")
+    return dict(map(_column, columns))
+
+
+def _column(text: str) -> tuple[str, str | None]:
+    ours, equals, yours = text.partition("=")
+    if not (ours and equals):
+        raise click.UsageError(
+            f"--column: got '{text}', allowed: OURS=YOURS, such as prompt=question, and OURS= to leave one out"
+        )
+    return ours, yours or None
+
+
+def _of_data(path: str, format: str, columns: Mapping[str, str | None]) -> list[Stream]:
+    """Return the streams of a data path; of a directory, those of every role."""
+    from dualtune.config.data_section import SourceConfig
+    from dualtune.data.sources.readers import ROLE_NAMES, has_role
+
+    source = SourceConfig.model_construct(path=path, format=format, columns=dict(columns))
+    roles: list[Role] = [role for role in ROLE_NAMES if has_role(path, role)] if Path(path).is_dir() else []
+    return [Stream(path, role, _examples(source, role)) for role in roles or ["train"]]
+
+
+def _of_config(path: Path) -> list[Stream]:
+    from dualtune.config import load_config
+    from dualtune.data.documents import eval_sources
+    from dualtune.data.tokens.tokenize import tokenize_rows
+    from dualtune.data.tokens.tokenizer import Tokenizer
+    from dualtune.model.base_model import resolve_model
+
+    settings = load_config(path)
+    data = settings.data
+    tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), data)
+
+    def stream(role: Role, source: SourceConfig) -> Stream:
+        examples = _examples(source, role)
+        rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)
+        return Stream(source.path, role, rows, data.on_lost_text == "accept")
+
+    chosen: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
+    return [stream(role, source) for role, sources in chosen.items() for source in sources]
+
+
+def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
+    """Yield the examples. The source is opened with the first one, so that its errors do not hide other sources."""
+    from dualtune.data.documents import open_one
+
+    yield from open_one(source, role).examples()
+
+
+def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
+    """Check all rows. An error that ends them early is reported with them."""
+    from dualtune.base.errors import DataError
+    from dualtune.base.text import one_line
+    from dualtune.data.chat.formats import Example
+    from dualtune.data.documents import REASONS
+    from dualtune.data.sources.rows import BadRow, advice_for
+    from dualtune.data.tokens.masks import LOST, TOLD, check_lost_text, sentences
+    from dualtune.data.tokens.tokenize import State, TokenizedRow
+
+    num_rows = num_bad = 0
+    problems: list[dict[str, Any]] = []
+    states: Counter[State] = Counter()
+    num_control, control = 0, list[str]()
+    kinds: Counter[str] = Counter()
+    notices: Counter[str] = Counter()
+    failure: str | None = None
+    try:
+        for row in stream.rows:
+            num_rows += 1
+            if isinstance(row, TokenizedRow | Example):
+                notices.update(row.notices)
+            if isinstance(row, TokenizedRow):
+                states[row.state] += 1
+                if row.control_token is not None:
+                    num_control += 1
+                    if num_control <= MOST_CONTROL_TEXT:
+                        control.append(redact(f"{row.path}:{row.line}: {row.control_token} in its own text"))
+            elif isinstance(row, BadRow):
+                num_bad += 1
+                kind = _DETAIL.sub("…", row.reason)[:200]
+                kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS] += 1
+                text = one_line(redact(str(row)))
+                if listing:
+                    listing.write(f"{text}\n")
+                if not silent and kind in kinds and kinds[kind] <= MOST_OF_A_KIND:
+                    say(text)
+                if len(problems) < MOST_IN_JSON:
+                    problems.append({"path": row.path, "line": row.line, "reason": redact(row.reason)})
+    except DataError as error:
+        failure = redact(str(error))
+        if not silent:
+            say("\n".join(map(one_line, failure.split("\n"))))
+    refusal: str | None = None
+    try:
+        check_lost_text(notices, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
+    except DataError as error:
+        refusal = redact(str(error))
+    if not silent:
+        _say_kinds(kinds, listing)
+        told = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]
+        if told:
+            say("\n".join(map(one_line, told)))
+        if way := advice_for(kinds):
+            say(way)
+    return {
+        "path": stream.path,
+        "role": stream.role,
+        "rows": num_rows,
+        "bad": num_bad,
+        "problems": problems,
+        "error": failure,
+        "cut": states[State.CUT],
+        "split": states[State.SPLIT],
+        "control_text": {"rows": num_control, "first": control},
+        "lost_text": {kind: number for kind, number in notices.items() if kind in LOST | TOLD},
+        "notices": {kind: number for kind, number in notices.items() if kind not in LOST | TOLD},
+        "refused": refusal,
+        "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
+    }
+
+
+def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:
+    """Print how many rows of each kind were not shown."""
+    from dualtune.base.text import one_line
+
+    hidden = {kind: number - (0 if kind == OTHER_KINDS else MOST_OF_A_KIND) for kind, number in kinds.items()}
+    for kind, number in hidden.items():
+        if number > 0:
+            say(f"… and {number} more rows: {one_line(redact(kind))}")
+    if max(hidden.values(), default=0) > 0 and listing is None:
+        say("--list FILE writes all of them to a file")
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    if report["error"] and not report["rows"]:
+        return "cannot be read"
+    parts = [f"{report['rows']} rows, {report['bad']} cannot be used"]
+    parts += [f"{report[state]} {state} at max_length" for state in ("cut", "split") if report[state]]
+    parts += [f"{number} dropped: {reason}" for reason, number in report["dropped"].items()]
+    if number := report["control_text"]["rows"]:
+        parts.append(f"with a control token in their own text (data.special_tokens_in_text): {number}")
+    parts += ["not read to the end"] if report["error"] else []
+    return "; ".join(parts)

@@ -1,0 +1,94 @@
+"""`dualtune check-gpu`: what this machine is, what fits on it, what is missing, and how to fix it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import json_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.base.checks import Check
+    from dualtune.doctor.check_gpu import MachineReport, Question
+    from dualtune.engine.machine import Machine
+
+
+@click.command("check-gpu")
+@click.option(
+    "--require-memory", "memory", metavar="SIZE", help="Check only whether there is this much GPU memory, such as 12GB."
+)
+@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether this config fits.")
+@click.option(
+    "--machine", "name", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32."
+)
+@click.option("--probe", is_flag=True, help="Import the framework, and multiply two matrices on the device.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, memory: str | None, config: Path | None, name: str | None, probe: bool, as_json: bool
+) -> None:
+    """Show what this machine is, and whether it can train a 7B model.
+
+    Exit code 0 if there is a GPU or Apple silicon with enough memory and its framework is installed, otherwise 4.
+    With --require-memory or --for: 0 if that fits, otherwise 4.
+    """
+    import json
+
+    from dualtune.base.checks import table
+    from dualtune.cli.screen import phases, tell
+
+    if memory and config:
+        raise click.UsageError("Give --require-memory or --for, not both.")
+    if probe and name:
+        raise click.UsageError("--probe works only on this machine: leave out --machine.")
+    with phases(err=as_json) as shown:
+        shown.begin("checking", "the machine")
+        from dualtune.doctor.check_gpu import judge
+        from dualtune.engine.detect import detect
+        from dualtune.engine.machines import named
+
+        machine = named(name) if name else detect()
+        report = judge(machine, _question(machine, memory, config), _probed(machine) if probe else None)
+    if as_json:
+        say(json.dumps(_described(report, machine), indent=2))
+    else:
+        tell(table(report.checks))
+        tell(f"\nverdict: {'ok' if report.exit_code == 0 else 'not ok'}: {report.sentence}")
+    ctx.exit(report.exit_code)
+
+
+def _question(machine: Machine, memory: str | None, config: Path | None) -> Question | None:
+    from dualtune.doctor.check_gpu import about_config, about_memory
+
+    if memory:
+        return about_memory(machine, memory)
+    return about_config(machine, config) if config else None
+
+
+def _probed(machine: Machine) -> Check:
+    from dualtune.doctor.check_env import probe
+
+    return probe(machine)
+
+
+def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    largest = report.largest
+    return {
+        "ok": report.exit_code == 0,
+        "label": report.label,
+        "verdict": report.sentence,
+        "platform": report.platform,
+        "reason": report.reason,
+        "config": report.config,
+        "largest_model": largest and asdict(largest) | {"total_bytes": largest.estimate.total_bytes},
+        "budget": asdict(report.budget),
+        "question": report.question
+        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.fix},
+        "checks": [check.to_json() for check in report.checks],
+        "machine": asdict(machine),
+    }

@@ -1,0 +1,112 @@
+"""`dualtune config`: print the commented default config (from the schema), an example, or an imported config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualtune.cli.terminal import pass_on, say
+
+
+class _Names(click.Group):
+    """`import` is a command; any other word is the name of an example."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == import_.name:
+            return import_
+        return click.Command(cmd_name, callback=lambda: _print_example(cmd_name), add_help_option=False)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [str(import_.name)]
+
+
+@click.group("config", cls=_Names, invoke_without_command=True, subcommand_metavar="[NAME | import FILE]")
+@click.option("--list", "as_list", is_flag=True, help="List the examples and what each is for.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema instead, for editors and other programs.")
+@click.pass_context
+def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
+    """Print a commented config with every key and its default: dualtune config > config.yaml
+
+    With NAME, print an example instead: dualtune config training_config_h100 > config.yaml
+    """
+    import json
+
+    from dualtune.base.text import in_columns
+    from dualtune.config import default_yaml, json_schema
+    from dualtune.config.render import example_names, example_path, title
+
+    if sum((ctx.invoked_subcommand is not None, as_list, schema)) > 1:
+        raise click.UsageError("Give only one of NAME, --list and --schema.")
+    if as_list:
+        say(in_columns([(name, title(example_path(name))) for name in example_names()]))
+    elif schema:
+        say(json.dumps(json_schema(), indent=2))
+    elif ctx.invoked_subcommand is None:
+        pass_on(default_yaml())
+
+
+def _print_example(name: str) -> None:
+    from dualtune.config.render import example_path
+
+    pass_on(example_path(name).read_text(encoding="utf-8"))
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "trainer",
+    type=click.Choice(["axolotl", "mlx-lm", "LLaMA-Factory", "TRL", "Unsloth", "axolotl-rs"], case_sensitive=False),
+    help="The trainer of the config. Default: detected by its keys.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Write the config to this new file, not to standard output."
+)
+def import_(file: Path, trainer: str | None, output: Path | None) -> None:
+    """Translate FILE, a YAML config of axolotl, mlx-lm, LLaMA-Factory, TRL or Unsloth.
+
+    Comments in the result show where every line comes from. What cannot be translated is listed with the reason, in the
+    config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.
+    """
+    from dualtune.base.errors import ConfigError
+    from dualtune.base.files import write_file
+    from dualtune.base.text import one_line
+    from dualtune.config.importing.translate import import_config, to_text
+
+    if output is not None and output.exists():
+        raise ConfigError(f"{output}: already exists. Choose another name or remove it")
+    imported = import_config(file, trainer, _count_layers)
+    text = to_text(imported)
+    if output is None:
+        pass_on(text)
+    else:
+        write_file(output, text)
+        say(f"written         {output}: {len(imported.settings)} values from {imported.trainer}", err=True)
+    for left in imported.lost:
+        say(one_line(f"not translated  {left.key}: {left.value}. {left.reason[0].upper()}{left.reason[1:]}"), err=True)
+
+
+def _count_layers(model: str) -> int | None:
+    """Return the number of decoder layers of a model, if its config.json is a local file or in the hub cache."""
+    from dualtune.base.errors import DualtuneError
+    from dualtune.model.base_model import model_here, read_config
+
+    try:
+        config = read_config(model_here(model) or _in_hub_cache(model))
+    except DualtuneError:
+        return None
+    layers: Any = config.get("num_hidden_layers")
+    return layers if isinstance(layers, int) and layers > 0 else None
+
+
+def _in_hub_cache(model: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        found = None
+    return Path(found).parent if isinstance(found, str) else Path(model)

@@ -1,0 +1,115 @@
+"""`dualtune data`: what is done to data sets before a run. Its command `clean` leaves out rows that repeat others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.check_data import column_option, format_option, named_columns
+from dualtune.cli.options import json_option
+from dualtune.cli.suggest import SuggestingGroup
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.data.cleaning import Cleaned
+    from dualtune.data.documents import OpenedSource
+    from dualtune.data.sources.readers import Role
+
+ROLES: tuple[Role, ...] = ("test", "valid", "train")  # in this order, so that a held-out row is kept
+
+
+@click.group("data", cls=SuggestingGroup)
+def command() -> None:
+    """Clean data sets: leave out rows that repeat others, and report personal data."""
+
+
+@command.command("clean")
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory for the clean files.")
+@click.option(
+    "--near", type=click.FloatRange(0.7, 1),
+    help="The least similarity of near duplicates: the Jaccard similarity of their sets of 5 characters in sequence."
+    "  [default: 0.8]",
+)  # fmt: skip
+@click.option("--exact", is_flag=True, help="Leave out only rows that are equal.")
+@click.option(
+    "--keep", type=click.Choice(["first", "longest"]), default="first", show_default=True,
+    help="Which one to keep of rows that repeat each other.",
+)  # fmt: skip
+@click.option("--pii", is_flag=True, help="List personal data in the rows that are kept (needs presidio-analyzer).")
+@format_option
+@column_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)
+def clean_command(
+    sources: tuple[str, ...], out: Path, near: float | None, exact: bool, keep: str, pii: bool, format: str,
+    columns: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Write the rows of each SOURCE (a file, directory or dataset name) without duplicates, as JSON lines, to --out.
+
+    Values and order stay. left_out.jsonl lists every other row with its file, line and reason: which row it repeats and
+    how similar it is, or why it cannot be used. Of a directory, rows of its test and valid files are kept before those
+    of train. --pii writes personal.jsonl: mail addresses, phone and card numbers, …, masked; no row is left out for it.
+    """
+    import json
+    from dataclasses import asdict
+    from typing import cast
+
+    from dualtune.cli.screen import phases
+    from dualtune.data.cleaning import clean, recognizer
+    from dualtune.data.similarity import NEAR, Keep
+
+    if exact and near is not None:
+        raise click.UsageError("Give --exact or --near, not both: --exact looks for no near duplicates.")
+    with phases(err=as_json) as shown:
+        shown.begin("reading", "the rows")
+        recognize = recognizer() if pii else None
+        opened = _opened(sources, format, named_columns(format, columns))
+        found = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
+    say(json.dumps(asdict(found), indent=2) if as_json else _in_words(found, out))
+
+
+def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:
+    """Return the sources by the name of their new file; of a directory one for each role, held-out rows first."""
+    from itertools import chain, count
+
+    from dualtune.config.data_section import SourceConfig
+    from dualtune.data.cleaning import LEFT_OUT, PERSONAL
+    from dualtune.data.documents import open_one
+    from dualtune.data.sources.readers import has_role, kind_of
+
+    found: dict[str, OpenedSource] = {}
+    for path in paths:
+        source, name = SourceConfig.model_construct(path=path, format=format, columns=columns), Path(path).name
+        kind = kind_of(Path(path))
+        stem = name[: name.lower().rindex(kind)] if kind else name
+        held: list[Role] = [role for role in ROLES if has_role(path, role)] if Path(path).is_dir() else []
+        for role in held or ("train",):
+            new = role if held else stem
+            names = chain([f"{new}.jsonl"], (f"{new}-{number}.jsonl" for number in count(2)))
+            free = next(each for each in names if each not in (LEFT_OUT, PERSONAL, *found))
+            found[free] = open_one(source, role)
+    return found
+
+
+def _in_words(found: Cleaned, out: Path) -> str:
+    from dualtune.base.text import in_columns, one_line
+    from dualtune.data.cleaning import LEFT_OUT, PERSONAL
+
+    rows, kept = (sum(getattr(source, name) for source in found.sources) for name in ("rows", "kept"))
+    parts = [
+        f"{number} {why}{'' if why == 'unusable' or number == 1 else 's'}" for why, number in found.left_out.items()
+    ]
+    files = [f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}" for s in found.sources]
+    lines = [
+        ("rows", f"{rows} read, {kept} kept, {rows - kept} left out{': ' if parts else ''}{', '.join(parts)}"),
+        *zip(["written", *("" for _ in files)], [*files, f"{out / LEFT_OUT}: what was left out, and why"], strict=True),
+    ]
+    if found.personal is not None:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(found.personal.items())) or "none found"
+        lines.append(("personal", f"{kinds}; in {found.personal_rows} of the rows, listed in {out / PERSONAL}"))
+        lines.append(("", "names and addresses of people are not looked for: that needs a language model"))
+    return in_columns([(what, one_line(text)) for what, text in lines])

@@ -1,0 +1,163 @@
+"""`dualtune export`: an adapter and its base for other programs, converted by their own tools and compared."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.adapter_sets import base_of, system_messages
+from dualtune.cli.options import backend_for, json_option, no_system_option, other_base_option, platform_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.use.export.request import Exported
+
+TARGETS = (
+    "gguf",
+    "ollama",
+    "lmstudio",
+    "mlx",
+    "hf",
+)  # dualtune.use.export.request, which has them too, is imported late
+
+
+@click.command("export")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--base", metavar="MODEL",
+    help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",
+)  # fmt: skip
+@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="For which program.")
+@click.option(
+    "--quantize", metavar="KIND",
+    help="gguf, ollama, lmstudio: f32, f16, bf16, or a kind of llama.cpp's such as q4_k_m, q8_0; mlx: affine4, "
+    "affine8, …; hf: nf4  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx, hf none]",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+    help="The precision of the merged weights; auto is that of MODEL's files.",
+)  # fmt: skip
+@click.option("--name", help="The name of the model in the names of files.  [default: OUT's, else the run's]")
+@click.option("--system", metavar="TEXT", help="ollama: the system message.  [default: that of the training]")
+@no_system_option
+@click.option(
+    "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
+    help="A checkout of llama.cpp, built or not, or an environment of scripts/interop_llama.sh.  [default: what is "
+    "installed: pip's gguf, llama-quantize, llama-cpp-python]",
+)  # fmt: skip
+@click.option("--without-loss", is_flag=True, help="Do not evaluate the export on the rows that the run held out.")
+@click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
+@other_base_option
+@platform_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION)
+def command(
+    directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
+    name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,
+    without_base: bool, other_base: bool, platform: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
+
+    Without OUT it lies beside the run, with the program in its name: runs/first-gguf for runs/first.
+
+    The adapter is merged, and the merged model is refused if it is not the function of base and adapter. Then the
+    program's own tools convert and quantize it, the result computes fixed prompts, and a table shows what each step has
+    cost. OUT/export.json records it.
+    """
+    from dualtune.base.errors import ConfigError
+    from dualtune.cli.screen import phases
+    from dualtune.use.export.export import RECORD, export
+    from dualtune.use.export.llama_environment import find_llama_cpp
+    from dualtune.use.export.ollama import quoted
+    from dualtune.use.export.request import KINDS, Request
+
+    kind = quantize or KINDS[target][0]
+    if kind not in KINDS[target]:
+        raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")
+    if target == "ollama":
+        system = system_messages(system, {"adapter": directory}, no_system=no_system)["adapter"]
+        quoted(system or "", "--system")
+    elif system is not None or no_system:
+        option = "--system" if system is not None else "--no-system"
+        raise ConfigError(f"{option}: is for --to ollama. Others take the system message in each conversation")
+    tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
+    run, whole_model = _run_of(directory), _whole_model(directory)
+    if whole_model is None:
+        base = base_of(base, [directory], option="--base MODEL", plain=True, err=as_json)
+    elif base or other_base or dtype != "auto":
+        raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
+    name = name or (out.resolve() if out else run).name
+    if Path(name).name != name:
+        raise ConfigError(f"--name: got '{name}', which is a path. Give a name for files, such as {Path(name).name}")
+    out = out or run.with_name(f"{run.name}-{target}")
+    request = Request(
+        whole_model or directory, base, out, target, kind, name, dtype, system, other_base, not without_base,
+        None if without_loss else run,
+    )  # fmt: skip
+    with phases(err=as_json) as shown:
+        backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
+        shown.begin("exporting", "the model")
+        found = export(request, backend, tools, shown.tell)
+    if as_json:
+        say((out / RECORD).read_text(encoding="utf-8").rstrip())
+        return
+    say(f"\n{_table(found, target if kind == 'none' else kind)}")
+    say(f"loss        {_losses(found)}")
+    for note in found.notes:
+        say(note)
+    say(f"written     {out}: {', '.join(found.files)}")
+    if target == "ollama":
+        created = re.sub(r"[^\w.-]+", "-", request.name).lower()
+        say(f"next        {shlex.join(['ollama', 'create', created, '-f', str(out / 'Modelfile')])}")
+
+
+def _run_of(directory: Path) -> Path:
+    """Return the run directory of a run's adapter or model; of another one its own directory."""
+    place = directory.resolve()
+    return place.parent if place.name in ("adapter", "model") else place
+
+
+def _whole_model(directory: Path) -> Path | None:
+    """Return the model of a run that has trained it whole, or of this directory. None for an adapter."""
+    from dualtune.model.formats.directory import CONFIG_FILE, adapter_directory
+
+    if (adapter_directory(directory) / CONFIG_FILE).exists():
+        return None
+    return next((place for place in (directory / "model", directory) if (place / "config.json").is_file()), None)
+
+
+def _losses(found: Exported) -> str:
+    """Return the losses on the held-out rows, the run's last evaluation first."""
+    loss = found.loss
+    named = (("the run's last evaluation", loss.run), ("merged", loss.merged), ("as written", loss.written))
+    measured = ", ".join(f"{what} {value:.4f}" for what, value in named if value is not None)
+    texts = [f"on the held-out rows: {measured}"] if measured else []
+    if loss.unknown is not None:
+        texts.append(f"of the export not measured: {loss.unknown}")
+    return "; ".join(texts) or "not measured"
+
+
+def _table(found: Exported, kind: str) -> str:
+    """Return the distances: what the adapter changes, and what each step does to that."""
+    from dualtune.base.text import in_columns
+
+    rows = [("", "mean KL, nats", "largest", "same first token")]
+    tuned = "the model" if found.effect is None else "base and adapter"
+    for what, distance in (
+        ("the adapter changes the base by", found.effect),
+        ("merged: from base and adapter", found.merge),
+        (f"written as {kind}: from {tuned}", found.result),
+        (f"the base as {kind}: from the base", found.base),
+    ):
+        if distance is not None:
+            rows.append((what, f"{distance.kl:.2e}", f"{distance.largest:.2e}", f"{distance.same_token:.0%}"))
+    lines = in_columns(rows)
+    if found.result is not None and found.effect is not None and found.result.kl > found.effect.kl:
+        lines += "\nnote: writing it so costs more than the adapter changes. Choose a finer --quantize"
+    return lines

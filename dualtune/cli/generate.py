@@ -1,0 +1,222 @@
+"""`dualtune generate`: continue a prompt, or many together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.adapter_sets import backend_that_loads, base_of, system_messages
+from dualtune.cli.options import (
+    dtype_option,
+    no_system_option,
+    platform_option,
+    quantization_option,
+    seed_option,
+    temperature_option,
+    template_option,
+    top_p_option,
+)
+from dualtune.cli.terminal import pass_on, say
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dualtune.engine.backend import Backend
+    from dualtune.train.inference import LoadedModel, Sampling
+
+PromptRow = tuple[str, dict[str, Any]]  # its path:line, and its fields
+MOST_PROMPT = 2**22  # characters
+MOST_FILE = 2**30  # bytes
+ASKED = (
+    "prompt",
+    "messages",
+    "tools",
+)  # keys of a row of --prompts; others, such as an expected answer, are passed over
+
+
+@click.command("generate")
+@click.argument("model", required=False)
+@click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
+@click.option("--prompt", help="The text to answer or continue; - reads it from standard input.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Many at once: a .jsonl file of objects with 'prompt' or 'messages', or a text file with one in each line.",
+)  # fmt: skip
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Where the answers to --prompts are written. If the command is stopped, they are kept, and the same command "
+    "continues. Default: standard output, as they come.",
+)  # fmt: skip
+@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@no_system_option
+@click.option(
+    "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
+)
+@template_option
+@temperature_option
+@top_p_option
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@seed_option
+@dtype_option
+@quantization_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
+def command(
+    model: str | None, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None,
+    system: str | None, no_system: bool, raw: bool,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
+    platform: str,
+) -> None:  # fmt: skip
+    """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
+
+    The text goes to standard output.
+
+    On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts,
+    each answer is a row of JSON: the prompt and its number, the answer, its tokens, and whether it ended by itself.
+    """
+    from dualtune.cli.screen import phases
+
+    if raw and system is not None:
+        raise click.UsageError("Give --raw or --system, not both.")
+    if raw and template != "auto":
+        raise click.UsageError("Give --raw or --template, not both.")
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("Give --prompt TEXT or --prompts FILE.")
+    if output is not None and prompts is None:
+        raise click.UsageError("--output is for the answers to --prompts FILE.")
+    rows = [] if prompts is None else read_prompts(prompts)
+    model = base_of(model, [adapter] if adapter else [])
+    text = _read_prompt() if prompt == "-" else prompt
+    with phases(err=True) as shown:
+        backend = backend_that_loads(dtype, quantization, platform)
+        from dualtune.train.inference import load_model, stream_text
+
+        shown.begin("loading", "the model")
+        loaded = load_model(
+            backend, model, adapter, dtype=dtype, quantization=quantization, template="none" if raw else template,
+            special_tokens_in_text="allow" if raw else "text",
+        )  # fmt: skip
+    if loaded.note:
+        say(f"template    {loaded.note}", err=True)
+    from dualtune.train.inference import Sampling
+
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    chats = loaded.tokenizer.template is not None
+    asked = system_messages(system, {"adapter": adapter} if adapter else {}, no_system=no_system, chats=chats)["base"]
+    if text is None:
+        return _answer_all(backend, model, loaded, rows, asked, sampling, output)
+    ids = _encoded(loaded, "the prompt", {"prompt": text}, asked)
+    pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    for piece in pieces:
+        pass_on(piece)
+    return pass_on("\n")
+
+
+def _answer_all(
+    backend: Backend,
+    name: str,
+    model: LoadedModel,
+    rows: list[PromptRow],
+    system: str | None,
+    sampling: Sampling,
+    output: Path | None,
+) -> None:
+    """Answer the prompts of a file together. With a file for the answers, its rows are in the order of the prompts."""
+    from dualtune.base.files import write_file
+    from dualtune.cli.screen import phases
+    from dualtune.use.scoring.answers import KeptAnswers, identity
+
+    ids = [_encoded(model, where, row, system) for where, row in rows]
+    kept = KeptAnswers(output, identity([name], model, sampling) if output else {})
+    lines = dict[int, str]()
+    with phases(err=True) as shown:
+        shown.begin("generating", "answers")
+        found = kept.continued(
+            "answers", model, ids, sampling, is_shortage=backend.is_out_of_memory,
+            tell=lambda text: say(f"answers     {text}", err=True),
+        )  # fmt: skip
+        for each in found:
+            asked = {key: value for key, value in rows[each.number][1].items() if key in ASKED}
+            row = {
+                "row": each.number + 1,
+                **asked,
+                "answer": each.text,
+                "tokens": each.num_tokens,
+                "is_whole": each.is_whole,
+            }
+            lines[each.number] = json.dumps(row) + "\n"
+            if output is None:
+                pass_on(lines[each.number])
+            shown.update(len(lines), len(rows))
+    if output is not None:
+        write_file(output, "".join(lines[number] for number in sorted(lines)))
+        kept.finish()
+        say(f"answers     {len(lines)} in {output}", err=True)
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Return the rows of a file, each with its path:line: a text as `prompt`, or a conversation as `messages`.
+
+    DataError for a row that holds no prompt, and for a file without any. Blank lines are passed over.
+    """
+    from dualtune.base.errors import DataError
+    from dualtune.base.untrusted import open_file, parse_object
+
+    with open_file(path, max_bytes=MOST_FILE) as file:
+        lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
+    found = list[PromptRow]()
+    for where, line in lines:
+        if path.suffix not in (".jsonl", ".ndjson"):
+            found.append((where, {"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}))
+            continue
+        row = parse_object(line, where)
+        if not isinstance(row.get("prompt"), str) and not isinstance(row.get("messages"), list):
+            raise DataError(f"{where}: has the keys {', '.join(row)}; needed: 'prompt', a text, or 'messages', a list")
+        found.append((where, row))
+    if not found:
+        raise DataError(f"{path}: holds no prompt. Write one in each line")
+    return found
+
+
+def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | None) -> np.ndarray:
+    """Return the token ids of a row, behind the system message unless a conversation has its own.
+
+    An answer at the end of a conversation is not part of what is asked.
+    """
+    from dualtune.base.errors import ConfigError, DataError
+    from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
+    from dualtune.data.sources.rows import RowError
+
+    if model.tokenizer.template is None and ("messages" in row or system is not None):
+        what = "'messages' need" if "messages" in row else "--system needs"
+        raise ConfigError(f"{where}: {what} a chat template. Give --template FILE, or a prompt alone")
+    try:
+        tools = read_tools(row.get("tools") or [])
+        if "messages" in row:
+            messages = asked_nulls(read_messages(row["messages"], "messages"), tools, RowReading())
+            messages = messages[:-1] if messages[-1].role == "assistant" else messages
+        elif system is None:
+            return model.tokenizer.encode_prompt(row["prompt"])
+        else:
+            messages = (Message("user", row["prompt"]),)
+        if system is not None and (not messages or messages[0].role != "system"):
+            messages = (Message("system", system), *messages)
+        return model.tokenizer.encode_chat(messages, tools=tools)
+    except (RowError, DataError) as error:
+        advice = "" if system is None else ". The system message may be the reason: --no-system leaves it out"
+        raise DataError(f"{where}: {error}{advice}") from error
+
+
+def _read_prompt() -> str:
+    """Read standard input to its end, without the final line break of `echo` and editors."""
+    text = sys.stdin.read(MOST_PROMPT + 1)
+    if len(text) > MOST_PROMPT:
+        raise click.UsageError(f"--prompt -: standard input has more than {MOST_PROMPT} characters.")
+    if not text.strip():
+        raise click.UsageError("--prompt -: standard input is empty; type or pipe the text to answer or continue.")
+    return text.removesuffix("\n")

@@ -1,0 +1,83 @@
+"""`dualtune memory`: what the ways to save memory save and cost on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.options import config_argument, platform_option, set_option, write_json
+from dualtune.cli.suggest import SuggestingGroup
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.doctor.bench.ablation import Ablation
+
+
+@click.group("memory", cls=SuggestingGroup)
+def command() -> None:
+    """Measure what the ways to save memory save and cost."""
+
+
+@command.command("ablate")
+@config_argument
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, show_default=True,
+    help="How many steps to measure, after one that may compile.",
+)  # fmt: skip
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=2, show_default=True,
+    help="How often each technique is measured, in turn, for its time.",
+)  # fmt: skip
+@click.option("--only", multiple=True, metavar="NAME", help="Measure only this technique, besides none; repeatable.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the table here.")
+@platform_option
+@set_option
+@click.pass_context
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def ablate(
+    ctx: click.Context, config: Path, steps: int, rounds: int, only: tuple[str, ...], json_file: Path | None,
+    platform: str, overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Measure each memory technique alone and all together, with the model and data of CONFIG, against the plan.
+
+    Each measurement is a process of its own; the run directory is not touched. Exit code 0 if every plan is within 10 %
+    of what was measured and, in float32, no loss changes that must not; otherwise 1. What fails is named.
+    """
+    from dualtune.cli.screen import phases
+    from dualtune.doctor.bench import ablation
+
+    with phases() as shown:
+        found = ablation.ablate(
+            config, overrides, platform, steps=steps, rounds=rounds, only=only,
+            tell=lambda what: shown.begin("measuring", what),
+        )  # fmt: skip
+    say(_as_text(found))
+    write_json(json_file, found.as_json())
+    ctx.exit(1 if found.problems else 0)
+
+
+def _as_text(found: Ablation) -> str:
+    from dualtune.base.redaction import redact
+    from dualtune.base.text import in_columns
+    from dualtune.doctor.bench.ablation import lines
+
+    blocks = [in_columns([*lines(found)]), in_columns(_legend(found))]
+    if found.not_offered:
+        blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in found.not_offered.items()]))
+    blocks.append("\n".join(found.problems) or "every plan is within 10 % of what was measured")
+    return redact("\n\n".join(blocks))
+
+
+def _legend(found: Ablation) -> list[tuple[str, str]]:
+    measured = found.baseline.measured
+    cells = max((cells for cells, _ in measured[0].micro_batches), default=0) if measured else 0
+    of = f", for micro-batches of up to {cells:,} tokens" if cells else ""
+    return [
+        ("planned, measured", f"the most bytes in tensors at once{of}"),
+        ("process", "on a CPU: its anonymous memory, without mapped files"),
+        ("time", "a step, in times of that without any technique; on a CPU its processor time"),
+        ("loss", "of the last step, and its difference from that without any technique, as a share"),
+    ]

@@ -1,1 +1,0 @@
-"""What a command prints: terminals, progress, live lines."""

@@ -1,1 +1,0 @@
-"""Commands before a run: what the machine, the config and the data are."""

@@ -1,0 +1,97 @@
+"""`dualtune quantize`: what each format of the base costs in loss, before any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.base.files import expanded
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.use.scoring.compare import FormatComparison, FormatLoss
+
+
+@click.command("quantize")
+@config_argument
+@click.option("--compare", is_flag=True, help="Measure the formats beside each other; the only thing it does so far.")
+@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="How many rows of data.train.")
+@click.option(
+    "--format", "formats", multiple=True, metavar="NAME",
+    help="Measure this value of model.quantization, besides none. Repeatable. Default: all that the backend has.",
+)  # fmt: skip
+@platform_option
+@set_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def command(
+    config: Path, compare: bool, rows: int, formats: tuple[str, ...], platform: str, overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Measure what the base of CONFIG loses in each quantization: its loss on rows of the config, without an adapter.
+
+    Every number is measured with the weights, none is computed by a formula. If the config's run directory holds a run,
+    the result is kept there (base_formats.json), and its report shows it. A base is quantized when it is loaded, by
+    model.quantization: nothing is written with the weights.
+    """
+    if not compare:
+        raise click.UsageError(
+            "A base is quantized when it is loaded: set model.quantization. To measure what that costs, give --compare."
+        )
+    from dualtune.cli.screen import phases
+
+    with phases(err=as_json) as shown:
+        shown.begin("reading", "the config")
+        from dualtune.config import load_config
+        from dualtune.engine.card import check_value
+        from dualtune.train.recovery import explained
+        from dualtune.use.scoring.compare import UNQUANTIZED, compare_formats
+
+        settings = load_config(config, overrides)
+        backend = backend_for(platform, err=as_json)
+        wanted = list(dict.fromkeys((UNQUANTIZED, *formats))) if formats else []
+        for name in wanted:
+            check_value(backend, "model.quantization", name)
+        with explained(backend, settings, "while a format of the base was measured"):
+            found = compare_formats(
+                settings, backend, rows, wanted, lambda name: shown.begin("measuring", name),
+                lambda each: shown.finish("measured", _result(each)), shown.update,
+            )  # fmt: skip
+    kept = _keep(expanded(settings.run.dir), found)
+    if as_json:
+        return say(to_json(found.as_json()))
+    return say(_as_text(found) + (f"\n\nkept in {kept}" if kept else ""))
+
+
+def _result(measured: FormatLoss) -> str:
+    from dualtune.base.redaction import redact
+
+    return redact(f"not: {measured.problem}," if measured.loss is None else f"loss {measured.loss:.4f}")
+
+
+def _keep(run_dir: Path, found: FormatComparison) -> Path | None:
+    """Write the result beside a run, if there is one. Return the file."""
+    from dualtune.base.files import write_file
+    from dualtune.train.state.run_dir import BASE_FORMATS, ENVIRONMENT
+
+    if not (run_dir / ENVIRONMENT).is_file():
+        return None
+    write_file(run_dir / BASE_FORMATS, to_json(found.as_json()) + "\n")
+    return run_dir / BASE_FORMATS
+
+
+def _as_text(found: FormatComparison) -> str:
+    from dualtune.base.redaction import redact
+    from dualtune.base.text import in_columns
+
+    rows = [("format", "loss", "above unquantized")]
+    for each in found.as_json()["formats"]:
+        loss, above = each["loss"], each["above"]
+        last = each["problem"] or ("" if above is None or each["quantization"] == "none" else f"{above:+.4f}")
+        rows.append((each["quantization"], "–" if loss is None else f"{loss:.4f}", last))
+    head = f"{found.model}, without an adapter: {found.rows} rows, {found.targets} targets, computed in {found.dtype}"
+    return redact(f"{head}\n\n{in_columns(rows)}")

@@ -1,0 +1,47 @@
+"""`dualtune report`: runs as one page for a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+
+@click.command("report")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--open", "opens", is_flag=True, help="Also open the page in the browser.")
+@click.option(
+    "--output", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+    help="Where the page is written. Default: report.html in RUN, or in the directory of all of them, or here.",
+)  # fmt: skip
+def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
+    """Write the run directories RUN as one page: verdict, curves, answers, data, how to repeat it, what to do next.
+
+    Several runs are drawn over each other, with a table of the keys that differ and their losses over each of these
+    keys. A directory of runs stands for all of them. The page is one file that loads nothing. A run writes its own page
+    at its end, unless run.report is false.
+    """
+    import webbrowser
+
+    from dualtune.base.errors import EnvironmentFault
+    from dualtune.base.files import write_file
+    from dualtune.cli.terminal import say
+    from dualtune.show.report.run_page import run_page
+    from dualtune.train.state.listing import runs_at
+    from dualtune.train.state.run_dir import REPORT
+
+    found = {run.resolve(): run for given in runs for run in runs_at(given)}
+    target = output or _place(runs, [*found]) / REPORT
+    write_file(target, run_page([*found.values()], lambda problem: say(f"left out    {problem}", err=True)))
+    say(f"report      {target}")
+    if opens and not webbrowser.open(target.resolve().as_uri()):
+        raise EnvironmentFault(f"{target}: no browser was found to open it. Open the file yourself")
+
+
+def _place(given: Sequence[Path], runs: Sequence[Path]) -> Path:
+    """Return where the page of these runs lies: in the one that is given, beside them, or in the current directory."""
+    if len(given) == 1:
+        return given[0]
+    parents = {run.parent for run in runs}
+    return parents.pop() if len(parents) == 1 else Path()

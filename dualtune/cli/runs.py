@@ -1,0 +1,299 @@
+"""`dualtune runs`: list your runs and their state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import json_option, to_json
+from dualtune.cli.suggest import CommandWithOthers
+
+if TYPE_CHECKING:
+    from dualtune.train.state.listing import RunSummary
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune runs clean`: delete what is not needed any more of runs that are over.
+
+
+@click.command("clean")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+@json_option
+def clean(directory: Path, yes: bool, as_json: bool) -> None:
+    """List what can be deleted of the runs at or below DIRECTORY, with sizes, ask, and delete it.
+
+    These are the checkpoints of finished runs, but never the last and the best one, and failed runs without a
+    checkpoint. A run that is running, killed or preempted is left alone, and so are caches, adapters and links. Without
+    a terminal, or with --json, nothing is deleted unless --yes is given.
+    """
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from dualtune.base.text import in_bytes, in_columns
+    from dualtune.cli.terminal import say
+    from dualtune.train.state.listing import deletable, delete
+
+    found = deletable(directory)
+    total = f"{len(found)} directories, {in_bytes(sum(entry.num_bytes for entry in found))}"
+    if not as_json:
+        if not found:
+            return say(f"there is nothing to delete in {directory}")
+        say(in_columns([(in_bytes(entry.num_bytes), entry.path, entry.why) for entry in found]))
+        if not yes and not sys.stdin.isatty():
+            return say(f"{total}. Nothing was deleted: give --yes to delete them")
+    if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
+        return say(json.dumps({"found": [asdict(entry) for entry in found], "deleted": [], "left": []}, indent=2)
+                   if as_json else "nothing was deleted")  # fmt: skip
+    deleted, left = delete(found)
+    if as_json:
+        tables = {
+            name: [asdict(entry) for entry in entries] for name, entries in (("found", found), ("deleted", deleted))
+        }
+        return say(json.dumps(tables | {"left": left}, indent=2))
+    for reason in left:
+        say(f"left alone  {reason}")
+    return say(f"deleted     {len(deleted)} directories, {in_bytes(sum(entry.num_bytes for entry in deleted))}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune runs compare`: what differs between runs, their numbers side by side, and their curves.
+
+PLAIN_WIDTH = 80  # columns of the curves, without a terminal
+NUMBERS = ("state", "verdict", "step", "loss", "eval_loss", "best_eval_loss", "seconds")
+MAX_VALUE = 60  # characters of a config value
+
+
+@click.command("compare")
+@click.argument("runs", metavar="A B…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@json_option
+def compare(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Compare run directories: the config keys that differ, last and best numbers, and the curves of the loss.
+
+    A directory of runs, such as a sweep's, stands for all of them.
+
+    Another program gets plain ASCII; NO_COLOR turns colours off.
+    """
+    import os
+    import sys
+    from dataclasses import asdict
+
+    from dualtune.cli.console import drawn
+    from dualtune.cli.screen import is_live, width
+    from dualtune.cli.terminal import say, say_styled
+    from dualtune.train.state.listing import runs_at, summary_of
+    from dualtune.train.state.metrics import each_row
+    from dualtune.train.state.resume import differing, read_flat
+    from dualtune.train.state.run_dir import METRICS
+
+    runs = tuple(run for given in runs for run in runs_at(given))
+    if len(runs) < 2:
+        raise click.UsageError("Give at least two run directories.")
+    found = [summary_of(run) for run in runs]
+    differs = differing([read_flat(run) for run in runs])
+    curves = [[(row["step"], row["loss"]) for row in each_row(run / METRICS) if "loss" in row] for run in runs]
+    if as_json:
+        table = {"runs": [asdict(run) for run in found], "differs": differs, "losses": curves}
+        return say(to_json(table))
+    say(_table(found, differs))
+    live = is_live(sys.stdout)
+    names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]
+    columns = width() if live else PLAIN_WIDTH
+    for line in drawn(dict(zip(names, curves, strict=True)), columns, plain=not live):
+        say_styled([(text, {} if "NO_COLOR" in os.environ else style) for text, style in line])
+    return None
+
+
+def _table(found: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
+    """Return the table, a column for each run: its letter and name, its numbers, the keys that differ."""
+    from dualtune.base.fields import shown
+    from dualtune.base.text import in_columns
+
+    paths = [Path(run.path) for run in found]
+    rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
+    rows += [
+        ("train_loss" if name == "loss" else name, *(_cell(getattr(run, name)) for run in found)) for name in NUMBERS
+    ]
+    rows += [(shown(key), *map(_cell, values)) for key, values in differs.items()]
+    return in_columns(rows)
+
+
+def _letters(runs: Sequence[Path]) -> list[str]:
+    return [chr(ord("A") + i % 26) for i in range(len(runs))]
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths, or the whole paths if two have the same name."""
+    names = [run.resolve().name for run in runs]
+    return names if len({*names}) == len(names) else [str(run) for run in runs]
+
+
+def _cell(value: Any) -> str:
+    from dualtune.base.fields import shown
+
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else shown(str(value), MAX_VALUE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sort orders of runs; unknown values come last.
+ORDERS: dict[str, Callable[[RunSummary], Any]] = {
+    "name": lambda run: run.path,
+    "date": lambda run: _newest_first(run.date),
+    "state": lambda run: run.state,
+    "verdict": lambda run: run.verdict or "~",
+    "step": lambda run: _lowest_first(None if run.step is None else -run.step),
+    "lr": lambda run: _lowest_first(run.learning_rate),
+    "model": lambda run: run.model or "~",
+    "start": lambda run: _newest_first(run.start),
+    "loss": lambda run: _lowest_first(run.loss),
+    "eval": lambda run: _lowest_first(run.eval_loss),
+    "best": lambda run: _lowest_first(run.best_eval_loss),
+    "time": lambda run: _lowest_first(None if run.seconds is None else -run.seconds),
+}
+# The columns that a narrow terminal omits, in this order.
+LEAST_IMPORTANT = ("start", "saved", "time", "model", "lr", "best eval", "date", "eval loss", "verdict")
+MIN_NAME = 12
+STATES = ("running", "done", "preempted", "killed", "failed", "unreadable")
+NO_LIMIT = 10_000  # columns, for output to a file or another program
+
+
+@click.command("runs", cls=CommandWithOthers, others=[compare, clean])
+@click.argument("directory", type=click.Path(path_type=Path), default="runs")
+@click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
+@click.option(
+    "--state", "states", type=click.Choice(STATES), multiple=True, help="Only runs in this state. Repeatable."
+)
+@click.option("--model", metavar="TEXT", help="Only runs whose model has this in its name.")
+@click.option(
+    "--where", "conditions", multiple=True, metavar="KEY=VALUE",
+    help="Only runs whose config has this value, e.g. learning_rate=1e-4; also !=, <, <=, >, >=. Repeatable.",
+)  # fmt: skip
+@json_option
+def command(
+    directory: Path, sort: str, states: tuple[str, ...], model: str | None, conditions: tuple[str, ...], as_json: bool
+) -> None:
+    """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
+
+    A run is running, done, preempted or killed (run its command again), failed, or unreadable.
+    `train loss` is that of the last step (a verdict and a report smooth it, and say how), `eval loss` that of the last
+    evaluation, `time` the time spent in steps, `date` the end (the start, if it runs or was killed), `saved` the step
+    of the last checkpoint.
+
+    `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
+    more; both have a help of their own.
+    """
+    import sys
+    from dataclasses import asdict
+
+    from dualtune.cli.screen import is_live, width
+    from dualtune.cli.terminal import say
+    from dualtune.train.state.listing import list_runs
+    from dualtune.train.state.resume import Condition, read_flat
+
+    wanted = [Condition(text) for text in conditions]
+    runs = sorted(list_runs(directory), key=ORDERS[sort])
+    configs = {run.path: read_flat(Path(run.path)) for run in runs} if wanted else {}
+    found = [
+        run
+        for run in runs
+        if (not states or run.state in states)
+        and (model is None or model.lower() in (run.model or "").lower())
+        and all(condition.holds(configs[run.path]) for condition in wanted)
+    ]
+    if as_json:
+        return say(to_json([asdict(run) for run in found]))
+    if not found:
+        such = "such " if states or model or conditions else ""
+        absent = [each.key for each in wanted if not any(map(each.concerns, configs.values()))]
+        why = f": none has the key {', '.join(absent)}" if absent else ""
+        return say(f"there is no {such}run in {directory}{why}")
+    return say("\n".join(table(found, width() if is_live(sys.stdout) else NO_LIMIT)))
+
+
+def table(runs: Sequence[RunSummary], width: int) -> list[str]:
+    """Return a line for each run, with the columns that fit and the reason below."""
+    import textwrap
+
+    from dualtune.base.fields import shown
+    from dualtune.base.text import in_columns
+
+    columns, dropped = [_cells(run) for run in runs], list[str]()
+    while (too_wide := _width(columns) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
+        dropped.append(LEAST_IMPORTANT[len(dropped)])
+        columns = [{key: cell for key, cell in cells.items() if key != dropped[-1]} for cells in columns]
+    if too_wide > 0:
+        longest = max(MIN_NAME, max(len(cells["run"]) for cells in columns) - too_wide)
+        columns = [cells | {"run": _tail(cells["run"], longest)} for cells in columns]
+    header, *lines = in_columns([[*columns[0]], *([*cells.values()] for cells in columns)]).splitlines()
+    output = [header]
+    for run, line in zip(runs, lines, strict=True):
+        output.append(line)
+        if run.reason:
+            reason = shown(run.reason, 500)
+            output += textwrap.wrap(reason, width, initial_indent="    ", subsequent_indent="    ")
+    if dropped:
+        note = f"(too narrow for: {', '.join(dropped)}; --json has everything)"
+        output += textwrap.wrap(note, width)
+    return output
+
+
+def _cells(run: RunSummary) -> dict[str, str]:
+    from dualtune.base.fields import shown
+
+    return {
+        "run": shown(run.path, 1000),
+        "state": run.state,
+        "verdict": shown(run.verdict or "-", 20),
+        "step": _number(run.step) + (f"/{run.num_steps}" if run.num_steps else ""),
+        "train loss": _loss(run.loss),
+        "eval loss": _loss(run.eval_loss),
+        "best eval": _loss(run.best_eval_loss),
+        "lr": "-" if run.learning_rate is None else f"{run.learning_rate:g}",
+        "model": shown(Path(run.model).name, 30) if run.model else "-",
+        "start": _minute(run.start),
+        "date": _minute(run.date),
+        "time": _duration(run.seconds),
+        "saved": _number(run.checkpoint),
+    }
+
+
+def _width(columns: Sequence[dict[str, str]]) -> int:
+    widths = [max(len(key), *(len(cells[key]) for cells in columns)) for key in columns[0]]
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _tail(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[1 - length :]
+
+
+def _minute(date: str | None) -> str:
+    return date[:16].replace("T", " ") if date else "-"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds < 1e9:
+        return "-"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if hours < 1 else f"{hours:.1f} h"
+
+
+def _lowest_first(value: float | None) -> tuple[bool, float]:
+    return (True, 0.0) if value is None or math.isnan(value) else (False, value)
+
+
+def _newest_first(date: str | None) -> tuple[bool, tuple[int, ...]]:
+    return (date is None, tuple(-ord(character) for character in date or ""))

@@ -1,1 +1,0 @@
-"""Commands about the runs of a directory: listed, compared, cleaned."""

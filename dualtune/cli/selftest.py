@@ -1,0 +1,107 @@
+"""`dualtune selftest`: the first command on a new GPU or Mac, and one archive to send back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.options import platform_option, write_json
+from dualtune.cli.screen import phases, tell
+
+if TYPE_CHECKING:
+    from dualtune.cli.screen import Phases
+    from dualtune.doctor.selftest.process import CheckResult
+
+
+@click.command("selftest")
+@platform_option
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="The archive to write.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
+)  # fmt: skip
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report here."
+)
+@click.option(
+    "--only", multiple=True, metavar="CHECK", help="Run the checks whose names begin like this, such as kernels/lora."
+)
+@click.option("--show", type=click.Path(path_type=Path), metavar="ARCHIVE", help="Show an archive; run nothing.")
+@click.option(
+    "--compare", type=(click.Path(path_type=Path), click.Path(path_type=Path)), metavar="ARCHIVE ARCHIVE",
+    help="Show two archives beside each other; run nothing.",
+)  # fmt: skip
+@click.pass_context
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def command(
+    ctx: click.Context, platform: str, output: Path | None, json_file: Path | None, only: tuple[str, ...],
+    show: Path | None, compare: tuple[Path, Path] | None,
+) -> None:  # fmt: skip
+    """Test what only a device can show: kernels, waits, memory, resumed runs, agreement with other machines, speed.
+
+    Takes minutes, downloads nothing, and writes an archive without names or paths of yours. Exit code 0 if no check
+    failed, 1 if one did, 4 if there is no such device. With --compare: 0 if the losses agree, otherwise 1.
+    """
+    if show and compare:
+        raise click.UsageError("Give --show or --compare, not both.")
+    if compare:
+        ctx.exit(_compare(*compare))
+    if show:
+        ctx.exit(_show(show))
+    found = _run(platform, only)
+    write_json(json_file, found)
+    tell("\n" + "\n".join(found["verdict"]))
+    _write(output, found)
+    ctx.exit(found["exit_code"])
+
+
+def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
+    from dualtune.doctor.selftest.report import report
+    from dualtune.doctor.selftest.run import run_checks, selected
+    from dualtune.engine.choose import choose
+    from dualtune.engine.detect import detect
+
+    with phases() as shown:
+        machine = detect()
+        choice = choose(platform, machine)
+        kind, checks = selected(choice, only)
+        shown.tell(f"platform    {choice.platform}: {choice.reason}; {len(checks)} checks")
+        shown.begin("testing", choice.backend)
+        results = run_checks(choice, kind, checks, lambda result: _tell(result, shown))
+    return report(choice, kind, machine, results)
+
+
+def _tell(result: CheckResult, shown: Phases) -> None:
+    from dualtune.base.text import in_time
+    from dualtune.doctor.selftest.report import anonymous
+
+    shown.tell(f"{result.outcome:<11} {result.name}: {anonymous(result.words)} ({in_time(result.seconds, 1)})")
+
+
+def _write(output: Path | None, report: dict[str, Any]) -> None:
+    from dualtune.base.files import free_name
+    from dualtune.doctor.selftest.report import default_name, write_archive
+
+    path = output or free_name(Path(default_name(report)))
+    write_archive(path, report)
+    tell(f"archive     {path}: send it with the form for self-tests (docs/first_run_on_a_gpu.md)")
+
+
+def _show(archive: Path) -> int:
+    from dualtune.base.text import in_columns
+    from dualtune.doctor.selftest.report import read_report
+
+    report = read_report(archive)
+    tell(in_columns([(str(row["result"]), str(row["name"]), str(row["words"])) for row in report["checks"]]))
+    tell("\n" + "\n".join(map(str, report["verdict"])))
+    return 0
+
+
+def _compare(first: Path, second: Path) -> int:
+    from dualtune.doctor.selftest.report import beside, read_report
+
+    found = beside(read_report(first), read_report(second))
+    tell("\n".join(found.lines))
+    return 0 if found.agree else 1

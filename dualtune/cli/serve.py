@@ -1,0 +1,97 @@
+"""`dualtune serve`: answer HTTP requests in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import click
+
+from dualtune.base import interrupt
+from dualtune.cli.adapter_sets import base_of, load_adapters, named_directories, system_messages
+from dualtune.cli.options import dtype_option, no_system_option, platform_option, quantization_option, template_option
+from dualtune.cli.terminal import say
+
+KEY_VARIABLE = "DUALTUNE_API_KEY"
+USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
+
+
+@click.command("serve")
+@click.argument("model", required=False)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="An adapter directory of any layout, or a run; repeatable. Clients choose one by its name, as their model.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@no_system_option
+@template_option
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
+)
+@click.option("--max-prompt", type=click.IntRange(min=1), help="The most tokens of a prompt; else as in training.")
+@click.option("--queue", type=click.IntRange(min=1), default=128, show_default=True, help="How many requests may wait.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds of an answer."
+)
+@click.option("--quiet", is_flag=True, help="No line for each request.")
+@dtype_option
+@quantization_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
+def command(
+    model: str | None, adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int,
+    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
+) -> None:  # fmt: skip
+    """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
+
+    MODEL is by default the base that the adapters name. The model "base" has no adapter. One request is computed at a
+    time, the others wait. Another address than the default needs a key in DUALTUNE_API_KEY, which clients send; nothing
+    is encrypted.
+    """
+    from dualtune.base.errors import EnvironmentFault, Preempted
+    from dualtune.model.base_model import longest_text, read_config, resolve_model
+    from dualtune.show.page_server import LOOPBACK
+    from dualtune.use.chat import BASE
+    from dualtune.use.serve.answers import Answers
+    from dualtune.use.serve.server import CompletionServer
+
+    directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
+    if host not in LOOPBACK and not key:
+        raise click.UsageError(
+            f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
+        )
+    model = base_of(model, [*directories.values()])
+    found, backend = load_adapters(
+        model, directories, platform, dtype=dtype, quantization=quantization, template=template
+    )
+    longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
+    answers = Answers(
+        found, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
+        is_fatal=backend.is_device_fault,
+        systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
+    )  # fmt: skip
+    try:
+        server = CompletionServer(
+            host, port, answers, key=key, tell=lambda text: None if quiet else say(text, err=True)
+        )
+    except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        what = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
+        raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {what}") from error
+    with server:
+        threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
+        address = f"[{host}]" if ":" in host else host
+        say(f"serving     {', '.join(answers.names)} at http://{address}:{server.server_address[1]}/v1")
+        try:
+            while not interrupt.requested():
+                answers.answer_next()
+        except (KeyboardInterrupt, Preempted):
+            pass
+        finally:
+            server.shutdown()
+    say("stopped", err=True)

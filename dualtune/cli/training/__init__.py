@@ -1,1 +1,0 @@
-"""Commands that train, and that look at one run."""

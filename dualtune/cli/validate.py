@@ -1,0 +1,188 @@
+"""`dualtune validate`: prove on this machine, in five tiers, that the whole pipeline works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import PlatformOption, json_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.cli.screen import Phases
+    from dualtune.doctor.validate.run import TierResult
+    from dualtune.doctor.validate.tiers import Tier, ValidationSetup
+    from dualtune.engine.machine import Machine
+    from dualtune.train.hooks import Hook
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """The options for how tiers are run."""
+
+    check_memory: bool
+    keep_going: bool
+    shown: Phases
+
+    def tell(self, text: str) -> None:
+        self.shown.tell(text)
+
+
+@click.command("validate")
+@click.option(
+    "--tier", metavar="quick|convergence|memory|extended|full|all", help="What to test; all is every tier but full."
+)
+@click.option(
+    "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
+    show_envvar=True, help="The device to test. On a CPU, each tier trains a tiny model instead.",
+)  # fmt: skip
+@click.option("--check-memory", is_flag=True, help="Before a tier runs, compare the memory it needs with what is free.")
+@click.option("--keep-going", is_flag=True, help="Run the other tiers after one fails; the exit code still reports it.")
+@click.option(
+    "--random-weights",
+    is_flag=True,
+    help="Random weights of the real shapes, without a download; criteria that need learning are skipped.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/validate"), show_default=True,
+    help="The directory of the runs and of report.json; if it exists, a number is added to its name.",
+)  # fmt: skip
+@click.option(
+    "--write-data", type=click.Path(path_type=Path), metavar="PATH",
+    help="Write the made-up data that the tiers train on, and do nothing else.",
+)  # fmt: skip
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, tier: str | None, device: str, check_memory: bool, keep_going: bool, random_weights: bool,
+    out: Path, write_data: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Test that training works here: train from the config of a tier, and judge the run by the tier's criteria.
+
+    Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
+    """
+    import json
+
+    from dualtune.base.errors import Preempted
+    from dualtune.base.files import write_file
+    from dualtune.cli.screen import phases
+    from dualtune.doctor.validate.tiers import open_setup, tiers_of
+    from dualtune.engine.choose import choose
+    from dualtune.engine.detect import detect
+
+    if write_data is not None:
+        _write_data(write_data)
+        ctx.exit(0)
+    if tier is None:
+        raise click.UsageError("Say which tier to run: --tier quick, convergence, memory, extended, full or all.")
+    tiers = tiers_of(tier)
+    try:
+        with phases(err=as_json) as shown:
+            options = TierOptions(check_memory, keep_going, shown)
+            machine = detect()
+            choice = choose(device, machine)
+            options.tell(f"platform    {choice.platform}: {choice.reason}")
+            shown.begin("importing", choice.backend)
+            setup = open_setup(choice, out, random_weights=random_weights)
+            results = _run_all(tiers, setup, machine, options)
+    except Preempted as stop:
+        say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
+        ctx.exit(stop.exit_code)
+    found = _report(results, setup, machine)
+    text = json.dumps(found, indent=2)
+    write_file(setup.out / "report.json", text + "\n")
+    if as_json:
+        say(text)
+    options.tell(f"report      {setup.out / 'report.json'}")
+    ctx.exit(found["exit_code"])
+
+
+def _write_data(path: Path) -> None:
+    from dualtune.doctor.validate.tiers import NUM_ROWS, write_rows
+
+    say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
+
+
+def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, options: TierOptions) -> list[TierResult]:
+    """Run each tier in turn, up to the first that fails, unless `options` says otherwise."""
+    results: list[TierResult] = []
+    for index, tier in enumerate(tiers):
+        results.append(_run_one(tier, setup, machine, options))
+        left = [each.name for each in tiers[index + 1 :]]
+        if results[-1].exit_code and left and not options.keep_going:
+            options.tell(f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them anyway)")
+            break
+    return results
+
+
+def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
+    from dualtune.base.checks import table
+    from dualtune.base.errors import EnvironmentFault
+    from dualtune.doctor.validate.run import missing, not_run, run_tier
+    from dualtune.doctor.validate.tiers import check_memory, plan
+
+    tell = options.tell
+    planned = plan(tier, setup)
+    tell(f"\ntier        {tier.name}: {tier.title}. {planned.model}, {planned.config.train.steps} steps")
+    for note in planned.notes:
+        tell(f"note        {note}")
+    try:
+        if options.check_memory:
+            check = check_memory(planned, setup, machine)
+            tell(f"memory      {check.found}")
+            if check.level == "fail":
+                return _tell_end(not_run(planned, setup, check), options)
+        result = run_tier(planned, setup, [_live(tier.name, setup, options)])
+    except EnvironmentFault as error:
+        return _tell_end(not_run(planned, setup, missing(error)), options)
+    tell(table(result.checks))
+    return _tell_end(result, options)
+
+
+def _tell_end(result: TierResult, options: TierOptions) -> TierResult:
+    name, observed = result.plan.tier.name, result.observed
+    if observed is None:
+        options.tell(f"verdict     {name} was not run: {result.checks[-1].found}")
+        return result
+    if result.decrease is not None:
+        options.tell(f"Loss convergence: {result.decrease}")
+    failed = [check.name for check in result.checks if check.level == "fail"]
+    ending = f": {', '.join(failed)}" if failed else ""
+    options.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
+    return result
+
+
+def _report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machine) -> dict[str, Any]:
+    """Return all results as JSON values."""
+    from datetime import UTC, datetime
+
+    from dualtune.doctor.validate.run import exit_code_of, report
+
+    code = exit_code_of(results)
+    gpus = [{"name": g.name, "bytes": g.total_bytes, "capability": g.compute_capability} for g in machine.gpus]
+    return {
+        "ok": code == 0,
+        "exit_code": code,
+        "date": datetime.now(UTC).date().isoformat(),
+        "platform": setup.platform,
+        "random_weights": setup.random_weights,
+        "machine": {
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory_bytes": machine.memory_bytes,
+            "gpus": gpus,
+            "driver": machine.driver,
+            "cuda": machine.cuda,
+        },
+        "tiers": [report(result) for result in results],
+    }
+
+
+def _live(name: str, setup: ValidationSetup, options: TierOptions) -> Hook:
+    from dualtune.cli.progress import TierShown
+
+    return TierShown(name, setup.backend.memory, options.shown)

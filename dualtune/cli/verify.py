@@ -1,0 +1,72 @@
+"""`dualtune verify`: whether an adapter computes here what it computed where it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.cli.adapter_sets import base_of
+from dualtune.cli.bundle import wanted_options
+from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
+
+if TYPE_CHECKING:
+    from dualtune.use.transfer.bundles.manifest import RequiredBinding
+
+
+@click.command("verify")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--base", metavar="MODEL",
+    help="The base model: a directory or a hub id.  [default: the one that the adapter names]",
+)  # fmt: skip
+@wanted_options
+@dtype_option
+@quantization_option
+@platform_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, directory: Path, base: str | None, wanted: RequiredBinding, dtype: str, quantization: str,
+    platform: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
+
+    DIR may also be a directory that `dualtune pull` unpacked: then the name and the date of its bundle are shown.
+
+    Exit code 0 if it is the same function, within what the precisions allow, and 6 if it is not, or if there is
+    nothing to compare with.
+    """
+    import json
+
+    from dualtune.base.checks import table
+    from dualtune.base.errors import FormatError
+    from dualtune.cli.screen import phases, tell
+    from dualtune.cli.terminal import say
+    from dualtune.model.formats.directory import adapter_directory
+    from dualtune.use.transfer.bundles import manifest
+
+    if base is None:
+        path, _ = manifest.find(adapter_directory(directory), wanted)
+        base = base_of(None, [path], option="--base MODEL")
+    with phases(err=as_json) as shown:
+        shown.begin("checking", "the adapter and its base")
+        from dualtune.engine.backend import Backend
+        from dualtune.engine.card import check_value
+        from dualtune.use.verify.verify import verify
+
+        def open_backend() -> Backend:
+            backend = backend_for(platform, err=as_json)
+            check_value(backend, "model.dtype", dtype)
+            check_value(backend, "model.quantization", quantization)
+            shown.begin("computing", "what was recorded")
+            return backend
+
+        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, wanted=wanted)
+    if as_json:
+        say(json.dumps(result.to_json(), indent=2))
+    else:
+        tell(table(result.checks))
+        tell(f"\nverdict: {result.verdict}: {result.sentence}")
+    ctx.exit(0 if result.ok else FormatError.exit_code)

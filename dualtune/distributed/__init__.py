@@ -1,1 +1,0 @@
-"""The processes of a run, as its loop sees them."""

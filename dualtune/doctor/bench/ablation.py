@@ -1,0 +1,320 @@
+"""Each memory technique alone and all together: what it takes against the plan, and what it costs, measured here.
+
+A row of the table is a technique of `TECHNIQUES` that the backend honours, with the config's own model and data. Each
+measurement is a process of its own (`ablation_process.py`). `none`, with every technique off, is measured anew in each
+round, and times are compared within a round, because a machine is not equally busy all the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.text import in_bytes
+from dualtune.config import Config, load_config
+from dualtune.doctor.bench.ablation_process import AblationWork, Measured
+from dualtune.doctor.bench.in_process import Failed, run_apart
+from dualtune.engine.card import Card, card_of, check_capabilities
+from dualtune.engine.choose import choose
+from dualtune.engine.detect import detect
+from dualtune.engine.memory.budget import budget
+from dualtune.engine.memory.counted import Shape, shape_from
+from dualtune.engine.memory.estimate import Estimate, ask_of, estimate, tokens_at_once
+from dualtune.engine.memory.shapes import UnknownShape
+from dualtune.model.base_model import read_config, resolve_model
+
+WITHIN = 0.10  # of what was measured, that the plan may differ
+LOSS_WITHIN = 1e-6  # of the loss in float32, for a technique that does not change the result
+CHECKPOINTING, TOKENS, BASE = "memory.checkpointing", "train.micro_batch_tokens", "model.quantization"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the values of some techniques depend on."""
+
+    layers: int  # of the model
+    tokens: int  # of the largest micro-batch, with padding
+    longest: int  # document
+
+    @property
+    def half_the_tokens(self) -> int:
+        return max(self.longest, self.tokens // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    name: str
+    settings: Callable[[Scale], Mapping[str, Any]]
+    same_result: bool = True
+    combined: bool = True  # whether `all` contains it
+
+
+# A new technique is one line. The values of keys that a backend does not honour are not offered on it.
+TECHNIQUES = (
+    Technique("adapter inputs", lambda scale: {CHECKPOINTING: "remade"}, combined=False),
+    Technique("half of the layers", lambda scale: {CHECKPOINTING: f"{{layers: {scale.layers // 2}}}"}, combined=False),
+    Technique("all layers", lambda scale: {CHECKPOINTING: "full"}),
+    Technique("half the micro-batch", lambda scale: {TOKENS: scale.half_the_tokens}),
+    Technique("int8 base", lambda scale: {BASE: "int8"}, same_result=False, combined=False),
+    Technique("affine4 base", lambda scale: {BASE: "affine4"}, same_result=False),
+    Technique("nf4 base", lambda scale: {BASE: "nf4"}, same_result=False),
+    Technique("offloaded activations", lambda scale: {CHECKPOINTING: "full", "memory.offload": "activations"}),
+    Technique("streamed layers", lambda scale: {CHECKPOINTING: "full", "memory.resident_layers": 2}),
+    Technique("8-bit AdamW", lambda scale: {"train.optimizer": "adamw_8bit"}, same_result=False),
+)
+NONE = Technique("none", lambda scale: {CHECKPOINTING: "none", BASE: "none"}, combined=False)
+ALL = "all"
+
+
+@dataclass(slots=True)
+class AblationRow:
+    """A technique and its measurements, one for each round."""
+
+    technique: Technique
+    overrides: tuple[str, ...]
+    planned: Estimate | None = None
+    measured: list[Measured] = field(default_factory=lambda: [])
+    process_bytes: int | None = None  # the most anonymous memory of the process during the steps
+    failure: str = ""  # why it was not measured
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """Return the bytes of tensors by plan: what a process takes besides them is not counted."""
+        return None if self.planned is None else self.planned.total_bytes - self.planned["reserve"]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max((one.peak_bytes for one in self.measured if one.peak_bytes is not None), default=None)
+
+    @property
+    def difference(self) -> float | None:
+        """Return the plan's difference from what was measured, as a share of that."""
+        planned, peak = self.planned_bytes, self.peak_bytes
+        return None if planned is None or not peak else planned / peak - 1
+
+    @property
+    def loss(self) -> float | None:
+        return self.measured[0].loss if self.measured else None
+
+    def time_of(self, baseline: AblationRow) -> float | None:
+        """Return the time of a step in times of the baseline's, the median of the rounds."""
+        pairs = zip(self.measured, baseline.measured, strict=False)
+        ratios = [median(mine.step_s) / median(other.step_s) for mine, other in pairs]
+        return median(ratios) if ratios else None
+
+    def loss_difference(self, baseline: AblationRow) -> float | None:
+        """Return the difference from the baseline's loss as a share of it."""
+        if self.loss is None or not baseline.loss:
+            return None
+        return self.loss / baseline.loss - 1
+
+    def problem(self, baseline: AblationRow) -> str:
+        """Say what is wrong with this row; empty if nothing is."""
+        if self.failure:
+            return f"was not measured: {self.failure}"
+        if self.difference is None:
+            return "was not compared: this backend does not count its tensors"
+        if abs(self.difference) > WITHIN:
+            return f"the plan is {self.difference:+.1%} off, more than {WITHIN:.0%}"
+        off = self.loss_difference(baseline)
+        if self.technique.same_result and off is not None and not abs(off) <= LOSS_WITHIN and self._is_exact:
+            return f"the loss is {off:+.1e} off, but this technique must not change it by more than {LOSS_WITHIN:.0e}"
+        return ""
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.measured[0].dtype == "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """The table. The first row is the baseline."""
+
+    rows: tuple[AblationRow, ...]
+    not_offered: Mapping[str, str]  # technique -> why
+
+    @property
+    def baseline(self) -> AblationRow:
+        return self.rows[0]
+
+    @property
+    def problems(self) -> list[str]:
+        """Return a line for each technique that was not measured or differs from what it promises."""
+        found = ((row.technique.name, row.problem(self.baseline)) for row in self.rows)
+        return [f"{name}: {problem}" for name, problem in found if problem]
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [_as_json(row, self.baseline) for row in self.rows]
+        return {"problems": self.problems, "not_offered": dict(self.not_offered), "rows": rows}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is measured, and where."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    platform: str
+    steps: int
+    card: Card  # with only the device that computes
+    decoder: Shape
+    have_bytes: int
+
+    def config_with(self, overrides: Iterable[str]) -> Config:
+        """ConfigError if a value does not exist, or if the backend does not honour it on this device."""
+        found = load_config(self.config, (*self.overrides, *overrides))
+        check_capabilities(self.card, found)
+        return found
+
+    def plan(self, overrides: Iterable[str], sizes: Iterable[Sequence[int]] = ()) -> Estimate:
+        """Plan the largest of these micro-batches; without any, that of the config."""
+        ask = ask_of(self.config_with(overrides), self.decoder, self.card.name, self.card.devices[0].kind)
+        asks = [replace(ask, micro_batch_tokens=cells, max_length=longest) for cells, longest in sizes]
+        return max((estimate(self.decoder, each) for each in asks or [ask]), key=lambda found: found.total_bytes)
+
+
+def ablate(
+    config: Path, overrides: Sequence[str] = (), platform: str = "auto", *, steps: int = 3, rounds: int = 2,
+    only: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None,
+) -> Ablation:  # fmt: skip
+    """Measure the techniques, or `only` those of these names, besides the baseline. `tell` hears what is measured.
+
+    ConfigError for an unknown name or an impossible config; EnvironmentFault where there is no plan to compare with.
+    """
+    names = (*(technique.name for technique in TECHNIQUES), ALL)
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigError(f"--only: got '{unknown[0]}', allowed: {', '.join(names)}")
+    place = _place(config, tuple(overrides), platform, steps)
+    baseline = AblationRow(NONE, _as_overrides(NONE.settings(_planned_scale(place))))
+    tell(NONE.name)
+    _measure(place, baseline)
+    offered, not_offered = _offered(place, _scale(place, baseline), only)
+    rows = [baseline, *offered]
+    for each in range(rounds):
+        for row in rows[each == 0 :]:  # the baseline of the first round is done
+            if not row.failure:
+                tell(f"{row.technique.name}, round {each + 1} of {rounds}")
+                _measure(place, row)
+    return Ablation(tuple(rows), not_offered)
+
+
+def _place(config: Path, overrides: tuple[str, ...], platform: str, steps: int) -> _Place:
+    loaded, choice, machine = load_config(config, overrides), choose(platform), detect()
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    device = card.device(kind or "")
+    if card.memory is None or device is None:
+        raise EnvironmentFault(f"there is no memory plan for the backend {choice.backend}, so nothing to compare with")
+    try:
+        decoder = shape_from(read_config(resolve_model(loaded.model.name, weights=False)), choice.backend)
+    except UnknownShape as reason:
+        raise EnvironmentFault(f"model.name: {loaded.model.name}: {reason}") from reason
+    has = budget(machine, choice.platform if device.kind == "cuda" else device.kind)
+    here = replace(card, devices=(device,))
+    return _Place(config, overrides, choice.platform, steps, here, decoder, has.bytes)
+
+
+def _planned_scale(place: _Place) -> Scale:
+    config = place.config_with(())
+    longest = config.data.max_length
+    return Scale(place.decoder.layers, tokens_at_once(config.train.micro_batch_tokens, longest), longest)
+
+
+def _scale(place: _Place, baseline: AblationRow) -> Scale:
+    """Return the scale of the baseline's micro-batches; if it was not measured, that of the config."""
+    if not baseline.measured:
+        return _planned_scale(place)
+    cells, longest = (max(values) for values in zip(*baseline.measured[0].micro_batches, strict=True))
+    return Scale(place.decoder.layers, cells, longest)
+
+
+def _offered(place: _Place, scale: Scale, only: Sequence[str]) -> tuple[list[AblationRow], dict[str, str]]:
+    """Return the techniques that this backend honours, with `all` of them together, and why it lacks the others."""
+    rows: list[AblationRow] = []
+    refused: dict[str, str] = {}
+    for technique in TECHNIQUES:
+        settings = dict(NONE.settings(scale)) | dict(technique.settings(scale))
+        try:
+            place.config_with(_as_overrides(settings))
+        except ConfigError as error:
+            refused[technique.name] = str(error).splitlines()[0]
+            continue
+        if settings.get(TOKENS) == scale.tokens:
+            refused[technique.name] = f"the largest micro-batch is a single document of {scale.longest} tokens"
+            continue
+        rows.append(AblationRow(technique, _as_overrides(settings)))
+    if combined := [row.technique for row in rows if row.technique.combined]:
+        rows.append(_together(combined, scale))
+    return [row for row in rows if not only or row.technique.name in only], refused
+
+
+def _together(techniques: Sequence[Technique], scale: Scale) -> AblationRow:
+    """Combine techniques. Of several values for a key, the last one in the table counts."""
+    settings = dict(NONE.settings(scale))
+    for technique in techniques:
+        settings |= dict(technique.settings(scale))
+    same = all(technique.same_result for technique in techniques)
+    return AblationRow(Technique(ALL, lambda scale: settings, same_result=same), _as_overrides(settings))
+
+
+def _as_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in settings.items())
+
+
+def _measure(place: _Place, row: AblationRow) -> None:
+    """Add a measurement to a row, or the reason why there is none."""
+    try:
+        need = place.plan(row.overrides, row.measured[0].micro_batches if row.measured else ()).total_bytes
+        if need > place.have_bytes:
+            raise Failed(f"it needs an estimated {in_bytes(need)}, this machine has {in_bytes(place.have_bytes)}")
+        work = AblationWork(str(place.config), (*place.overrides, *row.overrides), place.platform, place.steps)
+        measured, process_bytes = run_apart(work)
+        row.measured.append(measured)
+        row.planned = place.plan(row.overrides, measured.micro_batches)
+    except (Failed, ConfigError) as error:
+        row.failure = str(error)
+        return
+    if measured.device == "cpu":
+        row.process_bytes = max(row.process_bytes or 0, process_bytes)
+    if not math.isfinite(measured.loss):
+        row.failure = f"the loss is {measured.loss}"
+
+
+def _as_json(row: AblationRow, baseline: AblationRow) -> dict[str, Any]:
+    parts = row.planned.parts if row.planned else ()
+    return {
+        "technique": row.technique.name,
+        "set": list(row.overrides),
+        "planned_bytes": row.planned_bytes,
+        "parts": {part.name: part.bytes for part in parts},
+        "measured_bytes": row.peak_bytes,
+        "difference": row.difference,
+        "process_bytes": row.process_bytes,
+        "step_s": [one.step_s for one in row.measured],
+        "time": row.time_of(baseline),
+        "loss": row.loss,
+        "loss_difference": row.loss_difference(baseline),
+        "same_result": row.technique.same_result,
+        "problem": row.problem(baseline),
+    }
+
+
+def lines(found: Ablation) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table as text, the header first."""
+    yield "technique", "planned", "measured", "plan is off", "process", "time", "loss", "of none"
+    for row in found.rows:
+        time, off = row.time_of(found.baseline), row.loss_difference(found.baseline)
+        yield (
+            row.technique.name,
+            *("" if size is None else in_bytes(size) for size in (row.planned_bytes, row.peak_bytes)),
+            "" if row.difference is None else f"{row.difference:+.1%}",
+            "" if row.process_bytes is None else in_bytes(row.process_bytes),
+            "" if time is None else f"{time:.2f}",
+            "" if row.loss is None else f"{row.loss:.6f}",
+            "" if off is None else f"{off:+.1e}",
+        )

@@ -1,0 +1,117 @@
+"""The process in which one memory technique is measured: memory that a process has used does not all come back.
+
+`python -m dualtune.doctor.bench.ablation_process` reads an `AblationWork` as JSON from standard input. It writes two
+lines to standard output: "loaded" when training begins, then a `Measured` as JSON, or {"error": …}. All else goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dualtune.base import interrupt
+from dualtune.base.errors import DualtuneError
+from dualtune.config import load_config
+from dualtune.doctor.bench.measure import document_lengths
+from dualtune.engine.backend import Batch, Engine
+from dualtune.engine.choose import choose, open_backend
+from dualtune.train.prepare import Prepared, prepare
+from dualtune.train.recovery import explained
+from dualtune.train.run import load_engine
+from dualtune.train.step import TrainingStep
+
+
+@dataclass(frozen=True, slots=True)
+class AblationWork:
+    """What a process measures."""
+
+    config: str  # the path of the file
+    overrides: Sequence[str]
+    platform: str
+    steps: int  # after the first one, which may compile
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the training steps of a process took."""
+
+    backend: str
+    device: str  # its kind
+    dtype: str
+    # [cells, tokens of the longest document] of the micro-batches, each pair once: the memory depends on them.
+    micro_batches: Sequence[tuple[int, int]]
+    peak_bytes: int | None  # of tensors; None: the backend does not count them
+    step_s: Sequence[float]  # of processor time on a CPU, otherwise of wall time
+    loss: float  # of the last step
+
+
+def main() -> None:
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)
+        try:
+            found: dict[str, Any] = asdict(measure(AblationWork(**json.load(sys.stdin)), out))
+        except DualtuneError as error:
+            found = {"error": str(error)}
+        print(json.dumps(found), file=out)
+
+
+def measure(work: AblationWork, out: IO[str]) -> Measured:
+    """Take the steps. Errors as those of `dualtune bench`."""
+    config = load_config(Path(work.config), work.overrides)
+    backend = open_backend(choose(work.platform))
+    prepared = prepare(config, backend)
+    kind = backend.devices()[0].kind
+    with explained(backend, config, "in the measurement, which does not recover from it"):
+        engine = load_engine(prepared)
+        backend.synchronize()
+        backend.reset_peak_memory()
+        print("loaded", file=out)
+        batches = [prepared.batches(step) for step in range(1 + work.steps)]
+        clock = time.process_time if kind == "cpu" else time.perf_counter
+        step_s: list[float] = []
+        loss = 0.0
+        for step in range(1 + work.steps):
+            interrupt.poll()
+            start = clock()
+            loss = _take(prepared, engine, step, batches[step])
+            step_s.append(clock() - start)
+        peak = _peak(prepared, engine, [batch for batches_of in batches for batch in batches_of])
+    found = {size_of(batch) for batches_of in batches for batch in batches_of}
+    return Measured(backend.name, kind, engine.description.dtype, sorted(found), peak, step_s[1:], loss)
+
+
+def size_of(batch: Batch) -> tuple[int, int]:
+    """Return the cells of a micro-batch, padding included, and the tokens of its longest document."""
+    return batch.tokens_BT.size, int(document_lengths([batch]).max(initial=0))
+
+
+def _take(prepared: Prepared, engine: Engine, step: int, batches: list[Batch]) -> float:
+    outcome = prepared.policy.take(TrainingStep(prepared, engine, step, lambda step: batches))
+    loss = 0.0 if outcome.update is None else float(outcome.update.output.loss)
+    prepared.backend.synchronize()
+    return loss
+
+
+def _peak(prepared: Prepared, engine: Engine, batches: list[Batch]) -> int | None:
+    """Return the allocator's peak of the steps so far; if it keeps none, that of one more, as its profiler counts it.
+
+    An allocator that counts also knows what it keeps for later (`MemoryStats.cached_bytes`).
+    """
+    memory = prepared.backend.memory()
+    if memory.cached_bytes is not None:
+        return memory.peak_bytes
+    largest = max(batches, key=size_of)
+    with tempfile.TemporaryDirectory() as place:
+        return prepared.backend.profile(lambda: _take(prepared, engine, 0, [largest]), Path(place)).peak_bytes
+
+
+if __name__ == "__main__":
+    main()

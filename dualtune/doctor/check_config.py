@@ -1,0 +1,279 @@
+"""Checks of a config before anything is downloaded, loaded or written: a row for each check."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dualtune.base.checks import Check
+from dualtune.base.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
+from dualtune.base.files import existing
+from dualtune.base.text import in_bytes
+from dualtune.config import Config, load_config
+from dualtune.config.schema import AdapterConfig
+from dualtune.doctor.check_config_data import check_sources, first_step, step_rows, steps_of_run, with_lengths_of
+from dualtune.doctor.check_config_model import (
+    activation_cache_rows,
+    decoder_to_plan,
+    failure,
+    find_model,
+    length_row,
+    load_tokenizer,
+    shape_of,
+    stop_rows,
+    targets_rows,
+)
+from dualtune.engine.backend import get_backend
+from dualtune.engine.card import Honours, card_of, check_capabilities
+from dualtune.engine.choose import PlatformChoice, choose
+from dualtune.engine.detect import detect
+from dualtune.engine.machine import Machine
+from dualtune.engine.machines import MachineLimits, limits_or_none, named, published
+from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.memory.counted import Shape
+from dualtune.engine.memory.estimate import Estimate, num_trained
+from dualtune.engine.memory.plan import MemoryPlan, plan_of
+from dualtune.engine.step_time import StepDocuments, predict
+from dualtune.train.prepare import start_of, with_adapter_of
+from dualtune.train.saver import check_space
+from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether a config fits into the memory of a machine, and what to change if not.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The memory that a run needs, and the memory that it may use."""
+
+    plan: MemoryPlan
+    budget: Budget
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.plan.estimate
+
+
+def memory_row(memory: MemoryNeed) -> Check:
+    plan, budget = memory.plan, memory.budget
+    if not budget.bytes:  # no such device: another row reports it
+        return Check("memory", "skipped", f"needs {in_bytes(plan.estimate.total_bytes)}; {budget.reason}")
+    found = plan.compare(budget.reason)
+    return Check("memory", "ok", found) if plan.fits else Check("memory", "fail", found, str(plan.smaller))
+
+
+def plan_config(
+    config: Config, machine: Machine, choice: PlatformChoice, evaluated: Config | None = None
+) -> MemoryNeed:
+    """Plan the run of a config on a machine; `evaluated` is as for `plan_of`.
+
+    ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
+    """
+    if config.adapter.init_from is not None:
+        start = start_of(config)
+        config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
+        raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
+    decoder = decoder_to_plan(config, choice.backend)
+    if config.memory.sharding == "full":
+        raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
+    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
+    if not has.bytes:
+        raise EnvironmentFault(f"{has.reason}. Plan for another machine with --machine, such as h100-80")
+    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated), has)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The usual range for LoRA. Ranks outside of it may be right, but get an advice.
+LEAST_RANK, MOST_RANK = 8, 64
+MOST_DROPOUT = 0.2
+LEAST_TARGETS = 4
+
+
+@dataclass(slots=True)
+class ConfigReport:
+    """The rows in the order of the checks, and the memory if it could be estimated."""
+
+    checks: list[Check] = field(default_factory=lambda: [])
+    memory: MemoryNeed | None = None
+
+
+def check_config(
+    path: Path, overrides: Iterable[str] = (), *, platform: str = "auto", machine_name: str | None = None
+) -> ConfigReport:
+    """Check a config for this machine, or for one of `machines.MACHINES`.
+
+    ConfigError for an unknown machine or platform; problems of the config itself are rows.
+    """
+    machine = named(machine_name) if machine_name else detect()
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
+        return ConfigReport(rows)
+    config, start = _with_start(config)
+    report = ConfigReport(
+        [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
+    )
+    choice = _choice(platform, machine, report)
+    if choice is not None:
+        device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
+        report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
+    model, rows = find_model(config)
+    report.checks += rows
+    tokenizer, row = load_tokenizer(config, model)
+    report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
+    rows, seen = check_sources(config, tokenizer)
+    report.checks += [*rows, *step_rows(config, seen)]
+    decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
+    report.checks += activation_cache_rows(config, decoder)
+    if decoder is None:
+        report.checks += targets_rows(config, model)
+    if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
+        row, report.memory = _memory(*with_lengths_of(config, seen), decoder, reason, choice, machine)
+        report.checks.append(row)
+        if report.memory is not None:
+            limits = limits_or_none(machine_name) if machine_name else published(machine)
+            documents, num_steps = first_step(config, seen), steps_of_run(config, seen)
+            report.checks.append(_time_row(report.memory, documents, num_steps, limits))
+    report.checks += _run_dir_rows(config, decoder, steps_of_run(config, seen))
+    return report
+
+
+def adapter_rows(adapter: AdapterConfig) -> list[Check]:
+    """Return rows with advice on the adapter."""
+    if adapter.trains_model:
+        return [Check("adapter", "ok", "none: all parameters of the model are trained")]
+    rows = [Check("adapter", "advice", found, fix) for found, fix in _advice(adapter)]
+    targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
+    scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
+    usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
+    return rows or [Check("adapter", "ok", usual)]
+
+
+def _with_start(config: Config) -> tuple[Config, list[Check]]:
+    """Return the config with rank, alpha and targets of the adapter that training starts from, as in the run."""
+    if config.adapter.init_from is None:
+        return config, []
+    try:
+        config = with_adapter_of(config, start_of(config))
+    except DualtuneError as error:
+        return config, [failure("start", error)]
+    found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
+    return config, [Check("start", "ok", f"{found}, alpha {config.adapter.alpha:g}")]
+
+
+def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is unusual, and what is usual."""
+    if not LEAST_RANK <= adapter.rank <= MOST_RANK:
+        yield f"rank {adapter.rank} is unusual", f"adapter.rank from {LEAST_RANK} to {MOST_RANK} is usual"
+    if adapter.scaling == "standard" and adapter.alpha != 2 * adapter.rank:
+        scale = adapter.alpha / adapter.rank
+        yield f"alpha {adapter.alpha:g} scales the adapter by {scale:g}", f"adapter.alpha {2 * adapter.rank} is usual"
+    if adapter.dropout > MOST_DROPOUT:
+        yield f"dropout {adapter.dropout:g} is high", f"adapter.dropout up to {MOST_DROPOUT:g} is usual"
+    if not isinstance(adapter.targets, str) and len(adapter.targets) < LEAST_TARGETS:
+        found = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
+        yield found, "Name more adapter.targets: all of attention, or all seven, which learn more at the same rank"
+
+
+# --- platform and backend --------------------------------------------------------------------------------------------
+
+
+def _choice(platform: str, machine: Machine, report: ConfigReport) -> PlatformChoice | None:
+    """Choose the backend and device, and add their row."""
+    try:
+        choice = choose(platform, machine)
+    except EnvironmentFault as error:
+        report.checks.append(failure("platform", error))
+        return None
+    if choice.platform.startswith("cuda") and not machine.gpus:
+        found = f"cuda, but there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
+        fix = "dualtune check-gpu, or check another machine with --machine, such as h100-80"
+        report.checks.append(Check("platform", "fail", found, fix, EnvironmentFault.exit_code))
+    else:
+        report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
+    return choice
+
+
+def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_here: bool) -> list[Check]:
+    """Check that the backend can be loaded and honours every key."""
+    try:
+        # Load the backend for a GPU: its framework may be built without support for it. A CPU needs no such check.
+        backend: Honours = card_of(choice.backend)
+        if device != "cpu" or not backend.honoured or not backend.package.is_installed:
+            backend = get_backend(choice.backend, device)
+        check_capabilities(backend, config)
+    except ConfigError as error:
+        return [Check("backend", "fail", line, exit_code=error.exit_code) for line in str(error).splitlines()]
+    except EnvironmentFault as error:
+        if is_here:
+            return [failure("backend", error)]
+        return [Check("backend", "skipped", f"which keys it honours is not known on this machine: {error}")]
+    return [Check("backend", "ok", f"{backend.name} honours every key")]
+
+
+# --- memory and disk -------------------------------------------------------------------------------------------------
+
+
+def _memory(
+    config: Config, evaluated: Config, decoder: Shape | None, reason: str, choice: PlatformChoice, machine: Machine
+) -> tuple[Check, MemoryNeed | None]:
+    """Return the row, and the estimate if there is one."""
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
+        return Check("memory", "skipped", f"there is no estimate for the backend {choice.backend}"), None
+    if decoder is None:
+        return Check("memory", "skipped", reason), None
+    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
+    try:
+        plan = plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated)
+        memory = MemoryNeed(plan, has)
+    except ConfigError as error:  # targets or layers that the model does not have
+        return failure("memory", error), None
+    return memory_row(memory), memory
+
+
+def _time_row(
+    memory: MemoryNeed, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None
+) -> Check:
+    if limits is None:
+        return Check("time", "skipped", "no limits are known for this machine; dualtune bench measures a step")
+    try:
+        time = predict(memory.plan.decoder, memory.plan.ask, documents, limits)
+        return Check("time", "ok", f"{time.of_run(num_steps)}; {time.describe()}")
+    except EnvironmentFault as error:
+        return Check("time", "skipped", str(error))
+
+
+def _run_dir_rows(config: Config, decoder: Shape | None, num_steps: int | None) -> list[Check]:
+    """Check that the run directory can be used, and that the disk has room for the checkpoints."""
+    path = path_of(config)
+    place = existing(path)
+    try:
+        check_usable(path, "auto")
+        with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
+            pass
+    except ConfigError as error:
+        return [failure("run.dir", error)]
+    except OSError as error:
+        found = f"{path}: {place} cannot be written: {error.strerror}"
+        return [Check("run.dir", "fail", found, "Choose another with --set run.dir=…", DiskError.exit_code)]
+    holds = " holds a run, which would be resumed" if path.is_dir() and is_run_dir(path) else " is free"
+    rows = [Check("run.dir", "ok", f"{path}{holds}")]
+    if decoder is None:
+        return rows
+    try:
+        num_weights = num_trained(decoder, config.adapter)
+        check_space(RunDir(place, None), config, num_weights, num_steps)
+    except DiskError as error:
+        return [*rows, failure("disk", error)]
+    except ConfigError:  # reported in the row on memory
+        return rows
+    return [*rows, Check("disk", "ok", f"room for the checkpoints of {num_weights:,} trainable weights")]

@@ -1,0 +1,271 @@
+"""Checks of the data of a config and of its steps, from a quick look at the files."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.base.checks import Check
+from dualtune.base.errors import DataError, DualtuneError
+from dualtune.base.files import expanded
+from dualtune.config import Config
+from dualtune.config.data_section import SourceConfig
+from dualtune.data.batches import plan, step_documents
+from dualtune.data.chat.formats import Example
+from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one
+from dualtune.data.order import MOST_TOKENS, Order
+from dualtune.data.sources.readers import Role, is_hub_name, kind_of
+from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.doctor.check_config_model import failure, find_model, load_tokenizer
+from dualtune.engine.step_time import StepDocuments
+from dualtune.train.evaluation import layout_of
+from dualtune.train.memory import largest_micro_batch, with_real_lengths
+
+FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
+KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
+CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
+LONGEST_ROWS = 20  # by characters, of which the one with the most tokens is looked for
+FEW_STEPS = 50  # fewer steps train little
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a source of training data."""
+
+    weight: float
+    num_rows: int | None = None  # None: not counted
+    lengths: tuple[int, ...] = ()  # tokens of its first documents
+    targets: int = 0  # in these
+    longest: int | None = None  # tokens of its longest document; None: not known
+    is_evaluated: bool = False  # data to evaluate on, not to train on
+
+
+def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
+    """Return a row for each source, and what is known of each."""
+    rows: list[Check] = []
+    seen: list[Seen] = []
+    for source in config.data.sources():
+        row, found = _look(config, source, "train", tokenizer)
+        rows.append(row)
+        seen.append(found)
+    # A dataset of the hub may include validation data, which only a download shows.
+    local = not any(is_of_hub(source) for source in config.data.sources())
+    own = eval_sources(config.data) if local else config.data.eval_sources()
+    for source in own:
+        row, found = _look(config, source, "valid", tokenizer)
+        rows.append(row)
+        seen.append(replace(found, is_evaluated=True))
+    if config.data.held_out_share and not own and [found.num_rows for found in seen] == [1]:
+        found = f"none: data.eval holds out {config.data.held_out_share:.0%} of the rows, but there is only one"
+        rows.append(Check("eval data", "advice", found, "Split the row, or name evaluation data in data.eval"))
+    return rows, seen
+
+
+def is_of_hub(source: SourceConfig) -> bool:
+    """Return whether the source names a dataset of the hub, by the rule of `open_source`."""
+    return is_hub_name(source.path) and not kind_of(Path(source.path)) and not expanded(source.path).exists()
+
+
+def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer | None) -> tuple[Check, Seen]:
+    name = "data" if role == "train" else "eval data"
+    nothing = Seen(source.weight)
+    if is_of_hub(source):
+        return Check(name, "skipped", f"{source.path}: a dataset of the hub; it is not downloaded now"), nothing
+    try:
+        opened = open_one(source, role)
+        first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
+        num_rows = _count(opened)
+        longest = _longest(config, opened, tokenizer) if tokenizer and num_rows else None
+    except DualtuneError as error:
+        fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
+        return replace(failure(name, error), fix=fix), nothing
+    bad = [row for row in first if isinstance(row, BadRow)]
+    whole = num_rows == len(first)
+    found = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
+    found += f", {num_rows} in all" if num_rows is not None and not whole else ""
+    fix = f"dualtune check-data {source.path}"
+    tokenized = [row for row in first if isinstance(row, TokenizedRow)]
+    documents = [document for row in tokenized for document in row.documents]
+    targets = sum(int(mask[1:].sum()) for _, mask in documents)
+    seen = Seen(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
+    if bad and config.data.on_bad_row == "error":
+        found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
+        return Check(name, "fail", found, fix, DataError.exit_code), seen
+    if bad:
+        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), seen
+    row = Check(name, "ok", found)
+    return _tokens_row(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
+
+
+def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
+    examples = islice(opened.trainable(), FIRST_ROWS)
+    if tokenizer is None:
+        return examples
+    return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
+
+
+def _longest(config: Config, opened: OpenedSource, tokenizer: Tokenizer) -> int | None:
+    """Return the tokens of the longest document, by tokenizing the rows with the most characters."""
+    examples = (example for example in opened.trainable() if isinstance(example, Example))
+    rows = heapq.nlargest(LONGEST_ROWS, examples, key=lambda example: len(repr(example)))
+    found = tokenize_rows(iter(rows), tokenizer, config.data.loss_on, config.data.max_length)
+    return max((len(ids) for row in found if isinstance(row, TokenizedRow) for ids, _ in row.documents), default=None)
+
+
+def _count(opened: OpenedSource) -> int | None:
+    """Count the rows of files that are small enough to read; None for others."""
+    if sum(path.stat().st_size for path in opened.files.files) > CHEAP_BYTES:
+        return None
+    return sum(isinstance(row, RawRow) for row in opened.files.rows())
+
+
+def _tokens_row(
+    config: Config, row: Check, tokenized: list[TokenizedRow], lengths: tuple[int, ...], *, whole: bool
+) -> Check:
+    """Add to the row what tokenizing the first rows showed."""
+    states = Counter(found.state for found in tokenized)
+    if not lengths:
+        found = f"{row.found}, but none has a target within data.max_length = {config.data.max_length}"
+        fix = "Raise data.max_length, or check data.loss_on"
+        return Check(row.name, "fail" if whole else "advice", found, fix, DataError.exit_code)
+    text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
+    cut, dropped = states[State.CUT], states[State.NO_TARGET] + states[State.TOO_LONG]
+    if not cut + dropped:
+        return Check(row.name, "ok", text)
+    text += f"; {cut} cut to data.max_length, {dropped} without a target"
+    return Check(row.name, "advice", text, "dualtune preview shows the targets")
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def step_rows(config: Config, seen: list[Seen]) -> list[Check]:
+    """Return rows on the size of an optimizer step and on the number of steps."""
+    order, lengths = _estimated(config, seen)
+    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, seen, order, lengths)]
+
+
+def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarray]:
+    """Return the order of the rows to train on, and their lengths in tokens, as if all were like the first ones.
+
+    The order is None if rows are not counted, or if they are not tokenized and the step size is in tokens.
+    """
+    seen = [found for found in seen if not found.is_evaluated]
+    counts = [found.num_rows for found in seen]
+    lengths = [length for found in seen for length in found.lengths]
+    if None in counts or (config.train.documents_per_step is None and not lengths):
+        return None, np.array(lengths)
+    sizes = [count or 0 for count in counts]
+    chosen = held_out(sum(sizes), config.data.held_out_share, config.run.seed)
+    sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
+    if not len(sources):
+        return None, np.array(lengths)
+    documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
+    return Order(config, documents, sources, [found.weight for found in seen]), documents
+
+
+def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
+    """Describe one optimizer step: with the known lengths of documents, or else with the longest that are allowed."""
+    train, length, layout = config.train, config.data.max_length, layout_of(config)
+    tokens = MOST_TOKENS if train.tokens_per_step == "auto" else train.tokens_per_step
+    tokens = order.tokens_per_step if order else tokens
+    limit = "" if train.documents_per_step else f"up to {tokens} tokens: "
+    if order and lengths.max() < length:
+        ids = order.step(0).documents.tolist()
+        what = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
+        micro_batches, condition = len(plan(lengths, ids, layout)), ""
+    else:
+        number = train.documents_per_step or max(1, tokens // length)
+        more = "" if train.documents_per_step else " or more"
+        what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
+        micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
+    return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
+
+
+def look_at_data(config: Config) -> list[Seen]:
+    """Return what a quick look shows of each source."""
+    tokenizer, _ = load_tokenizer(config, find_model(config)[0])
+    return check_sources(config, tokenizer)[1]
+
+
+def with_lengths_of(config: Config, seen: list[Seen]) -> tuple[Config, Config]:
+    """Return the config with the lengths of the data, as a run plans its memory; unchanged if one is not known.
+
+    The first is for the steps, the second for the evaluation, whose micro-batches may be larger.
+    """
+    longest = [found.longest for found in seen if found.longest is not None]
+    order, lengths = _estimated(config, seen)
+    if order is None or len(longest) < len(seen):
+        return config, config
+    own = [found for found in seen if found.is_evaluated]
+    num_held_out = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
+    eval_tokens = num_held_out * lengths.mean()
+    eval_tokens += sum((found.num_rows or 0) * sum(found.lengths) / max(1, len(found.lengths)) for found in own)
+    cells = largest_micro_batch(order, lengths, layout_of(config))
+    evaluated = with_real_lengths(config, max(longest), max(cells, math.ceil(eval_tokens)))
+    return with_real_lengths(config, max(longest), cells), evaluated
+
+
+def first_step(config: Config, seen: list[Seen]) -> StepDocuments:
+    """Return the documents of the first step, as if all rows were like the first ones; else the longest allowed."""
+    order, lengths = _estimated(config, seen)
+    layout, longest = layout_of(config), config.data.max_length
+    seen = [found for found in seen if not found.is_evaluated]
+    known = sum(len(found.lengths) for found in seen)
+    if order is None or not known:
+        tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
+        number = config.train.documents_per_step or max(1, tokens // longest)
+        source = f"data.max_length, {longest} tokens for every document, because the data are not known"
+        return step_documents(np.full(number, longest), layout, source)
+    ids = order.step(0).documents
+    all_targets = sum(length - 1 for found in seen for length in found.lengths)
+    share = sum(found.targets for found in seen) / max(1, all_targets)
+    return step_documents(lengths[ids], layout, f"the first {_counted(known, 'document')} of the data", share)
+
+
+def steps_of_run(config: Config, seen: list[Seen]) -> int | None:
+    """Return the number of steps, as if all rows were like the first ones; None if it is not known."""
+    order, _ = _estimated(config, seen)
+    return config.train.steps or (order.num_steps if order else None)
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.ndarray) -> Check:
+    train = config.train
+    if train.steps is not None:
+        return Check("steps", "ok", f"{train.steps}, set by train.steps")
+    if order is None:
+        return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
+    number = order.num_steps
+    held_out_rows = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
+    held = f", {held_out_rows} rows held out" if held_out_rows else ""
+    whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
+    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"
+    if train.warmup >= number:
+        fix = f"--set train.warmup={max(1, number // 10)}"
+        return Check("steps", "advice", f"{found}, but train.warmup takes {train.warmup}", fix)
+    if number < FEW_STEPS:
+        return Check("steps", "advice", f"{found}; so few steps train little", _more_steps(config, number))
+    return Check("steps", "ok", found)
+
+
+def _more_steps(config: Config, number: int) -> str:
+    train = config.train
+    if train.documents_per_step is not None and train.documents_per_step > 1:
+        return "--set train.documents_per_step=null, which takes fewer documents a step if there are few"
+    if train.documents_per_step is None and train.tokens_per_step != "auto":
+        return "--set train.tokens_per_step=auto, which takes fewer tokens a step if there are few"
+    return f"More rows, or --set train.epochs={math.ceil(FEW_STEPS / number * train.epochs)}"

@@ -1,0 +1,309 @@
+"""The report of a self-test: versions, the machine, a row for each check, the verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import gzip
+import io
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from dualtune.base import fields
+from dualtune.base.errors import FormatError
+from dualtune.base.files import new_file
+from dualtune.base.redaction import REDACTED, redact
+from dualtune.base.text import in_columns
+from dualtune.base.untrusted import parse_object
+from dualtune.base.versions import VERSION, versions_of
+from dualtune.doctor.selftest.case import most_apart
+from dualtune.doctor.selftest.process import CheckResult
+from dualtune.engine.choose import PlatformChoice
+from dualtune.engine.machine import Machine
+from dualtune.train.state.records import recorded_packages
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What leaves the machine: without secrets, names of users and machines, and directories.
+
+_DIRECTORIES = re.compile(r"(?<![\w.:/~])~?/(?:[^/\s'\"]+/)+")  # of an absolute path; not of a URL, or of tokens/s
+_LEAST_NAME = 3  # characters: a shorter name is part of too many words
+_COMMON = {"root", "user", "ubuntu", "runner", "localhost"}  # that say nothing
+
+
+def anonymous(value: Any) -> Any:
+    """Return a JSON value with every text made anonymous, and numbers that JSON does not have as text."""
+    if isinstance(value, str):
+        return _text(value, _names())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): anonymous(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [anonymous(each) for each in cast("list[Any]", value)]
+    return value
+
+
+def _text(text: str, names: set[str]) -> str:
+    text = _DIRECTORIES.sub(".../", redact(text))
+    for name in names:
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", REDACTED, text)
+    return text
+
+
+def _names() -> set[str]:
+    found = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    with contextlib.suppress(KeyError, OSError):  # a user without a name, as in some containers
+        found.add(getpass.getuser())
+    return {name for name in found if len(name) >= _LEAST_NAME and name not in _COMMON}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The verdict in words: what works, what failed, what stayed plain and why, what is slow, and what to do next.
+
+SLOW = 0.5  # of the predicted speed
+# By the group of a check that failed: what it means for a user.
+NEXT = {
+    "device": "dualtune check-gpu says what is missing",
+    "numbers": "this device does not compute float32 as float32: do not compare its float32 runs with other machines",
+    "kernels": "train with model.kernels=reference until the kernel is mended",
+    "waits": "training is right, but the device idles while the host waits: expect less speed",
+    "memory": "keep more memory free than the estimate says: lower train.micro_batch_tokens first",
+    "resume": "do not rely on a resumed run being the one that was stopped",
+    "recorded": "do not compare losses of this machine with those of others",
+    "speed": "look at the check's own words",
+}
+SEND = "attach the archive to an issue, by the form for self-tests"
+
+
+def verdict(results: Sequence[CheckResult]) -> list[str]:
+    """Return the lines of the verdict, each with its label."""
+    return [f"{label:<11} {words}" for label, words in _lines(results)]
+
+
+def _lines(results: Sequence[CheckResult]) -> Iterator[tuple[str, str]]:
+    failed = [result for result in results if result.outcome == "failed"]
+    passed = [result for result in results if result.outcome == "passed"]
+    yield "works", f"{len(passed)} of {len(passed) + len(failed)} checks that could be made passed: {_groups(passed)}"
+    for result in failed:
+        yield "failed", f"{result.name}: {result.words}"
+    for result in results:
+        if result.outcome == "skipped":
+            is_kernel = result.name.startswith("kernels/")
+            yield "plain" if is_kernel else "skipped", f"{result.name}: {result.words}"
+    for result in results:
+        if not result.figures.get("bitwise", True) and result.outcome == "passed":
+            yield "differs", result.words
+    yield from _speed(results)
+    for group in dict.fromkeys(result.name.partition("/")[0] for result in failed):
+        yield "next", NEXT[group]
+    yield "next", SEND if failed else f"dualtune validate --tier quick, then train. And {SEND}"
+
+
+def _groups(results: Sequence[CheckResult]) -> str:
+    return ", ".join(dict.fromkeys(result.name.partition("/")[0] for result in results)) or "none"
+
+
+def _speed(results: Sequence[CheckResult]) -> Iterator[tuple[str, str]]:
+    for result in results:
+        found, predicted = (result.figures.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s"))
+        if found and predicted and found < SLOW * predicted:
+            yield "slow", f"{result.words}. dualtune bench shows where the time goes"
+        elif found:
+            yield "speed", result.words
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+SCHEMA_VERSION = 1
+FAILED = 1  # exit code
+# Variables that change how a framework computes or takes memory.
+SETTINGS = (
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING", "MLX_ENABLE_TF32", "DUALTUNE_KERNELS", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def report(choice: PlatformChoice, kind: str, machine: Machine, results: Sequence[CheckResult]) -> dict[str, Any]:
+    """Return the report as JSON values. It names no user, host or directory."""
+    code = exit_code_of(results)
+    found = {
+        "schema_version": SCHEMA_VERSION,
+        "ok": code == 0,
+        "exit_code": code,
+        "dualtune": VERSION,
+        "date": datetime.now(UTC).date().isoformat(),
+        "platform": choice.platform,
+        "backend": choice.backend,
+        "kind": kind,
+        "machine": _described(machine, kind),
+        "packages": versions_of(recorded_packages()),
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "checks": [_row(result) for result in results],
+        "verdict": verdict(results),
+    }
+    return anonymous(found)
+
+
+def exit_code_of(results: Sequence[CheckResult]) -> int:
+    """Return 0, or 1 if a check failed."""
+    return FAILED if any(result.outcome == "failed" for result in results) else 0
+
+
+def machine_name(machine: Machine, kind: str) -> str:
+    """Return what a reader calls the machine: its GPU, or its processor."""
+    return machine.gpus[0].name if kind == "cuda" and machine.gpus else machine.cpu
+
+
+def _described(machine: Machine, kind: str) -> dict[str, Any]:
+    gpus = [
+        {"name": gpu.name, "bytes": gpu.total_bytes, "capability": gpu.compute_capability, "mig": gpu.mig}
+        for gpu in machine.gpus
+    ]
+    return {
+        "name": machine_name(machine, kind), "system": machine.system, "arch": machine.arch, "python": machine.python,
+        "cpu": machine.cpu, "cores": machine.cores, "memory_bytes": machine.memory_bytes, "gpus": gpus,
+        "driver": machine.driver, "cuda": machine.cuda, "macos": machine.macos,
+        "metal_limit_bytes": machine.metal_limit_bytes,
+    }  # fmt: skip
+
+
+def _row(result: CheckResult) -> Mapping[str, Any]:
+    return {
+        "name": result.name, "title": result.title, "result": result.outcome, "words": result.words,
+        "figures": result.figures, "tolerance": result.tolerance, "seconds": round(result.seconds, 2),
+    }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The file that is sent: report.json and verdict.txt in a .tar.gz. It is read without trust.
+
+REPORT, VERDICT = "report.json", "verdict.txt"
+ROW = {"name", "result", "words", "figures", "tolerance"}
+MAX_BYTES = 4 << 20  # of the unpacked archive; a report has 40 kB
+
+
+def default_name(report: Mapping[str, Any]) -> str:
+    """Return a file name that says which machine it is of, and when."""
+    machine = re.sub(r"[^a-z0-9]+", "-", str(report["machine"]["name"]).lower()).strip("-") or "machine"
+    return f"dualtune-selftest-{machine[:40]}-{report['date']}.tar.gz"
+
+
+def write_archive(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report and its verdict. DiskError if that fails."""
+    files = {REPORT: json.dumps(report, indent=2) + "\n", VERDICT: "\n".join(report["verdict"]) + "\n"}
+    with new_file(path) as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)  # without owner, group and time
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return the report of an archive, or of a file that --json wrote. FormatError if it is neither."""
+    try:
+        data = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    report = parse_object(data if data[:1] == b"{" else _member(data, path), path)
+    version = fields.rank(report, "schema_version", path)
+    if version > SCHEMA_VERSION:
+        raise FormatError(f"{path}: schema version {version}, this dualtune reads {SCHEMA_VERSION}. Upgrade dualtune")
+    _check(report, path)
+    return report
+
+
+def _member(data: bytes, path: Path) -> bytes:
+    """Return report.json of an archive, without writing anything to disk."""
+    try:
+        with gzip.open(io.BytesIO(data)) as stream:
+            plain = stream.read(MAX_BYTES + 1)
+        if len(plain) > MAX_BYTES:
+            raise FormatError(f"{path}: unpacks to more than {MAX_BYTES} bytes, so it is no archive of a self-test")
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
+            found = next((each for each in tar if each.name == REPORT and each.isreg()), None)
+            stream = tar.extractfile(found) if found else None
+            if stream is None:
+                raise FormatError(f"{path}: holds no {REPORT}. Was it written by dualtune selftest?")
+            return stream.read()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise FormatError(f"{path}: is no archive of a self-test: {error}") from None
+
+
+def _check(report: Mapping[str, Any], path: Path) -> None:
+    """Raise FormatError unless everything that is shown has its type."""
+    fields.required(report, "machine", path)
+    fields.subtable(report, "machine", path)
+    for key in ("verdict", "checks"):
+        if not isinstance(fields.required(report, key, path), list):
+            raise fields.wrong(path, key, report[key], "a list")
+    for row in cast("list[Any]", report["checks"]):
+        table = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
+        if not table.keys() >= ROW:
+            raise fields.wrong(path, "checks", table, "rows of a self-test")
+        for key in ("figures", "tolerance"):
+            fields.subtable(table, key, path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two reports beside each other: an H100's and a Mac's.
+
+Report = Mapping[str, Any]
+MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Two reports compared."""
+
+    lines: tuple[str, ...]
+    agree: bool  # whether all losses that both have are within the tolerance
+
+
+def beside(a: Report, b: Report) -> Beside:
+    """Compare the checks of two reports, the losses that both recorded, and the speed."""
+    first, second = ({row["name"]: row for row in report["checks"]} for report in (a, b))
+    names = dict.fromkeys((*first, *second))
+    table = [("", *(str(report["machine"].get("name", "?")) for report in (a, b)))]
+    table += [(name, *(_result(rows.get(name)) for rows in (first, second))) for name in names]
+    gaps = list(_gaps(first, second))
+    said = [f"losses      {name}: up to {gap:.1e} nats apart, {most:.0e} allowed" for name, gap, most in gaps]
+    if not gaps:
+        said = ["losses      no run is in both reports"]
+    speeds = [rows.get("speed", {}).get("figures", {}).get("tokens_per_s") for rows in (first, second)]
+    if all(isinstance(speed, float) for speed in speeds):
+        said.append(f"speed       {speeds[0]:,.0f} and {speeds[1]:,.0f} tokens/s, of the shapes named above")
+    return Beside((in_columns(table), "", *said), bool(gaps) and all(gap <= most for _, gap, most in gaps))
+
+
+def _result(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return MISSING
+    return f"{row['result']}: {row['words']}" if row["name"] == "speed" else str(row["result"])
+
+
+def _gaps(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield (run, largest gap of the losses, tolerance) of each recorded run, float32 never beside 16 bits."""
+    for name, other in itertools.product(first, second):
+        (group, _, dtype), (other_group, _, other_dtype) = name.partition("/"), other.partition("/")
+        if not group == other_group == "recorded" or (dtype == "float32") != (other_dtype == "float32"):
+            continue
+        losses, others = (_numbers(row["figures"].get("losses")) for row in (first[name], second[other]))
+        if losses and len(losses) == len(others):
+            gap = max(abs(x - y) for x, y in zip(losses, others, strict=True))
+            yield " and ".join(dict.fromkeys((name, other))), gap, most_apart(dtype)
+
+
+def _numbers(values: Any) -> list[float]:
+    """Return a list of numbers, empty if it is anything else."""
+    found = cast("list[Any]", values) if isinstance(values, list) else []
+    return found if all(type(value) in (int, float) for value in found) else []

@@ -1,0 +1,325 @@
+"""Criteria of a run as data, how each of them is measured, and the verdict."""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from dualtune.base.checks import Check, Level
+from dualtune.base.errors import DualtuneError
+from dualtune.base.text import in_time
+from dualtune.config import Config
+from dualtune.doctor.validate.losses import decrease_of, largest_rise, window_means
+from dualtune.engine.backend import Backend
+from dualtune.model.adapter import init_adapter, modules_of, tensor_name
+from dualtune.model.formats.directory import read_adapter
+from dualtune.train.hooks import Hook, RunInfo, StepRecord
+from dualtune.train.state import checkpoint
+from dualtune.train.state.run_dir import CHECKPOINTS
+
+Relation = Literal["==", "<=", "<", ">=", ">"]
+Unit = Literal["count", "yes", "share", "bytes", "seconds", "number"]
+
+_RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+    "==": operator.eq, "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt,
+}  # fmt: skip
+
+WARM_UP_STEPS = 20  # excluded from the throughput: kernels are chosen and compiled in the first steps
+RATE_STEPS = 10  # throughput is measured over ten steps, as in a log line; for a single step it is mostly timing noise
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """One number of a run, and its limit."""
+
+    name: str
+    measure: str  # a key of MEASURES
+    relation: Relation
+    limit: float
+    unit: Unit = "count"
+    needs_pretrained: bool = False  # only a pretrained model can meet it
+    not_judged: str | None = None  # why the number is only shown here
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionResult:
+    """A criterion, the measured value, and whether the criterion is met."""
+
+    criterion: Criterion
+    level: Level
+    measured: float | None  # None: it could not be measured, and `note` says why
+    note: str | None = None
+
+    def check(self) -> Check:
+        """Return it as a row of a table."""
+        criterion = self.criterion
+        relation = "" if criterion.relation == "==" else f"{criterion.relation} "
+        limit = f"must be {relation}{shown(criterion.limit, criterion.unit)}"
+        if self.measured is None:
+            found = f"not measured: {self.note}" if self.level == "fail" else str(self.note)
+        else:
+            found = f"{shown(self.measured, criterion.unit)}, {limit}"
+            found += f"; not judged: {self.note}" if self.level == "skipped" else ""
+        return Check(criterion.name, self.level, found, exit_code=DualtuneError.exit_code)
+
+
+class NotMeasured(Exception):
+    """The run ended before there was enough to measure. The message says what is missing."""
+
+
+def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> CriterionResult:
+    """Measure and compare. A criterion that cannot be measured is not met."""
+    if criterion.needs_pretrained and random_weights:
+        return CriterionResult(criterion, "skipped", None, "random weights cannot meet it")
+    try:
+        measured = MEASURES[criterion.measure](observed)
+    except NotMeasured as reason:
+        return CriterionResult(criterion, "fail", None, str(reason))
+    if criterion.not_judged is not None:
+        return CriterionResult(criterion, "skipped", measured, criterion.not_judged)
+    is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # false for NaN
+    return CriterionResult(criterion, "ok" if is_met else "fail", measured)
+
+
+def shown(value: float, unit: Unit) -> str:
+    """Format a number for a reader."""
+    match unit:
+        case "yes":
+            return "yes" if value else "no"
+        case "share":
+            return f"{100 * value:.1f} %"
+        case "bytes":
+            return f"{value / 1e6:,.1f} MB"
+        case "seconds":
+            return in_time(value, 1)
+        case "count":
+            return f"{value:.0f}"
+        case "number":
+            return f"{value:.3g}"
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+
+def _device_is_ready(observed: Observed) -> float:
+    return float(observed.device_kind == observed.wanted_kind)
+
+
+def _model_is_on_device(observed: Observed) -> float:
+    if observed.engine is None:
+        return 0.0
+    device = str(observed.engine["device"]).partition(":")[0]  # cuda:0
+    return float(device == observed.wanted_kind)
+
+
+def _passes_ran(observed: Observed) -> float:
+    """A finite loss proves a forward pass; a finite gradient that is not zero proves a backward pass."""
+    return float(any(math.isfinite(s.loss) and 0 < s.grad_norm < math.inf for s in observed.steps))
+
+
+def _ran_to_the_end(observed: Observed) -> float:
+    return float(observed.problem is None)
+
+
+def _missing_steps(observed: Observed) -> float:
+    return observed.num_steps - len(observed.steps)
+
+
+def _bad_losses(observed: Observed) -> float:
+    _steps_of(observed)
+    return sum(not math.isfinite(loss) for loss in observed.losses)
+
+
+def _least_gradient(observed: Observed) -> float:
+    norms = [step.grad_norm for step in _steps_of(observed)]
+    return min(norms) if all(map(math.isfinite, norms)) else math.nan
+
+
+def _unchanged_tensors(observed: Observed) -> float:
+    if not observed.num_tensors:
+        raise NotMeasured("no adapter was written")
+    return len(observed.unchanged)
+
+
+def _plain_layers(observed: Observed) -> float:
+    weights = _weights(observed)
+    return weights["layers"] - weights["four_bit"]
+
+
+def _bytes_per_weight(observed: Observed) -> float:
+    weights = _weights(observed)
+    return weights["bytes"] / weights["parameters"]
+
+
+def _peak_bytes(observed: Observed) -> float:
+    _steps_of(observed)
+    return observed.peak_bytes
+
+
+def _elapsed(observed: Observed) -> float:
+    return observed.elapsed_s
+
+
+def _decrease(observed: Observed) -> float:
+    _steps_of(observed, at_least=20)
+    return decrease_of(observed.losses).share
+
+
+def _rise(observed: Observed) -> float:
+    _steps_of(observed, at_least=2 * observed.steps_per_window)
+    return largest_rise(window_means(observed.losses, observed.steps_per_window))
+
+
+def _growth(observed: Observed) -> float:
+    """The growth of the memory in use, from the second window to the last; the first one has the initial allocations.
+
+    The minimum of each window, because a step may be measured before its batch is freed; a leak raises the minimum too.
+    """
+    window = observed.steps_per_window
+    _steps_of(observed, at_least=3 * window)
+    before, after = min(observed.used_bytes[window : 2 * window]), min(observed.used_bytes[-window:])
+    return (after - before) / before
+
+
+def _spread(observed: Observed) -> float:
+    """The coefficient of variation of the throughput: its standard deviation over its mean."""
+    steps = _steps_of(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
+    groups = [steps[i : i + RATE_STEPS] for i in range(0, len(steps) - RATE_STEPS + 1, RATE_STEPS)]
+    rates = [sum(s.num_tokens for s in group) / sum(s.step_s for s in group) for group in groups]
+    return pstdev(rates) / fmean(rates)
+
+
+def _missing_checkpoints(observed: Observed) -> float:
+    if observed.save_every is None:
+        raise NotMeasured("the config saves no checkpoints: run.save_every is null")
+    due = range(observed.save_every, observed.num_steps + 1, observed.save_every)
+    return len(set(due) - set(observed.saved_steps))
+
+
+def _steps_of(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
+    if len(observed.steps) < at_least:
+        raise NotMeasured(f"the run took {len(observed.steps)} steps, but this needs {at_least}")
+    return observed.steps
+
+
+def _weights(observed: Observed) -> Mapping[str, float]:
+    if observed.engine is None:
+        raise NotMeasured("the model was not loaded")
+    if "adapted_weights" not in observed.engine:
+        raise NotMeasured("the backend does not report how it stores the weights of the adapted layers")
+    return observed.engine["adapted_weights"]
+
+
+MEASURES: Mapping[str, Callable[[Observed], float]] = MappingProxyType(
+    {
+        "device_is_ready": _device_is_ready,
+        "model_is_on_device": _model_is_on_device,
+        "passes_ran": _passes_ran,
+        "ran_to_the_end": _ran_to_the_end,
+        "missing_steps": _missing_steps,
+        "bad_losses": _bad_losses,
+        "least_gradient": _least_gradient,
+        "unchanged_tensors": _unchanged_tensors,
+        "plain_layers": _plain_layers,
+        "bytes_per_weight": _bytes_per_weight,
+        "peak_bytes": _peak_bytes,
+        "elapsed": _elapsed,
+        "decrease": _decrease,
+        "rise": _rise,
+        "growth": _growth,
+        "spread": _spread,
+        "missing_checkpoints": _missing_checkpoints,
+    }
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Observations of a tier's run: from a hook during training, and from the files that it leaves.
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything about a run that criteria may use. Tuples have an entry per step that was taken."""
+
+    device_kind: str  # "cuda", "metal" or "cpu"
+    wanted_kind: str  # of the requested device
+    num_steps: int  # requested
+    save_every: int | None
+    steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
+    steps: tuple[StepRecord, ...] = ()
+    used_bytes: tuple[int, ...] = ()  # of device memory, after the step
+    before_bytes: int = 0  # on a CPU, the process's memory before any model was loaded; elsewhere 0
+    engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
+    num_tensors: int = 0  # of the adapter
+    unchanged: tuple[str, ...] = ()  # tensors that are bitwise equal to their first values
+    saved_steps: tuple[int, ...] = ()  # steps with a checkpoint that verifies
+    elapsed_s: float = 0.0
+    problem: str | None = None  # what ended the run early
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak device memory after the first step, which compiles; on a CPU, the memory that the process used for it.
+
+        Of a run of one step, that step's.
+        """
+        later = self.steps[1:] or self.steps
+        return max(0, max((step.peak_bytes for step in later), default=0) - self.before_bytes)
+
+
+class Watch(Hook):
+    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken.
+
+    The peak of memory is counted anew after the first record: the first step compiles, and to choose among kernels
+    Inductor times them with a buffer as large as the GPU's second cache, which no later step allocates.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._start = time.perf_counter()
+        self.info: RunInfo | None = None
+        self.steps: list[StepRecord] = []
+        self.used_bytes: list[int] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        self.info = info
+
+    def on_step(self, record: StepRecord) -> None:
+        if not self.steps:
+            self._backend.reset_peak_memory()
+        self.steps.append(record)
+        self.used_bytes.append(self._backend.memory().used_bytes)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this object was created."""
+        return time.perf_counter() - self._start
+
+
+def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
+    """Return the number of the adapter's tensors, and the names of those that still have their initial values."""
+    trained = read_adapter(adapter_dir).tensors
+    shapes = {
+        module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
+        for module in modules_of(trained)
+    }
+    initial = init_adapter(shapes, config.adapter.rank, config.run.seed, method=config.adapter.method)
+    return len(trained), tuple(name for name, tensor in initial.items() if np.array_equal(tensor, trained[name]))
+
+
+def verified_checkpoints(run_dir: Path) -> tuple[int, ...]:
+    """Return the steps of complete checkpoints: every file has the size and sha256 of its manifest."""
+    directory = run_dir / CHECKPOINTS
+    found = checkpoint.entries(directory) if directory.is_dir() else []
+    return tuple(sorted(entry.step for entry in found if entry.problem is None))

@@ -1,0 +1,494 @@
+"""The boundary between the training loop and a machine: all that the core knows about a framework.
+
+The loop owns data, schedule, checkpoints, hooks and logging. An engine owns the model, the adapter on its device, the
+optimizer and the kernels. Only NumPy arrays, numbers and paths cross; base weights never do.
+
+To add a backend, implement `Backend` and `Engine`, register the backend object under the entry-point group
+`dualtune.backends`, and run the conformance suite (`dualtune.engine.testing.conformance`).
+`dualtune.engine.testing.numpy_engine` is a small complete example.
+
+Shape suffixes: B rows of the micro-batch, T tokens of a row, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat, TypeVar, cast
+
+import numpy as np
+
+from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.base.fields import shown
+from dualtune.base.world import World
+from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
+from dualtune.engine.decoding import Decoding, GenerationCache
+from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.model.base_model import BaseWeights, find_weights
+from dualtune.model.optimizer import OptimizerSpec
+
+IGNORE_INDEX = -100  # a label that carries no loss
+
+# Constants that all backends share; those of the optimizers are in `optimizer.py`.
+CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
+FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; gradients are unscaled in float32
+# Nats per token by which a document's loss may change from rounding alone when its row gets another shape.
+NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch: rows of documents, padded on the right. All arrays but the last are [B, T].
+
+    A row holds its documents one after another, each with positions from 0; padding has segment 0 and position 0.
+    A token attends to itself and to the earlier tokens of its own document, nothing else. Only engines that honour
+    `data.packing` get more than one document in a row.
+    """
+
+    tokens_BT: np.ndarray  # int32
+    labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]
+    segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
+    positions_BT: np.ndarray  # int32, position of the token inside its document
+    dropout_seeds_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
+    weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
+    # What `Engine.hidden_states` returns for these tokens, 0 for padding. An engine that gets it does not compute it.
+    hidden_BTD: np.ndarray | None = None
+
+    @property
+    def num_targets(self) -> int:
+        return int(np.count_nonzero(self.labels_BT != IGNORE_INDEX))
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the loss weights of the targets; without loss weights, the number of targets."""
+        weights_BT = self.target_weights_BT
+        return float(self.num_targets) if weights_BT is None else float(weights_BT.sum(dtype=np.float64))
+
+    @property
+    def target_weights_BT(self) -> np.ndarray | None:
+        """The loss weights in float32, with 0 where there is no target; None: all are 1."""
+        if self.weights_BT is None:
+            return None
+        return np.where(self.labels_BT == IGNORE_INDEX, np.float32(0), self.weights_BT)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, without padding."""
+        return int(np.count_nonzero(self.segments_BT))
+
+
+def needs_positions(batch: Batch, num_positions: int | None) -> bool:
+    """Return whether the model needs explicit positions; without them it counts from the start of each row.
+
+    Padding may exceed the position table of a model that has one, which fails on torch and goes unnoticed on MLX.
+    """
+    is_wide = num_positions is not None and batch.tokens_BT.shape[1] > num_positions
+    return is_wide or int(batch.segments_BT.max()) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """The sum of −w·ln p over the targets, w their loss weights, still on the device; and the number of targets."""
+
+    on_device: SupportsFloat
+    num_targets: int
+
+    @property
+    def loss_sum(self) -> float:
+        """The sum as a number. Reading it synchronizes the device."""
+        return float(self.on_device)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Results of an optimizer step, still on the device: `float(...)` synchronizes it, so call it late."""
+
+    loss: SupportsFloat  # Σ −w·log p of the step, divided by the `divisor` passed to `forward_backward`
+    grad_norm: SupportsFloat  # global L2 norm before clipping
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Bytes of device memory (on a CPU: of the process)."""
+
+    used_bytes: int
+    peak_bytes: int
+    total_bytes: int
+    cached_bytes: int | None = None  # that the allocator keeps for later, not part of used_bytes; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    name: str
+    kind: str  # "cuda", "metal" or "cpu"
+    total_bytes: int
+    index: int = 0  # among the devices of its kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What the engine built, for logs and run files. None: the engine does not report it."""
+
+    model_class: str | None = None
+    device: str
+    dtype: str  # the compute dtype
+    dtype_reason: str
+    quantization: str  # of the base in memory
+    quantization_reason: str
+    sharding: str | None = None  # "none", or "full": each process holds a part of the base
+    sharding_reason: str | None = None
+    num_parameters: int  # of the base
+    adapted_modules: int | None = None
+    adapted_as: str | None = None  # which layers replace the default targets, and why; None: those that were asked for
+    adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
+    trainable_parameters: int
+    kernels: str | None = None  # which fast kernels are used, and why others are not
+    checkpointing: str | None = None  # which activations are recomputed
+    checkpointing_reason: str | None = None
+    layers_below_adapter: int | None = None  # of the base: what leaves them is a function of the tokens alone
+    streaming: Mapping[str, int] | None = None  # layers of the base, how many are on the device, their bytes there and
+    # on the host; None: all are on the device
+    threads: int | None = None  # that compute on a CPU, if the rounding depends on their number
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that are known, as JSON values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The number of updates done, and the slots: float32 tensors with the names and shapes of the adapter."""
+
+    step: int
+    slots: Mapping[str, Tensors]  # by their names in `dualtune.model.optimizer`, such as m and v; empty for plain SGD
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The result of a framework's profiler."""
+
+    trace: Path | None  # the trace file; None: no profiler is available
+    note: str  # which program opens the file, or why there is none and what to do about it
+    seconds: Mapping[str, float]  # of the device (or the CPU), by kind of operation; may be empty
+    # The most bytes in tensors at once; None: not counted, because `Backend.memory` counts them all the time.
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What `Backend.load` needs to build an engine."""
+
+    model_dir: Path
+    dtype: str  # "auto", "float32", "bfloat16" or "float16": the compute dtype
+    quantization: str  # "auto" (as stored), "none", "nf4", ...
+    init: str  # "pretrained" or "random"
+    adapter: AdapterSpec
+    optimizer: OptimizerSpec
+    seed: int
+    longest: int = 0  # tokens of the longest document the engine will get; 0: not known
+    kernels: str = "auto"  # "auto", "fused", "reference", or "graph": as auto, and recorded
+    pieces: frozenset[str] | None = None  # of the card's, to use alone, however small the model; None: all
+    sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
+    checkpointing: ActivationCheckpointing = KEEP_ALL
+    deterministic: bool = False  # the same bits each time, on devices that do not compute so by themselves
+    resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+    memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
+    reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
+    weights: BaseWeights | None = None  # of model_dir, if they were found already
+    shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own
+
+    def base_weights(self) -> BaseWeights | None:
+        """Return exactly the files to load. None if the weights are initialized at random."""
+        return None if self.init == "random" else self.weights or find_weights(self.model_dir)
+
+    def shared(self, load: Callable[[], Base]) -> Base:
+        """Return the base that `load` returns, from `shared_base` if it has it."""
+        return load() if self.shared_base is None else self.shared_base.get(self._base_key(), load)
+
+    def _base_key(self) -> Hashable:
+        """Return what the base depends on; None if it cannot be shared, because it is trained or moves while it is."""
+        if self.adapter.trains_model or self.resident_layers is not None:
+            return None
+        seed = self.seed if self.init == "random" else None
+        return self.model_dir, self.dtype, self.quantization, self.init, seed, self.sharding
+
+
+class Engine(Protocol):
+    """A base model with one LoRA adapter on a device. A new engine has the adapter `init_adapter` gives for its seed.
+
+    If the spec trains the model whole, "adapter" below means all parameters of the model, by their own names: a new
+    engine has those of the base, which `neutral_state` reads again, and `save_merged` writes the trained ones.
+
+    Dropout is active in `forward_backward`, and in `target_logprobs` with `dropout`; its masks are a function of the
+    batch's `dropout_seeds_BT`.
+    """
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    def evaluate(self, batch: Batch) -> LossSum: ...
+
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
+        """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `divisor`.
+
+        `divisor` is that of the whole step: its number of targets, or the sum of their loss weights.
+        """
+        ...
+
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        """Return log p of the label of every target, float32 [B, T]; 0 elsewhere. Loss weights are not applied.
+
+        Computed the same way as the loss: without logits [B, T, V] if the loss needs none. `dropout` applies the same
+        masks as `forward_backward` does for this batch, so the gradient added there is that of these numbers. If the
+        base is sharded, all processes must call it equally often.
+        """
+        ...
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        """Return the hidden states after `layers_below_adapter` layers, [B, T, D], as `Batch.hidden_BTD` takes them.
+
+        In the dtype in which they are computed; bfloat16, which NumPy does not have, as its bits in uint16. Only for
+        engines that honour train.activation_cache, and only where that number is not 0.
+        """
+        ...
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        """Clip by the global norm, update the weights with the request's optimizer, zero the gradients.
+
+        With several processes, the gradient is the sum over all of them.
+
+        If the loss or norm of the step is not finite, nothing is updated: weights, slots and count stay bitwise equal,
+        and the output reports the loss and norm as they are. The device decides this, without synchronizing.
+        """
+        ...
+
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot.
+
+        A new engine does what its request says. No value changes a gradient, not even in its last bit, and
+        `description` names the current one.
+        """
+        ...
+
+    @property
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of `adapter_state()`, by name
+
+    def adapter_state(self) -> Tensors: ...
+
+    def neutral_state(self) -> Tensors:
+        """Return the adapter of a new engine: with it the model computes the same as its base."""
+        ...
+
+    def discard(self) -> None:
+        """Drop what an interrupted step has left: gradient, loss, dropout seeds, and products that layers wait for.
+
+        Adapter, optimizer and count stay, and cached device memory is freed. A method may have raised anywhere before;
+        the next step is bitwise that of an engine in which nothing was interrupted.
+        """
+        ...
+
+    def load_adapter_state(self, state: Tensors) -> None:
+        """Replace the adapter. Names and shapes must be exactly `adapter_shapes`; ValueError otherwise."""
+        ...
+
+    def optimizer_state(self) -> OptimizerState: ...
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Replace the optimizer state. ValueError unless slots, names and shapes match `optimizer_state()`."""
+        ...
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        """Return the most probable token at every target, the first of equals, int32 [B, T]; -1 elsewhere."""
+        ...
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        """Return log p of the whole vocabulary after every token, float32 [B, T, V]. To verify small batches."""
+        ...
+
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
+        """Continue a prompt (int32 [T]): yield `choose(logits_V float32)` until it returns None.
+
+        Temperature, random numbers, stop tokens and length are up to `choose`, so all backends sample alike. With a
+        cache, what it shares with the prompt is not computed again, and it then holds the prompt and what was yielded.
+        """
+        ...
+
+    def decoding(self) -> Decoding:
+        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text."""
+        ...
+
+    def save_merged(self, path: Path) -> None:
+        """Write a Hugging Face model directory with W + scale·B·A in place of W. Refuses a quantized base."""
+        ...
+
+
+class Backend(Protocol):
+    name: str
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        """Return the values honoured for each key of BACKEND_KEYS.
+
+        Of an absent key the default is honoured; of train.schedule all that the core computes by itself.
+        """
+        ...
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the visible devices, first the one that this backend computes on."""
+        ...
+
+    def memory(self) -> MemoryStats:
+        """Return the memory in use now. The timeline of a run calls it several times a step: it must take microseconds.
+
+        It does not synchronize: on a GPU it is the view of the allocator, while queued work may still run.
+        """
+        ...
+
+    def reset_peak_memory(self) -> None: ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether the error, raised by this backend or NumPy, says that a smaller micro-batch could succeed.
+
+        Memory could not be allocated, or the system has ended the work because it took the device for too long.
+        """
+        ...
+
+    def is_device_fault(self, error: BaseException) -> bool:
+        """Return whether the error says that this process can use the device no more. A shortage of memory is none."""
+        ...
+
+    def load(self, request: LoadRequest) -> Engine: ...
+
+    def world(self) -> World:
+        """Return the processes started together by a launcher, joined at the first call; `Alone` without a launcher."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work. For measurements; training never calls it."""
+        ...
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        """Return a function that multiplies two [size, size] matrices of an engine's dtype and synchronizes."""
+        ...
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        """Call `work` once under a profiler that writes its trace into the directory; without one, only say why."""
+        ...
+
+
+def get_backend(name: str, device: str = "auto") -> Backend:
+    """Import a backend by its entry-point name and build it for a device ("auto", "cpu", "cuda").
+
+    The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
+    the command that installs it, if it cannot be imported.
+    """
+    for point in entry_points(group=BACKENDS_GROUP, name=name):
+        try:
+            factory = point.load()
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
+            ) from error
+        return factory(device)
+    raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks that all engines share: a base that loads and can be merged, tensors that fit, the slots of the optimizer.
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+
+
+def check_state(shapes: Shapes, given: Tensors, what: str) -> None:
+    """Raise ValueError unless the tensors have these names and shapes: the contract of the `load_*_state` methods."""
+    missing, foreign = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    reshaped = [n for n in shapes.keys() & given.keys() if tuple(shapes[n]) != given[n].shape]
+    for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"{what}: tensors {problem}: {shown}")
+
+
+def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
+    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
+    if {*state.slots} != {*optimizer.slots}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
+        raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
+    for slot, tensors in state.slots.items():
+        check_state(adapter, tensors, f"optimizer {slot}")
+
+
+def check_mergeable(description: EngineDescription) -> None:
+    """Raise ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
+    if description.quantization != "none":
+        raise ConfigError(
+            f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
+            "adapter. Load the plain base with model.quantization: none"
+        )
+
+
+def merge_base(request: LoadRequest) -> BaseWeights:
+    """Return the files of the base into which an adapter is merged. ConfigError if it is in no file."""
+    weights = request.base_weights()
+    if weights is None:
+        raise ConfigError("merge: the base was initialized at random (model.init: random), and is in no file")
+    return weights
+
+
+@contextmanager
+def loading(backend: Backend, model_dir: Path, library: str) -> Generator[None]:
+    """Raise EnvironmentFault in place of what a library raises on a model: of any class, for what it does not check.
+
+    A shortage of memory and a fault of the device are not the model's, and stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DualtuneError) or backend.is_out_of_memory(error) or backend.is_device_fault(error):
+            raise
+        text = " ".join(str(error).split())
+        reason = shown(re.sub(r"[^\s'\"]*/dualtune-model-\w+", str(model_dir), text), 300)  # of `staged`
+        reason = reason.removesuffix(".")
+        kind = "" if isinstance(error, (OSError, ValueError)) and reason else f"{type(error).__name__}: "
+        raise EnvironmentFault(
+            f"{model_dir}: {library} cannot load this model: {kind}{reason}. If its config.json was changed, take the "
+            "publisher's; the other backend may know more models"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The base model of several engines, one after another: it is loaded once.
+
+Base = TypeVar("Base")
+
+
+class SharedBase:
+    """Keeps the base model of an engine for the next one. One engine at a time; each frees what it adds to the base."""
+
+    def __init__(self) -> None:
+        self.num_loaded = 0
+        self._key: Hashable = None
+        self._base: Any = None
+
+    def get(self, key: Hashable, load: Callable[[], Base]) -> Base:
+        """Return what `load` returns, without calling it if it has returned this before. None as a key keeps nothing.
+
+        What was kept for another key is freed first, so that there is never room needed for two.
+        """
+        gc.collect()  # an engine is part of reference cycles
+        if key is None or key != self._key:
+            self._key = self._base = None
+            gc.collect()
+            base = load()
+            self.num_loaded += 1
+            if key is None:
+                return base
+            self._key, self._base = key, base
+        return cast(Base, self._base)

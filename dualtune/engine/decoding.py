@@ -1,0 +1,117 @@
+"""Several texts continued together: what an engine computes for them, one token of each row at a time.
+
+Which token comes next is decided in the core (`evaluate/batched.py`), and so is when a row enters or leaves.
+Shape suffixes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cache of a generation: keys and values of a text, for a next prompt that begins with the same tokens.
+
+
+@dataclass(slots=True)
+class GenerationCache:
+    """What an engine keeps between two calls of `generate`. It belongs to one engine with one adapter."""
+
+    tokens: list[int] = field(default_factory=list[int])  # whose keys and values it holds
+    on_device: Any = None  # the backend's own; None: nothing is held
+
+    def num_shared(self, prompt: np.ndarray) -> int:
+        """Return how many tokens at the start of a prompt (int32 [T]) it holds: T - 1 at most.
+
+        The last one is always computed, because its logits are needed.
+        """
+        length = min(len(self.tokens), len(prompt) - 1)
+        differs = np.flatnonzero(np.asarray(self.tokens[:length], prompt.dtype) != prompt[:length])
+        return int(differs[0]) if differs.size else length
+
+    def crop(self, length: int, crop_on_device: Callable[[Any, int], bool]) -> int:
+        """Keep the first `length` tokens. Return how many are left: none if they cannot be cropped on the device."""
+        excess = len(self.tokens) - length
+        if self.on_device is None or (excess > 0 and not crop_on_device(self.on_device, excess)):
+            length = 0
+        self.tokens = self.tokens[:length]
+        if not length:
+            self.on_device = None
+        return length
+
+    def clear(self) -> None:
+        """Hold nothing, such as after the adapter has changed."""
+        self.tokens, self.on_device = [], None
+
+
+def continue_prompt(
+    prompt: np.ndarray,
+    choose: Callable[[np.ndarray], int | None],
+    cache: GenerationCache | None,
+    *,
+    forward: Callable[[list[int], Any], tuple[np.ndarray, Any]],
+    crop_on_device: Callable[[Any, int], bool],
+) -> Iterator[int]:
+    """Yield the tokens of `Engine.generate`, with what only the backend can do given as functions.
+
+    `forward` gets new tokens and the backend's part of the cache (None: nothing is held), and returns the logits after
+    the last token (float32 [V]) and that part with the new tokens. `crop_on_device` removes a number of tokens from its
+    end, and returns whether it could.
+    """
+    cache = cache or GenerationCache()
+    new: list[int] = prompt[cache.crop(cache.num_shared(prompt), crop_on_device) :].tolist()
+    while True:
+        held, cache.on_device = cache.on_device, None  # an interrupted forward pass leaves no half of a token
+        logits_V, held = forward(new, held)
+        cache.tokens, cache.on_device = [*cache.tokens, *new], held
+        token = choose(logits_V)
+        if token is None:
+            return
+        yield token
+        new = [token]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+class CannotBatch(Exception):
+    """The cache of this model cannot hold several rows. The text says why, for people."""
+
+
+class NextLogits(Protocol):
+    """The logits of the next token of each row, still on the device: only what is read is transferred."""
+
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
+        """Return the most probable token of each row, the first of equals, int32 [B].
+
+        Unless they are the last ones, an engine may compute the step after them ahead, in case `advance` gets them.
+        """
+        ...
+
+    def rows(self) -> np.ndarray:
+        """Return all logits, float32 [B, V]."""
+        ...
+
+
+class Decoding(Protocol):
+    """Rows that an engine continues together. Each has keys and values in a common cache, and positions of its own.
+
+    A row computes what it computes alone, but for rounding: the others and the padding between them make no difference.
+    After an error of any method the rows are lost, and another Decoding begins with the same texts.
+    """
+
+    def enter(self, texts: Sequence[np.ndarray]) -> NextLogits:
+        """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1)."""
+        ...
+
+    def advance(self, tokens_B: np.ndarray) -> NextLogits:
+        """Append a token to each row (int32 [B]), and return the logits after it."""
+        ...
+
+    def leave(self, staying: Sequence[int]) -> None:
+        """Keep only these rows, given by their present indices, in this order.
+
+        Memory of the others is freed, at the latest when they are as many as the rows that stay.
+        """
+        ...

@@ -1,0 +1,348 @@
+"""An estimate of the memory of a training step, by formula, before anything is loaded.
+
+docs/memory.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the estimate with the engines'
+actual memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dualtune.base.errors import ConfigError
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
+from dualtune.engine.memory.counted import Shape
+from dualtune.engine.memory.shapes import Decoder
+from dualtune.model.methods import FULL, METHODS
+from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+    from dualtune.config.schema import CheckpointedLayers
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Input and output of a memory estimate, and the formulas that all backends share.
+
+Targets = tuple[str, ...] | Literal["all-linear"]
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+AUTO_MICRO_BATCH_TOKENS = 2048
+AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
+AFFINE_GROUP = 64  # weights that share a scale and a bias
+MASTER_BYTES = 4  # adapter and gradient are float32 for every dtype
+
+
+class HasAdapter(Protocol):
+    """An `Ask`, or the config's section `adapter`."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def targets(self) -> tuple[str, ...] | Literal["all-linear"]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The training setup to estimate. `estimate.ask_of` creates it from a config."""
+
+    backend: str
+    device: str  # a device kind from the backend's card
+    quantization: str  # "none", "nf4", "int8", "affine4" or "affine8"
+    dtype: str  # "float32", "bfloat16" or "float16"
+    rank: int
+    targets: tuple[str, ...] | Literal["all-linear"]
+    micro_batch_tokens: int
+    max_length: int
+    packing: bool = True
+    kernels: str = "auto"
+    dropout: bool = True  # whether the adapter has dropout
+    optimizer: RuleName = "adamw"
+    averages: bool = False  # whether it also keeps an average of the weights
+    method: str = "lora"
+    checkpointing: ActivationCheckpointing = KEEP_ALL
+    resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether all parameters of the model are trained, and no layer is adapted."""
+        return self.method == FULL
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots that the optimizer has, the average's included."""
+        return len(slots_of(self.optimizer, averages=self.averages))
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def cells(self) -> int:
+        """Tokens of the largest micro-batch, padding included: a row that does not fit is a separate micro-batch."""
+        return max(self.micro_batch_tokens, padded(self.max_length))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    name: str
+    bytes: int
+    formula: str  # with the numbers filled in
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The peak of a training step, by part."""
+
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def __getitem__(self, name: str) -> int:
+        """Return the bytes of a part."""
+        return next(part.bytes for part in self.parts if part.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The linear layers that have an adapter."""
+
+    shapes: tuple[tuple[int, int], ...]  # (out, in) of each
+    inputs: int  # total input width of all modules
+    inside: frozenset[str]  # their paths in a layer
+    reads: frozenset[str | int]  # their inputs, as in `Linear`
+    head: bool  # whether the output head is one of them
+    layers: int  # the number of layers from the lowest adapted one; below it nothing is kept
+
+
+@cache
+def selected(shape: Shape, targets: Targets) -> Mapping[str, tuple[int, int]]:
+    """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
+    from dualtune.model.targets import matched, select_modules
+
+    modules = shape.modules()
+    # A whole path is that of the base's files, which the class may have inside another wrapper.
+    named = matched((targets,) if isinstance(targets, str) else targets, modules)
+    return select_modules(modules, tuple(named.values()))
+
+
+@cache
+def adapted(shape: Shape, targets: Targets) -> Adapted:
+    """Describe the adapted linear layers. ConfigError as from `selected`."""
+    found, places = selected(shape, targets), shape.places()
+    in_layers = [places[path] for path in found if path in places]
+    inside = frozenset(name for _, name in in_layers)
+    # What is in no layer, as an embedding's projection, may come before all of them.
+    outside = found.keys() - places.keys() - {shape.head}
+    return Adapted(
+        shapes=tuple(found.values()),
+        inputs=sum(in_ for _, in_ in found.values()),
+        inside=inside,
+        reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
+        head=shape.head in found,
+        layers=shape.layers if outside else shape.layers - min((i for i, _ in in_layers), default=shape.layers),
+    )
+
+
+def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
+    """Return the adapted linear layers. A model that is trained whole has none, but keeps the input of every layer."""
+    if not ask.trains_model:
+        return adapted(decoder, ask.targets)
+    reads = frozenset(layer.reads for layer in decoder.linears().values())
+    return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
+
+
+def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
+    """Return the number of trainable parameters. ConfigError if a target selects nothing."""
+    if adapter.method == FULL:
+        return decoder.num_parameters
+    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
+
+
+@cache
+def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets) -> int:
+    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
+
+
+def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
+    """Return gradient and optimizer state: the same on every backend."""
+    n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
+    average = SLOT_BYTES if ask.averages else 0
+    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average) * n)
+    each = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
+    each += f" + average × {average:g} B" if average else ""
+    return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{each})")
+
+
+def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """Return the bytes of a base in MLX's quantization, with embedding and output head: the same on every backend."""
+    c, bits, n = ask.item_bytes, AFFINE_BITS[ask.quantization], decoder.num_parameters
+    matrices = [(layer.out, layer.in_) for layer in decoder.linears().values()] * decoder.layers
+    matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2) + [(decoder.positions, decoder.hidden)]
+    packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
+    formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {AFFINE_GROUP})"
+    return MemoryPart("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
+
+
+def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
+    """Return the bytes of a matrix. Matrices with rows that are no multiple of a group stay plain, as in mlx-lm."""
+    n = out * in_
+    return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
+
+
+def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """Return the bytes of a base in int8 (`base_model/int8.py`): the same on every backend."""
+    c, n = ask.item_bytes, decoder.linear_parameters
+    rows, plain = decoder.layers * sum(layer.out for layer in decoder.linears().values()), decoder.num_parameters - n
+    formula = f"{n:,} parameters × 1 B + {rows:,} rows × 4 B, {plain:,} in embedding, head and norms × {c} B"
+    return MemoryPart("weights", n + 4 * rows + c * plain, formula)
+
+
+def has_plain_loss(decoder: Shape, ask: Ask) -> bool:
+    """Return whether output head and loss are computed separately: if requested, or if the head is adapted.
+
+    Or if the model changes its logits in a way that the loss does not know.
+    """
+    return ask.kernels == "reference" or not decoder.fused_loss or adapted_by(decoder, ask).head
+
+
+def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
+    """Return train.micro_batch_tokens with `auto` resolved."""
+    return max(AUTO_MICRO_BATCH_TOKENS, max_length) if given == "auto" else given
+
+
+def padded(length: int) -> int:
+    """Return the width of a row of `length` tokens: a copy of `padded` in data/batching/batches.py, a higher layer."""
+    granule = 16
+    while granule * 16 < length:
+        granule *= 2
+    return -(-length // granule) * granule
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+__all__ = ["Adapted", "Ask", "Estimate", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
+
+FULL_CHECKPOINTING = ActivationCheckpointing("all")
+SHORTEST, LONGEST = 64, 1 << 20  # tokens; the range of `longest_that_fits`
+
+
+def estimate(decoder: Shape, ask: Ask) -> Estimate:
+    """Return the peak of a training step. ConfigError if a target selects nothing or the backend has no formulas."""
+    formulas = _formulas(ask.backend)
+    parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
+    if parts is None:
+        raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
+    return Estimate(parts(decoder, ask))
+
+
+def _formulas(backend: str) -> MemoryFormulas:
+    found = card_of(backend).memory
+    if found is None:
+        raise ConfigError(f"memory: the backend '{backend}' has no formulas, so there is no estimate for it")
+    return found
+
+
+def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
+    """Return the `Ask` of a config. A base with quantization as stored ("auto") counts as not quantized.
+
+    ConfigError if a target selects nothing, or if the backend lacks the device or the quantization.
+    """
+    quantization = "none" if config.model.quantization == "auto" else config.model.quantization
+    on = card_of(backend).device(device)
+    if on is None:
+        kinds = ", ".join(each.kind for each in card_of(backend).devices) or "none"
+        raise ConfigError(f"device: got '{device}', the backend '{backend}' has: {kinds}")
+    if quantization not in on.quantizations:
+        allowed = ", ".join(("auto", *on.quantizations))
+        raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
+    if not config.adapter.trains_model:
+        adapted(decoder, config.adapter.targets)
+    longest = config.data.max_length
+    return Ask(
+        backend=backend,
+        device=device,
+        quantization=quantization,
+        dtype=on.auto_dtype if config.model.dtype == "auto" else config.model.dtype,
+        rank=config.adapter.rank,
+        method=config.adapter.method,
+        checkpointing=checkpointing_of(config),
+        resident_layers=config.memory.resident_layers_or_none,
+        targets=config.adapter.targets,
+        micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
+        max_length=longest,
+        packing=config.data.packing,
+        kernels=config.model.kernels,
+        dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
+        optimizer=rule_of(config.train.optimizer, config.train.schedule),
+        averages=config.train.average != "none",
+    )
+
+
+def checkpointing_of(config: Config) -> ActivationCheckpointing:
+    """Return memory.checkpointing as configured; `auto` counts as none, or as full if another key needs it.
+
+    ConfigError for a value that contradicts memory.resident_layers or memory.offload.
+    """
+    memory = config.memory
+    offload, streamed = memory.offload == "activations", memory.resident_layers != "all"
+    if streamed or (offload and memory.checkpointing in ("auto", "none", "remade")):
+        where = f"memory.resident_layers={memory.resident_layers}" if streamed else "memory.offload=activations"
+        return replace(_full_because(memory.checkpointing, where), offload=offload)
+    match value := memory.checkpointing:
+        case "auto" | "none":
+            return KEEP_ALL
+        case "remade":
+            return ActivationCheckpointing(remade=True)
+        case "full":
+            return replace(FULL_CHECKPOINTING, offload=offload)
+        case _:
+            return ActivationCheckpointing(value.layers, value.every, offload=offload)
+
+
+def _full_because(value: str | CheckpointedLayers, where: str) -> ActivationCheckpointing:
+    """Return that everything is recomputed, because another key needs it. ConfigError for a value that is against it.
+
+    The backward pass of a streamed layer follows its recomputation; and what is offloaded are inputs of recomputed
+    layers.
+    """
+    if value not in ("auto", "full"):
+        got = value if isinstance(value, str) else f"{{layers: {value.layers}}}"
+        raise ConfigError(
+            f"memory.checkpointing: got {got}, but with {where} layers have to be recomputed; allowed: auto, full"
+        )
+    return FULL_CHECKPOINTING if value == "full" else replace(FULL_CHECKPOINTING, reason=f"auto: needed by {where}")
+
+
+def longest_that_fits(decoder: Shape, ask: Ask, budget_bytes: int) -> int:
+    """Return the tokens of the longest document that fits in the budget, if it is the only one in its micro-batch.
+
+    0 if not even 64 tokens fit. The model's limit of positions is not considered.
+    """
+
+    def fits(length: int) -> bool:
+        alone = replace(ask, max_length=length, micro_batch_tokens=length)
+        return estimate(decoder, alone).total_bytes <= budget_bytes
+
+    starts = [SHORTEST, *(border + 1 for border in _formulas(ask.backend).borders), LONGEST + 1]
+    longest = (last_that_fits(fits, low, high) for low, high in reversed([*pairwise(starts)]) if fits(low))
+    return next(longest, 0)
+
+
+def last_that_fits(fits: Callable[[int], bool], low: int, high: int, granule: int = 1) -> int:
+    """Return the largest number in [low, high) that fits, to a granule, by bisection.
+
+    `low` must fit, and beyond a number that does not fit, none does.
+    """
+    while high - low > granule:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

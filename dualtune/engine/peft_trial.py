@@ -1,0 +1,83 @@
+"""Whether PEFT loads an adapter of a base model: tried where it is installed, else by what is known of the names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from dualtune.engine.card import cards
+from dualtune.model.adapter import modules_of
+from dualtune.model.config_file import read_config
+from dualtune.model.formats.directory import Adapter, peft_layout
+from dualtune.model.formats.naming import Naming
+from dualtune.model.places import naming_of
+from dualtune.model.weight_files import has_weights
+
+NO_MODEL = "any model of transformers"
+# The names of Llama, which transformers and PEFT keep as they are. Nothing needs to be imported to know that.
+_PLAIN = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)", re.ASCII)
+
+
+def named(adapter: Adapter, directory: Path) -> Adapter:
+    """Return an adapter with the naming of its base in a directory, and with notes on what PEFT does not load.
+
+    PEFT renames some names of files itself and some not, so that a wrapper's are tried both ways.
+    """
+    naming = naming_of(directory, modules_of(adapter.tensors))
+    for each in (naming, replace(naming, peft=())) if naming.peft else (naming,):
+        found = replace(adapter, naming=each)
+        if not (notes := peft_notes(found, directory)):
+            break
+    else:
+        found = replace(adapter, naming=naming)
+        notes = peft_notes(found, directory)
+    return replace(found, naming=replace(found.naming, notes=notes))
+
+
+def peft_notes(adapter: Adapter, directory: Path) -> tuple[str, ...]:
+    """Return what PEFT does not load of an adapter as it is written, or only into some models of transformers.
+
+    Where it cannot be tried, these are the notes that the adapter has.
+    """
+    if not has_weights(directory) or _is_plain(adapter.naming, modules_of(adapter.tensors)):
+        return ()
+    problems = _problems(adapter, directory)
+    return _notes(problems) if problems else adapter.naming.notes
+
+
+def _is_plain(naming: Naming, modules: Collection[str]) -> bool:
+    return naming == Naming() and all(map(_PLAIN.fullmatch, modules))
+
+
+def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
+    """Return what PEFT would do wrong in the model of each class, "" if nothing; empty if that cannot be tried here."""
+    config = read_config(directory)
+    if find_spec("peft") is None or "architectures" not in config:  # no class of transformers has saved the model
+        return {}
+    for card in cards():
+        if card.peft_trial and card.package.is_installed:
+            in_peft, tensors = peft_layout(replace(adapter, spec=replace(adapter.spec, alpha=1.0)))  # an integer
+            module, _, function = card.peft_trial.partition(":")
+            shapes = {name: x.shape for name, x in tensors.items()}
+            found: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
+            return found
+    return {}
+
+
+def _notes(problems: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a sentence on the classes into whose models PEFT does not load an adapter, if there are such."""
+    good = [name for name, why in problems.items() if not why]
+    bad = [name for name, why in problems.items() if why]
+    if not bad:
+        return ()
+    if good:
+        return (f"PEFT loads it into the model of {_listed(good)}, not of {_listed(bad)}, where {problems[bad[0]]}",)
+    return (f"PEFT cannot load it into {NO_MODEL}: {problems[bad[0]]}. For transformers, merge it",)
+
+
+def _listed(names: Collection[str]) -> str:
+    return " or ".join(names)

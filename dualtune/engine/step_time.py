@@ -1,0 +1,558 @@
+"""The time of a step: each piece against the limits of a machine. A roofline (Williams et al., CACM 52(4), 2009).
+
+A piece takes as long as its operations or its bytes, whichever take longer. The device does one piece after another,
+while the host calls operators and the bus moves layers: the step takes as long as the slowest of the three, and the
+waits. A CPU is host and device in one, so its times add up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.text import in_short_time, in_time
+from dualtune.engine.card import StepCosts, card_of
+from dualtune.engine.machines import MachineLimits
+from dualtune.engine.memory.counted import Counted, Shape
+from dualtune.engine.memory.estimate import (
+    AFFINE_BITS,
+    AFFINE_GROUP,
+    MASTER_BYTES,
+    Adapted,
+    Ask,
+    adapted_by,
+    has_plain_loss,
+    num_trained,
+    padded,
+)
+from dualtune.engine.memory.plan import flops_per_token
+from dualtune.engine.memory.shapes import Decoder, Linear
+from dualtune.model.optimizer import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class StepDocuments:
+    """The documents of one optimizer step, in micro-batches of rows."""
+
+    lengths: np.ndarray  # tokens, int [documents]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]  # micro-batch -> row -> lengths of its documents in tokens
+    target_share: float  # how many of the tokens are targets
+    source: str  # where the lengths come from
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of documents, without padding."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The padded length of the rows of each micro-batch, in tokens."""
+        return tuple(padded(max(map(sum, group))) for group in self.rows)
+
+    @cached_property
+    def cells(self) -> tuple[int, ...]:
+        """The tokens that each micro-batch computes, padding included."""
+        return tuple(len(group) * width for group, width in zip(self.rows, self.widths, strict=True))
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The targets of each micro-batch: the first token of a document is none."""
+        return tuple(
+            round(self.target_share * sum(length - 1 for row in group for length in row)) for group in self.rows
+        )
+
+    @property
+    def seen(self) -> int:
+        """The number of pairs of a token and one that it sees, itself included."""
+        return int((self.lengths * (self.lengths + 1) // 2).sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a training step computes, reads and writes, part by part: by formula from the model's shape, and by the card.
+#
+# The products follow from the shape: forward 2 operations for each weight and token, backward as many for the gradient
+# of
+# the input, and of the weight only for what is trained. A product reads its operands and writes its result once. What a
+# backend's kernels do between the products (numbers read and written, elementwise operations, operator calls) stands in
+# its card as `StepCosts`: so many for each of a unit, forward and backward. `units` counts the units of a step.
+#
+# Legend: T tokens of a micro-batch with padding, r rank, c bytes of a number in the compute dtype.
+
+BASE, LORA, ATTENTION, NORMS = "base products", "LoRA products", "attention", "norms and residuals"
+ROTARY, ACTIVATION, DROPOUT, UNPACKING = "rotary", "activation", "dropout", "unpacking"
+HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
+RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
+IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING)
+REMADE = (NORMS, DROPOUT)  # what memory.checkpointing: remade computes again
+PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS)
+
+NF4_BYTES = 4.127 / 8  # of a weight, with its share of the scales: Dettmers et al., QLoRA, arXiv 2305.14314, section 3
+GRADIENT_AND_WEIGHT = 5  # passes of an update over them: norm, clipping (2), update (2, and the gradient is zeroed)
+
+Counts = Mapping[str, tuple[float, float]]  # unit -> how many there are, forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a step whose operations are alike."""
+
+    part: str
+    is_backward: bool
+    products: float = 0.0  # operations in matrix products…
+    side: float = 0.0  # …whose shortest side this is
+    elementwise: float = 0.0  # operations elsewhere
+    bytes: float = 0.0  # read and written
+    launches: float = 0.0
+    moved_bytes: float = 0.0  # between host and device
+
+    def times(self, factor: float, part: str) -> Piece:
+        """Return this piece done again for a share of the layers, as another part."""
+        return replace(
+            self, part=part, products=factor * self.products, elementwise=factor * self.elementwise,
+            bytes=factor * self.bytes, launches=factor * self.launches,
+        )  # fmt: skip
+
+
+def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocuments) -> list[Piece]:
+    """Return all pieces of an optimizer step."""
+    step = _Step(decoder, ask, costs, documents, adapted_by(decoder, ask))
+    counts = units(step)
+    pieces = [
+        *_base_products(step), *_lora_products(step), *_attention(step, counts), *_unpacking(step, counts),
+        *_head(step), _update(step), *_by_card(step, counts),
+    ]  # fmt: skip
+    pieces += [*_recomputed(step, pieces), *_transfers(step)]
+    return _recorded(pieces, step.micro_batches) if ask.kernels == "graph" else pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    decoder: Decoder
+    ask: Ask
+    costs: StepCosts
+    documents: StepDocuments
+    on: Adapted
+
+    @property
+    def cells(self) -> int:
+        return sum(self.documents.cells)
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.documents.rows)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The layers of the forward pass, and of the backward pass: below the lowest adapter there is none."""
+        return self.decoder.layers, self.on.layers
+
+    @property
+    def adapted_layers(self) -> float:
+        """How many layers have adapters, if all of them adapt the same."""
+        return len(self.on.shapes) / len(self.on.inside) if self.on.inside else 0
+
+    @property
+    def chunks(self) -> int:
+        rows = self.costs.loss_rows(self.decoder.vocab)
+        return sum(-(-targets // rows) for targets in self.documents.targets)
+
+    @property
+    def targets(self) -> int:
+        """Rows of the output head: without the fused loss those of all tokens."""
+        return self.cells if has_plain_loss(self.decoder, self.ask) else sum(self.documents.targets)
+
+    def groups(self) -> dict[str, list[Linear]]:
+        """Return the adapted linear layers of one layer, by what they read: one group has one input."""
+        found: dict[str, list[Linear]] = {}
+        for name, linear in self.decoder.linears().items():
+            if name in self.on.inside:
+                found.setdefault(linear.reads, []).append(linear)
+        return found
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def units(step: _Step) -> Counts:
+    """Return how many there are of each unit of a card in a step: calls, and numbers of the widths of all tokens."""
+    decoder, m, cells = step.decoder, step.micro_batches, step.cells
+    forward, backward = step.layers
+    linears, documents = len(decoder.linears()), len(step.documents.lengths)
+    groups, pairs = step.groups(), (computed_pairs(step), computed_blocks(step))
+    input_groups = m * len(groups) * step.adapted_layers
+    inner_groups = m * ("inner" in groups) * step.adapted_layers
+    calls: dict[str, tuple[float, float]] = {
+        "micro-batch": (m, m),
+        "step": (0.0, 1.0),
+        "layer": (m * forward, m * backward),
+        "linear": (m * forward * linears, m * (backward * linears - _below_lowest(step))),
+        "adapted": (m * len(step.on.shapes), m * len(step.on.shapes)),
+        "group": (input_groups, input_groups),
+        "inner group": (inner_groups, inner_groups),
+        "document": (documents * forward, documents * backward),
+        "block": (pairs[1] * forward, pairs[1] * backward),
+        "chunk": (step.chunks, 0.0),
+    }
+    inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())
+    inner = cells * step.adapted_layers * decoder.inner * ("inner" in groups)
+    numbers: dict[str, tuple[float, float]] = {
+        "hidden": _by_pass(step, cells * decoder.hidden),
+        "heads": _by_pass(step, cells * decoder.width),
+        "kv": _by_pass(step, cells * decoder.kv_width),
+        "inner": _by_pass(step, cells * decoder.inner),
+        "normed heads": _by_pass(step, cells * (decoder.width + decoder.kv_width) * decoder.qk_norm),
+        "inputs": (inputs, inputs),
+        "inner inputs": (inner, inner),
+        "scores": _by_pass(step, decoder.heads * pairs[0]),
+        "logits": (step.targets * decoder.vocab, 0.0),
+    }
+    return calls | numbers
+
+
+def _by_pass(step: _Step, each: float) -> tuple[float, float]:
+    forward, backward = step.layers
+    return each * forward, each * backward
+
+
+def _below_lowest(step: _Step) -> int:
+    """The products of the lowest adapted layer that need no gradient of their input."""
+    reads = [linear.reads for linear in step.decoder.linears().values()]
+    return 0 if step.ask.trains_model or "before attention" not in step.on.reads else reads.count("before attention")
+
+
+def computed_pairs(step: _Step) -> int:
+    """Return how many pairs of query and key the attention of a layer multiplies, including those it masks."""
+    if step.costs.attention == "flash":
+        return step.documents.seen
+    return sum(queries * keys for queries, keys in _blocks(step))
+
+
+def computed_blocks(step: _Step) -> int:
+    return len(_blocks(step))
+
+
+def _blocks(step: _Step) -> list[tuple[int, int]]:
+    """(queries, keys) of each block of equal size: the keys after a block are skipped."""
+    documents, at_most = step.documents, step.costs.attention_block
+    rows = [width for width, group in zip(documents.widths, documents.rows, strict=True) for _ in group]
+    lengths = rows if step.costs.attention == "rows" else documents.lengths.tolist()
+    sizes = [(length, -(-length // -(-length // at_most))) for length in lengths]
+    return [
+        (min(size, length - start), min(start + size, length))
+        for length, size in sizes
+        for start in range(0, length, size)
+    ]
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _base_products(step: _Step) -> Iterator[Piece]:
+    T, c = step.cells, step.ask.item_bytes
+    stored = step.ask.quantization != "none" and step.ask.quantization not in step.costs.unpacking
+    weight_bytes = _stored_bytes(step.ask) if stored else c
+    for is_backward, layers in enumerate(step.layers):
+        for linear in step.decoder.linears().values():
+            first = is_backward and linear.reads == "before attention" and _below_lowest(step)
+            times = layers - bool(first)
+            size = linear.out * linear.in_
+            # The gradient of a weight that is trained is another product.
+            products = 2 if is_backward and step.ask.trains_model else 1
+            moved = c * T * (linear.out + linear.in_) + step.micro_batches * weight_bytes * size
+            yield Piece(
+                BASE, bool(is_backward), products * times * 2 * T * size, min(linear.out, linear.in_, _rows(step)),
+                bytes=products * times * moved,
+            )  # fmt: skip
+
+
+def _rows(step: _Step) -> float:
+    return step.cells / step.micro_batches
+
+
+def _lora_products(step: _Step) -> Iterator[Piece]:
+    T, c, r, layers = step.cells, step.ask.item_bytes, step.ask.rank, step.adapted_layers
+    for group in step.groups().values():
+        width, ranks = group[0].in_, r * len(group)
+        out = sum(linear.out for linear in group)
+        into = layers * 2 * T * width * ranks  # A, for all of the group at once
+        back = layers * 2 * T * out * r  # B, one after another
+        each = layers * c * T
+        yield Piece(LORA, False, into, ranks, bytes=each * (width + ranks))
+        yield Piece(LORA, False, back, r, bytes=each * (2 * out + ranks))  # added to what the base has written
+        yield Piece(LORA, True, back, r, bytes=each * (out + ranks))  # the gradient of u
+        yield Piece(LORA, True, back, r, bytes=each * (out + ranks))  # of B
+        yield Piece(LORA, True, into, ranks, bytes=each * (width + ranks))  # of A
+        # Of the input: added to that of the base, or a tensor of its own until it has passed dropout.
+        yield Piece(LORA, True, into, ranks, bytes=each * ((1 if step.ask.dropout else 2) * width + ranks))
+
+
+def _attention(step: _Step, counts: Counts) -> Iterator[Piece]:
+    """2 products forward, 5 backward, which computes the scores again (arXiv 2307.08691, section 4.1)."""
+    forward, backward = counts["scores"]
+    side = min(step.decoder.head_dim, step.costs.attention_block)
+    each = 2 * step.decoder.head_dim
+    yield Piece(ATTENTION, False, 2 * each * forward, side)
+    yield Piece(ATTENTION, True, 5 * each * backward, side)
+
+
+def _head(step: _Step) -> Iterator[Piece]:
+    decoder, c = step.decoder, step.ask.item_bytes
+    size, rows = decoder.vocab * decoder.hidden, step.targets / max(1, step.chunks)
+    products = 3 if step.ask.trains_model else 2
+    moved = c * (products * step.chunks * size + 2 * step.targets * decoder.hidden)
+    yield Piece(HEAD, False, products * 2 * step.targets * size, min(rows, decoder.hidden), bytes=moved)
+    if step.ask.quantization in AFFINE_BITS and step.ask.quantization in step.costs.unpacking:
+        yield _unpacked(step, step.micro_batches, size, is_backward=False)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _unpacking(step: _Step, counts: Counts) -> Iterator[Piece]:
+    """Packed weights, unpacked for each product with one."""
+    if step.ask.quantization not in step.costs.unpacking:
+        return
+    linears = step.decoder.linears()
+    mean = sum(linear.out * linear.in_ for linear in linears.values()) / len(linears)
+    for is_backward, count in enumerate(counts["linear"]):
+        yield _unpacked(step, count, mean, is_backward=bool(is_backward))
+
+
+def _unpacked(step: _Step, matrices: float, size: float, *, is_backward: bool) -> Piece:
+    launches, moved, operations = step.costs.unpacking[step.ask.quantization]
+    each, weights = _stored_bytes(step.ask) + (moved + 1) * step.ask.item_bytes, matrices * size
+    return Piece(
+        UNPACKING, is_backward, elementwise=operations * weights, bytes=each * weights, launches=launches * matrices
+    )
+
+
+def _stored_bytes(ask: Ask) -> float:
+    """Bytes of a weight of the base as it is stored."""
+    if ask.quantization in AFFINE_BITS:
+        return AFFINE_BITS[ask.quantization] / 8 + 2 * ask.item_bytes / AFFINE_GROUP
+    return {"none": ask.item_bytes, "nf4": NF4_BYTES, "int8": 1.0}[ask.quantization]
+
+
+def _update(step: _Step) -> Piece:
+    """Norm and clipping of the gradient, the optimizer with its slots read and written, the copy to compute with."""
+    n, ask = num_trained(step.decoder, step.ask), step.ask
+    slots = OPTIMIZERS[ask.optimizer].bytes_per_parameter + MASTER_BYTES * ask.averages
+    copy = MASTER_BYTES + ask.item_bytes if ask.item_bytes < MASTER_BYTES else 0
+    return Piece(OPTIMIZER, True, bytes=n * (2 * slots + (GRADIENT_AND_WEIGHT + 1) * MASTER_BYTES + copy))
+
+
+# --- what the card says, what is done again, and what is moved --------------------------------------------------------
+
+
+def _by_card(step: _Step, counts: Counts) -> Iterator[Piece]:
+    """Launches, numbers and elementwise operations: a piece for each part and pass."""
+    costs = step.costs
+    for part in PARTS:
+        if part == DROPOUT and not step.ask.dropout:
+            continue
+        for is_backward in (False, True):
+            launches, numbers, operations = (
+                sum(each[is_backward] * counts[unit][is_backward] for unit, each in table.get(part, {}).items())
+                for table in (costs.launches, costs.numbers, costs.operations)
+            )
+            if launches or numbers or operations:
+                moved = step.ask.item_bytes * numbers
+                yield Piece(part, is_backward, elementwise=operations, bytes=moved, launches=launches)
+
+
+def _recomputed(step: _Step, pieces: list[Piece]) -> Iterator[Piece]:
+    """The forward pass of the layers that are not kept, once more."""
+    checkpointing, layers = step.ask.checkpointing, step.decoder.layers
+    again, share = IN_LAYERS, checkpointing.num_recomputed(layers) / layers
+    if checkpointing.remade:
+        again, share = REMADE, step.on.layers / layers
+    for piece in pieces:
+        if share and not piece.is_backward and piece.part in again:
+            yield piece.times(share, RECOMPUTATION)
+
+
+def _recorded(pieces: list[Piece], micro_batches: int) -> list[Piece]:
+    """Let the host launch each micro-step as one: model.kernels: graph replays all of it but the optimizer."""
+    replayed = [piece if piece.part == OPTIMIZER else replace(piece, launches=0.0) for piece in pieces]
+    return [*replayed, Piece(REST, False, launches=micro_batches)]
+
+
+def _transfers(step: _Step) -> Iterator[Piece]:
+    """Streamed layers, copied to the device for each pass, and offloaded inputs of segments, there and back."""
+    ask, decoder, layers = step.ask, step.decoder, step.decoder.layers
+    if ask.resident_layers is not None:
+        one = _stored_bytes(ask) * decoder.linear_parameters / layers
+        yield Piece(TRANSFERS, True, moved_bytes=2 * step.micro_batches * max(0, layers - ask.resident_layers) * one)
+    if ask.checkpointing.offload:
+        inputs = len(list(ask.checkpointing.segments(layers)))
+        yield Piece(TRANSFERS, True, moved_bytes=2 * inputs * step.cells * decoder.hidden * ask.item_bytes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+COMPUTE, MEMORY, LAUNCH, TRANSFER = "compute", "memory", "launch", "transfer"
+SAID = "computed from published limits and stated efficiencies, not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """A part of a step, and what bounds it."""
+
+    name: str
+    flops: float
+    bytes: float  # read and written; of transfers: moved
+    launches: float
+    seconds: float  # of the device, the bus, or the host if it needs longer
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The predicted time of an optimizer step."""
+
+    parts: tuple[PartTime, ...]
+    tokens: int  # of the step's documents, without padding
+    documents: str  # where their lengths come from
+    device_s: float
+    host_s: float  # the calls of operators; on a CPU part of `device_s`
+    transfer_s: float
+    waits: int
+    waits_s: float
+    model_flops: float  # by the formula of dualtune.doctor.bench.measure
+    peak_flops: float  # of the machine, in the compute dtype
+
+    @property
+    def step_s(self) -> float:
+        return max(self.device_s, self.host_s, self.transfer_s) + self.waits_s
+
+    @property
+    def bound(self) -> str:
+        """What the whole step is bound by."""
+        if self.transfer_s > max(self.device_s, self.host_s):
+            return TRANSFER
+        if self.host_s > self.device_s:
+            return LAUNCH
+        seconds = {bound: sum(p.seconds for p in self.parts if p.bound == bound) for bound in (COMPUTE, MEMORY, LAUNCH)}
+        return max(seconds, key=lambda bound: seconds[bound])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOP utilisation: of what the machine's data sheet says, or what its products were measured at."""
+        return self.model_flops / self.step_s / self.peak_flops
+
+    def describe(self) -> str:
+        """Say how long a step takes, and that this is no measurement."""
+        return (
+            f"about {self.tokens_per_s:,.0f} tokens/s, {in_short_time(self.step_s)} for a step of "
+            f"{self.tokens:,} tokens, bound by {self.bound}; {SAID}"
+        )
+
+    def of_run(self, num_steps: int | None) -> str:
+        """Say how long so many steps take, without evaluations and saves."""
+        if num_steps is None:
+            return "the number of steps is not known"
+        return f"{num_steps:,} step{'s' * (num_steps != 1)} take about {in_time(num_steps * self.step_s)}"
+
+    def as_json(self) -> dict[str, Any]:
+        own = asdict(self)
+        derived = ("step_s", "tokens_per_s", "utilisation", "bound")
+        return {"what": SAID, **{name: getattr(self, name) for name in derived}, **own}
+
+
+def predict(decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineLimits) -> StepTime:
+    """Predict a step. EnvironmentFault if the backend does not say what its step takes, or for the plain kernels."""
+    costs = card_of(ask.backend).costs.get(ask.device)
+    if costs is None:
+        raise EnvironmentFault(f"the backend '{ask.backend}' does not say what its step takes on {ask.device}")
+    if isinstance(decoder, Counted):
+        raise EnvironmentFault(
+            f"no time is predicted for {decoder.model_class}, whose shapes are counted: dualtune bench measures a step"
+        )
+    if ask.kernels == "reference":
+        raise EnvironmentFault("no time is predicted for model.kernels=reference; set it to auto")
+    if ask.kernels == "auto" and decoder.num_parameters < costs.least_parameters:
+        raise EnvironmentFault(
+            f"no time is predicted for a model of {decoder.num_parameters:,} parameters: the backend '{ask.backend}' "
+            f"compiles nothing below {costs.least_parameters:,}"
+        )
+    if ask.dtype not in limits.product_flops:
+        known = ", ".join(limits.product_flops)
+        raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {known}")
+    pieces = pieces_of(decoder, ask, costs, documents)
+    parts = [_part(name, [piece for piece in pieces if piece.part == name], ask.dtype, limits) for name in PARTS]
+    launches, waits = sum(piece.launches for piece in pieces), costs.waits * len(documents.rows)
+    peak_flops = limits.product_flops[ask.dtype]
+    device_s = sum(_seconds(piece, ask.dtype, limits)[0] for piece in pieces)
+    host_s = launches * limits.launch_s
+    transfer_s = sum(_moved_s(piece, limits) for piece in pieces)
+    if not limits.is_asynchronous:
+        device_s += host_s
+    return StepTime(
+        tuple(part for part in parts if part is not None), documents.tokens, documents.source, device_s, host_s,
+        transfer_s, waits, waits * limits.wait_s, _model_flops(decoder, ask, documents), peak_flops,
+    )  # fmt: skip
+
+
+def _part(name: str, pieces: list[Piece], dtype: str, limits: MachineLimits) -> PartTime | None:
+    """Return the time of a part; None if the step has none of it."""
+    if not pieces:
+        return None
+    timed = [_seconds(piece, dtype, limits) for piece in pieces]
+    launches = sum(piece.launches for piece in pieces)
+    bounds = {bound: sum(s for s, of in timed if of == bound) for bound in (COMPUTE, MEMORY)}
+    device_s, host_s = sum(bounds.values()), launches * limits.launch_s
+    moved_s = sum(_moved_s(piece, limits) for piece in pieces)
+    bounds |= {LAUNCH: host_s if host_s > device_s or not limits.is_asynchronous else 0.0, TRANSFER: moved_s}
+    seconds = max(device_s, host_s, moved_s) if limits.is_asynchronous else device_s + host_s
+    return PartTime(
+        name, sum(piece.products + piece.elementwise for piece in pieces),
+        sum(piece.bytes + piece.moved_bytes for piece in pieces), launches, seconds,
+        max(bounds, key=lambda bound: bounds[bound]),
+    )  # fmt: skip
+
+
+def _seconds(piece: Piece, dtype: str, limits: MachineLimits) -> tuple[float, str]:
+    """Return the time that the device needs for a piece, and whether its operations or its bytes take it."""
+    share = limits.attention_share if piece.part == ATTENTION else limits.product_share
+    rate = limits.product_flops[dtype] * share * _side_share(piece.side, limits.side_shares)
+    compute_s = piece.products / rate + piece.elementwise / limits.elementwise_flops
+    bytes_, bandwidth = piece.bytes, limits.bytes_per_s
+    if limits.link_bytes_per_s is None:  # what would be moved is copied in the same memory
+        bytes_ += 2 * piece.moved_bytes
+    if limits.cached and bytes_ <= limits.cached[0] * max(1.0, piece.launches):
+        bandwidth = limits.cached[1]
+    memory_s = bytes_ / (bandwidth * limits.memory_share)
+    return (compute_s, COMPUTE) if compute_s >= memory_s else (memory_s, MEMORY)
+
+
+def _moved_s(piece: Piece, limits: MachineLimits) -> float:
+    link = limits.link_bytes_per_s
+    return 0.0 if link is None else piece.moved_bytes / (link * limits.memory_share)
+
+
+def _side_share(side: float, shares: Mapping[int, float]) -> float:
+    """Interpolate the share that a product with this shortest side reaches; 1 beyond the longest that is known."""
+    sides = sorted(shares)
+    if not sides or side >= sides[-1] or side == 0:
+        return 1.0
+    above = bisect_left(sides, side)
+    if above == 0:
+        return shares[sides[0]]
+    low, high = sides[above - 1], sides[above]
+    along = (side - low) / (high - low)
+    return (1 - along) * shares[low] + along * shares[high]
+
+
+def _model_flops(decoder: Shape, ask: Ask, documents: StepDocuments) -> float:
+    """Operations that the model requires, without recomputation. A token sees half of a document of `length`."""
+    length = 2 * documents.seen / documents.tokens - 1
+    return documents.tokens * flops_per_token(decoder, replace(ask, max_length=round(length)))

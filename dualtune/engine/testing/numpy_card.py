@@ -1,0 +1,24 @@
+"""The card of the NumPy engine: an example for a small backend."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from dualtune.engine.card import Card, Device
+from dualtune.model.optimizer import OptimizerName
+
+CARD = Card(
+    name="numpy",
+    title="NumPy",
+    devices=(Device("cpu", auto_dtype="float64"),),
+    honoured={
+        "model.init": ("pretrained",),
+        "data.packing": (False, True),  # no token sees another, so packing needs no mask
+        "memory.offload": ("auto", "none"),
+        "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly
+        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
+        "train.average": ("none", "ema", "tail"),
+        "train.activation_cache": ("none", "disk"),
+        "run.deterministic": (False, True),  # it computes on a CPU, with one thread at a time
+    },
+)

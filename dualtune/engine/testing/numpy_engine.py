@@ -1,0 +1,327 @@
+"""A complete backend in NumPy: the example for authors of new ones, and an oracle in float64.
+
+The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA on `mixer`
+and `head`, and gradients written by hand. Master weights and the optimizer's slots are float32, as in every
+engine; all arithmetic is float64.
+
+Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.world import Alone
+from dualtune.engine.backend import (
+    CLIP_EPS,
+    IGNORE_INDEX,
+    Batch,
+    DeviceInfo,
+    EngineDescription,
+    LoadRequest,
+    LossSum,
+    MemoryStats,
+    OptimizerState,
+    Profile,
+    StepOutput,
+    check_slots,
+    check_state,
+)
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.decoding import GenerationCache
+from dualtune.engine.testing.numpy_card import CARD
+from dualtune.model.adapter import Tensors, init_adapter, select_modules, tensor_name
+from dualtune.model.dropout import channel_keys, keep_mask
+
+MODEL_TYPE = "dualtune-softmax"
+
+
+class NumpyBackend:
+    name = CARD.name
+
+    def __init__(self) -> None:
+        self._process, self._total_bytes = psutil.Process(), psutil.virtual_memory().total
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        return CARD.capabilities()
+
+    def devices(self) -> list[DeviceInfo]:
+        return [DeviceInfo("NumPy", "cpu", self._total_bytes)]
+
+    def memory(self) -> MemoryStats:
+        used = self._process.memory_info().rss
+        return MemoryStats(used, used, self._total_bytes)
+
+    def reset_peak_memory(self) -> None:
+        """Do nothing: the peak is not tracked."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError)
+
+    def is_device_fault(self, error: BaseException) -> bool:
+        return False  # its device is the CPU that runs this
+
+    def load(self, request: LoadRequest) -> NumpyEngine:
+        config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
+        if config["model_type"] != MODEL_TYPE:
+            raise EnvironmentFault(f"{request.model_dir}: got model_type {config['model_type']}, allowed: {MODEL_TYPE}")
+        return NumpyEngine(request.shared(lambda: load_file(request.model_dir / "model.safetensors")), request)
+
+    def world(self) -> Alone:
+        return Alone()
+
+    def synchronize(self) -> None:
+        """Do nothing: NumPy is done when it returns."""
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        a, b, c = (np.ones((size, size), dtype) for _ in range(3))
+        return lambda: np.matmul(a, b, out=c)
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        return Profile(None, "NumPy has no profiler", {})
+
+
+def backend(device: str = "auto") -> NumpyBackend:
+    """Build the backend: the entry point."""
+    return NumpyBackend()
+
+
+class NumpyEngine:
+    def __init__(self, weights: Tensors, request: LoadRequest) -> None:
+        self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
+        self._request = request
+        available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
+        shapes = select_modules(available, request.adapter.targets)
+        self._shapes = shapes
+        self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
+        self._params = self.neutral_state()
+        self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
+        self._step = 0
+        self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
+        self._loss = 0.0
+        self.description = EngineDescription(
+            device="cpu",
+            dtype="float64",
+            dtype_reason="an oracle should be exact",
+            quantization="none",
+            quantization_reason="as stored",
+            num_parameters=sum(w.size for w in self._weights.values()),
+            trainable_parameters=sum(w.size for w in self._params.values()),
+            layers_below_adapter=int("mixer" not in shapes),
+            checkpointing=KEEP_ALL.describe(num_layers=0),
+            checkpointing_reason=KEEP_ALL.reason,
+        )
+        self.set_checkpointing(request.checkpointing)
+
+    # --- forward and backward -------------------------------------------------------------------------------------
+
+    def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return W x + scale · B (A x̃), and x̃, which is x after dropout."""
+        y_NO = x_ND @ self._weights[f"{module}.weight"].T
+        if module not in self._keys:
+            return y_NO, x_ND
+        spec = self._request.adapter
+        if seeds_N is not None and spec.dropout:
+            x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+        return y_NO + spec.scale * (x_ND @ a_rI.T) @ b_Or.T, x_ND
+
+    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
+        """Add the gradients of A and B for the output gradient g, and return the gradient of the layer's input."""
+        g_NI = g_NO @ self._weights[f"{module}.weight"]
+        if module not in self._keys:
+            return g_NI
+        spec = self._request.adapter
+        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+        v_Nr = spec.scale * g_NO @ b_Or
+        self._grads[tensor_name(module, "B")] += spec.scale * g_NO.T @ (x_NI @ a_rI.T)
+        self._grads[tensor_name(module, "A")] += v_Nr.T @ x_NI
+        through_adapter = v_Nr @ a_rI
+        if spec.dropout:
+            through_adapter *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        return g_NI + through_adapter
+
+    def _forward(
+        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        x = self._weights["embedding.weight"][tokens_N]
+        if hidden_ND is None:
+            mixed, x = self._linear("mixer", x, seeds_N)
+            hidden_ND = np.tanh(mixed)
+        h = hidden_ND
+        logits, h_dropped = self._linear("head", h, seeds_N)
+        logits = logits - logits.max(-1, keepdims=True)
+        return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
+
+    def evaluate(self, batch: Batch) -> LossSum:
+        tokens_N, labels_N, _ = _targets(batch)
+        logp_N = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"][np.arange(len(labels_N)), labels_N]
+        return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
+
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        tokens_N, labels_N, seeds_N = _targets(batch)
+        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch))["logp"]
+        logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
+        logprobs_BT[batch.labels_BT != IGNORE_INDEX] = logp_NV[np.arange(len(labels_N)), labels_N]
+        return logprobs_BT
+
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
+        tokens_N, labels_N, seeds_N = _targets(batch)
+        n = np.arange(len(labels_N))
+        f = self._forward(tokens_N, seeds_N, _hidden(batch))
+        self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / divisor
+        g_NV = np.exp(f["logp"])
+        g_NV[n, labels_N] -= 1
+        g_NV = _weighted(g_NV, batch)
+        g_NV /= divisor
+        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
+        self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        h_ND = self._forward(batch.tokens_BT.ravel())["h"]
+        return h_ND.reshape(*batch.tokens_BT.shape, -1)
+
+    # --- optimizer ------------------------------------------------------------------------------------------------
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
+        clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
+        loss, self._loss = self._loss, 0.0
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._update(lr, clip)
+        self.discard()
+        return StepOutput(loss, norm)
+
+    def discard(self) -> None:
+        self._loss = 0.0
+        for g in self._grads.values():
+            g[:] = 0
+
+    def _update(self, lr: float, clip: float) -> None:
+        optimizer = self._request.optimizer
+        self._step += 1
+        for name, w in self._params.items():
+            before = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=lr)
+            self._params[name] = w.astype(np.float32)
+            for slot, array in after.items():
+                self._slots[slot][name] = array.astype(np.float32)
+
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        if checkpointing != KEEP_ALL:
+            raise ConfigError("memory.checkpointing: this engine recomputes nothing; allowed: auto, none")
+
+    # --- states ---------------------------------------------------------------------------------------------------
+
+    @property
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: w.shape for name, w in self._params.items()}
+
+    def adapter_state(self) -> Tensors:
+        return {n: w.copy() for n, w in self._params.items()}
+
+    def neutral_state(self) -> Tensors:
+        return init_adapter(self._shapes, self._request.adapter.rank, self._request.seed)
+
+    def load_adapter_state(self, state: Tensors) -> None:
+        check_state(self.adapter_shapes, state, "adapter")
+        self._params = {n: state[n].copy() for n in self._params}
+
+    def optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}
+
+    # --- use ------------------------------------------------------------------------------------------------------
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        tokens_BT = self.logprobs(batch).argmax(-1)
+        return np.where(batch.labels_BT == IGNORE_INDEX, -1, tokens_BT).astype(np.int32)
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        logp = self._forward(batch.tokens_BT.ravel())["logp"]
+        return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)
+
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
+        last = int(prompt[-1])  # on which alone the next token depends: there is nothing to cache
+        while (token := choose(self._forward(np.array([last]))["logp"][0].astype(np.float32))) is not None:
+            yield token
+            last = token
+
+    def decoding(self) -> NumpyDecoding:
+        return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
+
+    def save_merged(self, path: Path) -> None:
+        merged = dict(self._weights)
+        for module in self._keys:
+            a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+            merged[f"{module}.weight"] = merged[f"{module}.weight"] + self._request.adapter.scale * b_Or @ a_rI
+        path.mkdir(parents=True)
+        (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
+        save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")
+
+
+class NumpyDecoding:
+    """See `dualtune.engine.decoding.Decoding`. The next token depends on the last one alone: nothing is cached."""
+
+    def __init__(self, logprobs: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._logprobs = logprobs
+        self._num_rows = 0
+
+    def enter(self, texts: Sequence[np.ndarray]) -> NumpyNextLogits:
+        self._num_rows += len(texts)
+        return self._after([text[-1] for text in texts])
+
+    def advance(self, tokens_B: np.ndarray) -> NumpyNextLogits:
+        if len(tokens_B) != self._num_rows:
+            raise ValueError(f"got {len(tokens_B)} tokens for {self._num_rows} rows")
+        return self._after(tokens_B)
+
+    def leave(self, staying: Sequence[int]) -> None:
+        self._num_rows = len(staying)
+
+    def _after(self, tokens: Sequence[int] | np.ndarray) -> NumpyNextLogits:
+        return NumpyNextLogits(self._logprobs(np.asarray(tokens)).astype(np.float32))
+
+
+class NumpyNextLogits:
+    def __init__(self, logits_BV: np.ndarray) -> None:
+        self._logits_BV = logits_BV
+
+    def most_probable(self, *, is_last: bool = False) -> np.ndarray:
+        return self._logits_BV.argmax(-1).astype(np.int32)
+
+    def rows(self) -> np.ndarray:
+        return self._logits_BV
+
+
+def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens, labels and dropout seeds of the targets. In this model a prediction depends only on its token."""
+    where = batch.labels_BT != IGNORE_INDEX
+    return batch.tokens_BT[where], batch.labels_BT[where], batch.dropout_seeds_BT[where]
+
+
+def _hidden(batch: Batch) -> np.ndarray | None:
+    """Return the given hidden states of the targets."""
+    return None if batch.hidden_BTD is None else batch.hidden_BTD[batch.labels_BT != IGNORE_INDEX]
+
+
+def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:
+    """Return the values of the targets, [N, …], each times its loss weight."""
+    if batch.weights_BT is None:
+        return values
+    weights_N = batch.weights_BT[batch.labels_BT != IGNORE_INDEX].astype(np.float64)
+    return values * weights_N.reshape(-1, *[1] * (values.ndim - 1))

@@ -1,0 +1,1 @@
+"""What is trained, as data: adapters, their files and methods, base models, optimizers."""

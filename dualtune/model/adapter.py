@@ -1,0 +1,218 @@
+"""What an adapter is: its hyperparameters, the names and shapes of its tensors, their initial values, dropout.
+
+Reading an adapter needs only NumPy, neither torch nor MLX.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dualtune.base.errors import ConfigError
+from dualtune.model.methods import FULL, METHODS
+from dualtune.model.methods.method import Method
+from dualtune.model.targets import ALL_LINEAR as ALL_LINEAR
+from dualtune.model.targets import OUTPUT_HEAD as OUTPUT_HEAD
+from dualtune.model.targets import Shapes
+from dualtune.model.targets import is_target as is_target
+from dualtune.model.targets import lacks as lacks
+from dualtune.model.targets import select_modules as select_modules
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an adapter is: its hyperparameters, the names of its tensors, and their initial values.
+#
+# The core, both backends and checkpoints all use PEFT's form: for a linear layer with LoRA, `y = W x + scale · B (A
+# x)`,
+# the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and `….lora_B.weight` with shape
+# [out, rank], both float32. The method decides which tensors a layer has (`dualtune.model.methods`).
+
+# Also part of this module, in a separate file because it needs no NumPy.
+
+Tensors = dict[str, np.ndarray]
+
+Scaling = Literal["standard", "rank_stabilized"]
+
+PREFIX = "base_model.model."
+_PARTS = {parameter.peft: parameter.part for method in METHODS.values() for parameter in method.parameters}
+_NAME = re.compile(rf"^base_model\.model\.(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _PARTS))})$")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """The hyperparameters of an adapter. `targets` are module names: a path, or the end of one (`q_proj`)."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    scaling: Scaling = "standard"
+    method: str = "lora"  # one of `dualtune.model.methods.NAMES`
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / divisor(self.rank, self.scaling)
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether the parameters of the model itself are trained. Nothing else in the spec has a meaning then."""
+        return self.method == FULL
+
+    @property
+    def method_spec(self) -> Method:
+        return METHODS[self.method]
+
+
+def divisor(rank: int, scaling: Scaling) -> float:
+    """Return the divisor of alpha in the scale: the rank, or its square root (rsLoRA, arXiv 2312.03732)."""
+    return math.sqrt(rank) if scaling == "rank_stabilized" else rank
+
+
+def tensor_name(module: str, part: str, method: str = "lora") -> str:
+    """Return the canonical name, which is PEFT's, for a part ("A", "B", …) of a module path."""
+    return next(f"{PREFIX}{module}.{p.peft}" for p in METHODS[method].parameters if p.part == part)
+
+
+def parse_name(name: str) -> tuple[str, str] | None:
+    """Return (module path, part) of a canonical name; None if no method has such a name."""
+    match = _NAME.match(name)
+    return (match["module"], _PARTS[match["end"]]) if match else None
+
+
+def modules_of(tensors: Iterable[str]) -> list[str]:
+    """Return the sorted module paths in the tensor names."""
+    return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
+
+
+def init_adapter(
+    shapes: Shapes, rank: int, seed: int, *, method: str = "lora", weight: Callable[[str], np.ndarray] | None = None
+) -> Tensors:
+    """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
+
+    `weight` returns the frozen weight [out, in] of a module, float32; without it, tensors that depend on it are
+    omitted. Every module has a separate random stream, keyed by (seed, module path), so that the numbers depend neither
+    on the other adapted modules nor on their order in a backend.
+    """
+    tensors: Tensors = {}
+    for module, shape in shapes.items():
+        rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
+        frozen = partial(weight, module) if weight else None
+        values = METHODS[method].initial(shape, rank, rng, frozen)
+        tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
+    return tensors
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Module names in a stack of layers: `model.layers.3.self_attn.q_proj` is `self_attn.q_proj` of layer 3.
+#
+# PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, which it looks for in every
+# layer.
+# Both short forms are correct only if the adapter covers the whole stack; full paths are always correct.
+
+# The first number in the path is the layer; later numbers are experts.
+_POSITION = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
+MAX_PATH = 512  # characters
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
+
+
+class LayerPosition(NamedTuple):
+    stack: str  # model.layers
+    layer: int  # 3
+    name: str  # self_attn.q_proj
+
+
+def is_module_path(text: str) -> bool:
+    """Return whether the text is a dotted path: names from files get into terminals, reports and regexes."""
+    return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
+
+
+def position_of(module: str) -> LayerPosition | None:
+    """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
+    match = _POSITION.fullmatch(module)
+    return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
+
+
+def within_stack(module: str) -> str:
+    """Return the path from the stack of layers on, without what wraps it: `layers.3.self_attn.q_proj`."""
+    position = position_of(module)
+    if position is None:
+        return module
+    return f"{position.stack.rpartition('.')[2]}.{position.layer}.{position.name}"
+
+
+def uniform_names(modules: Iterable[str]) -> set[str]:
+    """Return the layer-relative names adapted in all layers from 0 to the last adapted one; none for two stacks."""
+    positions = [position for module in modules if (position := position_of(module))]
+    if len({position.stack for position in positions}) != 1:
+        return set()
+    layers: dict[str, set[int]] = defaultdict(set)
+    for position in positions:
+        layers[position.name].add(position.layer)
+    num_layers = 1 + max(position.layer for position in positions)
+    return {name for name, numbers in layers.items() if len(numbers) == num_layers}
+
+
+def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
+    given, uniform = tuple(targets), uniform_names(modules)
+    if given == (ALL_LINEAR,):
+        return short_targets(modules)
+
+    def is_exact(module: str) -> bool:
+        position = position_of(module)
+        return module in given or (is_target(module, given) and (position is None or position.name in uniform))
+
+    # A number as a name, such as that of the first layer of an MLP in a list, would also select a whole decoder layer.
+    is_name = not any(target.isdigit() for target in given)
+    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in given)
+    return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
+
+
+def short_targets(modules: Collection[str]) -> tuple[str, ...]:
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
+    positions = {module: position_of(module) for module in modules}
+    uniform = uniform_names(modules)
+    if any(position and position.name not in uniform for position in positions.values()):
+        return tuple(sorted(modules))
+    sharing: dict[str, set[str]] = defaultdict(set)  # q_proj -> {self_attn.q_proj}
+    for name in uniform:
+        sharing[name.rpartition(".")[2]].add(name)
+    short = {
+        name: last if len(names) == 1 and not last.isdigit() else name
+        for last, names in sharing.items()
+        for name in names
+    }
+    return tuple(sorted({short[position.name] if position else module for module, position in positions.items()}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What all engines know of the layers below the lowest adapter.
+
+KEY = "train.activation_cache"
+
+
+def num_below(layers: Iterable[Iterable[object]], adapted: Iterable[object], head: object) -> int:
+    """Return how many layers, given by their modules, lie below the lowest one with an adapted module.
+
+    There are none if anything but a layer or the output head is adapted.
+    """
+    wanted: Set[int] = {id(module) for module in adapted}
+    has = [{id(module) for module in layer} & wanted for layer in layers]
+    if wanted - {id(head)} - set().union(*has):
+        return 0
+    return next((i for i, inside in enumerate(has) if inside), len(has))
+
+
+def more_than_states(layer: str) -> ConfigError:
+    """Return the error for a model whose layers return more than hidden states. `layer` names their kind."""
+    return ConfigError(
+        f"{KEY}: got disk, but the layers of this model ({layer}) return more than their hidden states; allowed: none"
+    )

@@ -1,0 +1,110 @@
+"""Whether a model has learned a token: its row of the embedding, and of the output head if that is stored apart.
+
+A row counts as untrained if it is zero, if its norm is under a fifth of the median of ordinary rows, or if two or more
+of the other reserved tokens have the very same row: each reserved row of a base checkpoint is what the initialization
+left, and training moves rows apart. Only these rows are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dualtune.model.config_file import decoder_table
+from dualtune.model.weight_files import StoredTensor, weights_in
+
+SMALL = 0.2  # of the median norm of ordinary rows
+TWINS = 2  # other reserved rows that are the same
+SAMPLED = 256  # ordinary rows, spread over the vocabulary
+_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|(word|tok)_embeddings)\.weight")
+_HEAD = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
+_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+class UntrainedRow(NamedTuple):
+    """A row that training has not moved: the tensor, and why."""
+
+    tensor: str
+    why: str
+
+
+def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list[UntrainedRow]:
+    """Return where a model has not learned a token; empty for a quantized table, which the rule does not know.
+
+    `reserved`: the ids of the special tokens, which may be untrained too. Raises as `find_weights` for broken files.
+    """
+    tables = {
+        name: tensor
+        for name, tensor in weights_in(directory).tensors.items()
+        if (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)) and tensor.dtype in _NUMPY and len(tensor.shape) == 2
+    }
+    reserved = {*reserved} - {token}
+    found = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
+    return [UntrainedRow(name, why) for name, why in found.items() if why]
+
+
+def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the files hold an output head that differs from the embedding.
+
+    It is then used even if the config ties the two, as transformers does.
+    """
+    heads = [tensor for name, tensor in tensors.items() if _HEAD.fullmatch(name)]
+    tables = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    if len(heads) != 1 or len(tables) != 1:
+        return False
+    head, table = heads[0], tables[0]
+    return (head.dtype, head.shape) == (table.dtype, table.shape) and not _same_bytes(head, table)
+
+
+def untied_head(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return a sentence if the files hold a head of their own although the config ties it; None if they do not."""
+    ties = config.get("tie_word_embeddings", decoder_table(config).get("tie_word_embeddings"))
+    if not ties or not own_head(tensors):
+        return None
+    return "the output head is stored and differs from the embedding: it is used, although config.json ties the two"
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.num_bytes
+        while left > 0:
+            size = min(left, 1 << 24)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _why(table: StoredTensor, token: int, reserved: set[int]) -> str | None:
+    """Return why a row of a table [V, D] counts as untrained, None if it does not."""
+    size = table.shape[0]
+    if token >= size:
+        return None  # refused elsewhere
+    row = _rows(table, [token])[0]
+    norm = float(np.linalg.norm(row))
+    if norm == 0:
+        return "it is zero"
+    ordinary = [i for i in range(0, size, max(1, size // SAMPLED)) if i not in reserved and i != token]
+    median = float(np.median(np.linalg.norm(_rows(table, ordinary), axis=1))) if ordinary else 0.0
+    if norm < SMALL * median:
+        return f"its norm is {norm:.2g}, that of ordinary tokens {median:.2g}"
+    twins = sum(bool((other == row).all()) for other in _rows(table, [i for i in sorted(reserved) if i < size]))
+    return f"{twins} other reserved tokens have the same" if twins >= TWINS else None
+
+
+def _rows(table: StoredTensor, tokens: list[int]) -> np.ndarray:
+    """Return rows of a table, float32 [N, D]."""
+    width, kind = table.shape[1], np.dtype(_NUMPY[table.dtype])
+    rows = np.empty((len(tokens), width), np.float32)
+    with table.file.open("rb") as stream:
+        for row, token in zip(rows, tokens, strict=True):
+            stream.seek(table.begin + token * width * kind.itemsize)
+            values = np.frombuffer(stream.read(width * kind.itemsize), kind)
+            row[:] = (values.astype(np.uint32) << 16).view(np.float32) if table.dtype == "BF16" else values
+    return rows

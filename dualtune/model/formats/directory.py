@@ -1,0 +1,347 @@
+"""The adapter directory: one adapter in the files of PEFT, of mlx-lm, or (dual) of both.
+
+    adapter_config.json         the keys of PEFT and of mlx-lm, side by side: each tool ignores the other's
+    adapter_model.safetensors   PEFT's names and orientation; canonical
+    adapters.safetensors        mlx-lm's; contiguous transposes of the same numbers
+    chat_template.jinja         the chat template of the training, if it had one
+    dualtune.json               ours: schema version, size and sha256 of each other file, metadata
+
+A directory is written whole or not at all. On reading, the files are checked against dualtune.json if there is one;
+otherwise the two weight files are checked against each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dualtune.base import fields
+from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.base.files import Content, Pieces, json_bytes, listing, write_directory
+from dualtune.base.tensors import safetensors_pieces
+from dualtune.base.untrusted import LFS_ADVICE, is_lfs_pointer, read_json, read_safetensors, sha256_of
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.formats import canonical, mlx_lm, peft
+from dualtune.model.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
+from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
+from dualtune.model.weight_files import INDEX_FILE, NPZ_FILE
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dualtune.json: the files of an adapter directory when it was written, and all other recorded facts.
+#
+#     {"schema_version": 1, "files": {"<name>": {"bytes": …, "sha256": …}, …}, "notes": [what was converted], …}
+#
+# The other keys are metadata of the writer: fingerprints of the base model, a summary of the training.
+
+MANIFEST_FILE = "dualtune.json"
+SCHEMA_VERSION = 1
+MAX_BYTES = 1 << 20
+
+
+def make_manifest(files: Mapping[str, Content], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of dualtune.json for these files. Metadata from another directory may be passed as it is."""
+    return {
+        **metadata,
+        "schema_version": SCHEMA_VERSION,
+        "files": listing(files),
+        "notes": [*(metadata.get("notes") or []), *notes],
+    }
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the content of dualtune.json, None if there is none."""
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    manifest = read_json(path, max_bytes=MAX_BYTES)
+    if (version := fields.rank(manifest, "schema_version", path)) > SCHEMA_VERSION:
+        raise FormatError(f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}. Update dualtune.")
+    fields.texts(manifest, "notes", path)
+    return manifest
+
+
+def integrity_problems(directory: Path, manifest: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Return where the `known` files differ from the manifest. Other names are refused and never read."""
+    listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
+    problems = [
+        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
+        for name in listed
+        if name not in known
+    ]
+    for name in known:
+        path = directory / name
+        if name not in listed:
+            problems += [f"{name} is not listed in {MANIFEST_FILE}: it was added later"] if path.exists() else []
+        elif not path.is_file():
+            problems.append(f"{name} is missing, though {MANIFEST_FILE} lists it")
+        else:
+            entry = fields.subtable(listed, name, directory / MANIFEST_FILE)
+            problems += _file_problems(path, num_bytes=entry.get("bytes"), sha256=entry.get("sha256"))
+    return problems
+
+
+def _file_problems(path: Path, *, num_bytes: Any, sha256: Any) -> list[str]:
+    if is_lfs_pointer(path):
+        return [f"{path.name} {LFS_ADVICE}"]
+    if (size := path.stat().st_size) != num_bytes:
+        expected = fields.shown(fields.text_of(num_bytes))
+        return [f"{path.name} has {size} bytes, expected {expected}: truncated or replaced. Copy it again."]
+    if sha256_of(path) != sha256:
+        return [f"{path.name} was changed: its sha256 is not the one in {MANIFEST_FILE}. Copy it again."]
+    return []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+CONFIG_FILE = peft.CONFIG_FILE
+FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
+LAYOUTS = ("dual", "peft", "mlx")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+MAX_CONFIG_BYTES = 1 << 20
+SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter in canonical form: PEFT names -> float32, lora_A [r, in], lora_B [out, r], one rank for all."""
+
+    spec: AdapterSpec
+    tensors: Tensors
+    base_model: str | None = None
+    layout: str = "dual"  # dual | peft | mlx: the layout it was read from
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
+    notes: tuple[str, ...] = ()  # what was converted on reading
+    template: str | None = None  # the source of its training's chat template, if it is in the directory
+    naming: Naming = PLAIN  # how other tools name the layers
+    fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.model.formats.naming`
+
+    @property
+    def is_for_peft(self) -> bool:
+        return self.layout != "mlx"
+
+    @property
+    def template_hash(self) -> str | None:
+        """The hash of its training's chat template; "none" if it had none, None if that is not recorded."""
+        return recorded_hash(self.template, self.metadata)
+
+
+class Contents(NamedTuple):
+    """A directory that looks like an adapter. So far only dualtune.json is read: hashes are checked first."""
+
+    directory: Path
+    layout: str
+    manifest: dict[str, Any] | None
+
+
+def read_adapter(path: str | os.PathLike[str]) -> Adapter:
+    """Return the adapter of a directory in any of the three layouts, converted exactly, or raise FormatError."""
+    contents = open_directory(path)
+    if contents.manifest is not None:
+        _refuse(contents, integrity_problems(contents.directory, contents.manifest, FILES))
+    adapter = load(contents)
+    _refuse(contents, canonical.value_problems(adapter.tensors))
+    if contents.layout == "dual" and contents.manifest is None:
+        _refuse(contents, agreement_problems(contents, adapter))
+    return adapter
+
+
+def write_adapter(
+    path: str | os.PathLike[str], adapter: Adapter, *, layout: str = "dual", metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write a new adapter directory, whole or not at all.
+
+    `metadata` goes into dualtune.json; the default is the metadata that the adapter was read with. Raises ConfigError
+    if the path exists, DiskError if it cannot be written, NonFiniteError and FormatError if the adapter is unusable.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
+    target = Path(path).resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
+    write_directory(target, render(adapter, layout, adapter.metadata if metadata is None else metadata))
+
+
+def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, Content]:
+    """Return the content of each file of the directory, dualtune.json last."""
+    spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
+    for module, pair in pairs.items():
+        canonical.check_rank(module, pair, spec.rank, "adapter")
+    canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
+    tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
+    if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
+        spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
+        notes += folded
+    _check_values(tensors)
+    config, files, naming = dict[str, Any](), dict[str, Content](), adapter.naming
+    if layout != "mlx":
+        in_peft, named = peft_layout(replace(adapter, spec=spec, tensors=tensors))
+        config |= in_peft
+        files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
+    if layout != "peft":
+        named, own = _in_names(spec, tensors, naming.mlx)
+        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out)
+        files[mlx_lm.WEIGHTS_FILE] = _safetensors(
+            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
+        )
+    if layout == "mlx" and adapter.base_model is not None:
+        config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
+    files[CONFIG_FILE] = json_bytes(config)
+    if adapter.template is not None:
+        files[TEMPLATE_FILE] = adapter.template.encode()
+    facts: dict[str, Any] = {"adapter": _kind(spec)}
+    if spec.dropout and "target_parameters" in config:
+        facts["adapter"]["dropout"] = spec.dropout
+    if naming != PLAIN:
+        facts["naming"] = naming.as_json()
+    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, **facts}))
+    return files
+
+
+def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
+    """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
+    named, spec = _in_names(adapter.spec, adapter.tensors, adapter.naming.peft)
+    config = peft.peft_config(
+        spec, modules_of(named), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming
+    )
+    return config, named
+
+
+def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
+    """Return canonical tensors, and the targets of a spec that are whole paths, in the names of another tool."""
+    paths = renamed(modules_of(tensors), prefixes)
+    targets = tuple(paths.get(target, target) for target in spec.targets)
+    return rename_tensors(tensors, prefixes), replace(spec, targets=targets)
+
+
+def adapter_directory(path: str | os.PathLike[str]) -> Path:
+    """Return the directory of an adapter: the given one, or the adapter in it if it is a run directory."""
+    named = Path(path)
+    result = named / "adapter"
+    return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
+
+
+def open_directory(path: str | os.PathLike[str]) -> Contents:
+    """Open a directory; for a run directory, its adapter. FormatError lists the contents if there is no adapter."""
+    directory = adapter_directory(path)
+    try:
+        found = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise FormatError(
+            f"{directory}: {error.strerror}. An adapter is a directory with {CONFIG_FILE} and its weights."
+        ) from None
+    has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
+    if not (has_peft or has_mlx):
+        raise FormatError(_nothing_found(directory, found))
+    if CONFIG_FILE not in found:
+        raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
+    layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
+    return Contents(directory, layout, read_manifest(directory))
+
+
+def load(contents: Contents) -> Adapter:
+    """Return the adapter of the directory, from PEFT's file if there are two. Values are not checked."""
+    layout = "mlx" if contents.layout == "mlx" else "peft"
+    parts = _parse(contents, layout)
+    return Adapter(
+        _with_scaling(parts.spec, contents), parts.tensors, parts.base_model, contents.layout, contents.manifest or {},
+        parts.notes, read_template(contents.directory), _naming(contents), parts.fan_in_fan_out,
+    )  # fmt: skip
+
+
+def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
+    """Return where mlx-lm's file of a dual directory computes another function than the adapter from PEFT's file."""
+    other = _parse(contents, "mlx")
+    ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
+    theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
+    problems = [f"{module} is adapted in one weight file only" for module in sorted(ours.keys() ^ theirs.keys())]
+    for module in sorted(ours.keys() & theirs.keys()):
+        if ours[module].delta_shape != theirs[module].delta_shape:
+            problems.append(f"{module}: the weight files adapt matrices of different shapes")
+            continue
+        distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
+        if distance > SAME_FUNCTION:
+            problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
+    extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.extras_distance(*extras) > SAME_FUNCTION:
+        method = adapter.spec.method_spec
+        problems.append(
+            f"the two weight files differ in the parameters that {method.title} trains in addition to A and B"
+        )
+    return problems
+
+
+def _kind(spec: AdapterSpec) -> dict[str, Any]:
+    """Return method and scaling for dualtune.json; mlx-lm's config has no key for the scaling."""
+    return {"method": spec.method, "scaling": spec.scaling}
+
+
+def _with_scaling(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
+    """Return the spec with the original alpha: the config of our mlx-lm directories has only the scale."""
+    kind = (contents.manifest or {}).get("adapter")
+    if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:
+        return spec
+    return canonical.rescaled(spec, "rank_stabilized")
+
+
+def _parse(contents: Contents, layout: str) -> canonical.Parts:
+    """Return the adapter in one of the files, by its canonical names."""
+    config = read_json(contents.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+    naming = _naming(contents)
+    if layout == "peft":
+        tensors = read_safetensors(contents.directory / peft.WEIGHTS_FILE)
+        parts = peft.read_peft(config, tensors, contents.directory, naming)
+    else:
+        tensors = read_safetensors(contents.directory / mlx_lm.WEIGHTS_FILE)
+        parts = mlx_lm.read_mlx(config, tensors, contents.directory)
+    named, spec = _in_names(parts.spec, parts.tensors, reversed_(naming.prefixes(layout)))
+    return parts._replace(spec=_with_dropout(spec, contents), tensors=named)
+
+
+def _naming(contents: Contents) -> Naming:
+    return read_naming(contents.manifest or {}, contents.directory / MANIFEST_FILE)
+
+
+def _with_dropout(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
+    """Return the spec with the dropout of the training, which PEFT's config must deny for adapted parameters."""
+    where = f"{contents.directory / MANIFEST_FILE}: adapter"
+    kind = fields.subtable(contents.manifest or {}, "adapter", where)
+    return replace(spec, dropout=fields.probability(kind, "dropout", where)) if "dropout" in kind else spec
+
+
+def _nothing_found(directory: Path, found: list[str]) -> str:
+    if pickles := [name for name in found if name.endswith(PICKLE_SUFFIXES)]:
+        return (
+            f"{directory}: {pickles[0]!r} is a pickle, which can run code when it is opened. If you trust it, load it "
+            f"with PEFT and save it as {peft.WEIGHTS_FILE}: model.save_pretrained(path, safe_serialization=True)."
+        )
+    if others := {INDEX_FILE, NPZ_FILE} & {*found}:
+        return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
+    for model in (directory / "model", directory):
+        if (model / "config.json").is_file():
+            return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
+    if (directory / "checkpoints").is_dir():
+        return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
+    listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    return (
+        f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}. It contains: {listing or 'nothing'}"
+    )
+
+
+def _refuse(contents: Contents, problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise FormatError(f"{contents.directory}: {'; '.join(problems[:3])}{more}")
+
+
+def _check_values(tensors: Tensors) -> None:
+    if names := canonical.non_finite(tensors):
+        raise NonFiniteError(f"adapter: {names[0]} holds NaN or Inf; nothing is written. Use an earlier checkpoint.")
+    if modules := canonical.zero_filled(tensors):
+        raise FormatError(f"adapter: {modules[0]}: A and B are all zeros; nothing is written")
+
+
+def _safetensors(tensors: Tensors, framework: str) -> Pieces:
+    """Add `format` to the header, where transformers and PEFT look for it."""
+    return safetensors_pieces(tensors, {"format": framework})

@@ -1,0 +1,171 @@
+"""How PEFT and mlx-lm name the layers of a base model, where they do not name them as the base's files do.
+
+Both wrap a text model differently when it has towers beside it, and PEFT has rules of its own for models with experts.
+The base's files say what holds (`dualtune.model.places`); dualtune.json keeps it, so that an adapter is read back
+without its base.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from dualtune.base import fields
+from dualtune.base.errors import FormatError
+from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, parse_name
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GPT-2's linear layers, which transformers and mlx-lm store and name differently.
+#
+# In transformers they are Conv1D with a weight [in, out], and PEFT sets `fan_in_fan_out` in an adapter for them; the
+# matrices of the adapter itself have the usual orientation. mlx-lm transposes the weights, and names the stack
+# `model.h`
+# where transformers has `transformer.h`, which is the canonical name.
+
+# By `model_type` of config.json. GPT-1 exists only in transformers.
+FAMILIES = frozenset({"gpt2", "openai-gpt"})
+STACK, MLX_STACK = "transformer.", "model."
+_LAYER = r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)"
+_CANONICAL, _MLX, _BARE = (re.compile(re.escape(stack) + _LAYER, re.ASCII) for stack in (STACK, MLX_STACK, ""))
+
+
+def is_fan_in_fan_out(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a model with Conv1D as linear layers."""
+    return config.get("model_type") in FAMILIES
+
+
+def has_gpt2_attention(shapes: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether the (out, in) of a layer are certainly GPT-2's.
+
+    GPT-BigCode has plain linear layers with the same names, but shares one key and value among all heads.
+    """
+    return any(
+        module.endswith(".attn.c_attn") and _CANONICAL.fullmatch(module) is not None and out_dim == 3 * in_dim
+        for module, (out_dim, in_dim) in shapes.items()
+    )
+
+
+def is_mlx_name(module: str) -> bool:
+    return _MLX.fullmatch(module) is not None
+
+
+def canonical_name(module: str) -> str:
+    """Return transformers' name of a layer that mlx-lm names differently; other names unchanged."""
+    return STACK + module.removeprefix(MLX_STACK) if is_mlx_name(module) else module
+
+
+def mlx_name(module: str) -> str:
+    """Return mlx-lm's name of a GPT-2 layer; other names unchanged."""
+    return MLX_STACK + module.removeprefix(STACK) if _CANONICAL.fullmatch(module) else module
+
+
+def canonical_layer(module: str, shape: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
+    """Return the canonical name of a layer in a weight file, and the (out, in) of its weight of this shape.
+
+    OpenAI's own files omit `transformer.`; in mlx-lm's files the weight is already transposed.
+    """
+    if _BARE.fullmatch(module) or _CANONICAL.fullmatch(module):
+        return STACK + module.removeprefix(STACK), shape and (shape[1], shape[0])
+    return canonical_name(module), shape
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+Prefixes = tuple[tuple[str, str], ...]  # of canonical names -> of the tool's
+
+# PEFT 0.21 takes linear layers with these names for experts wherever a model with experts has them, and drops their
+# adapters: `_MOE_TARGET_MODULE_MAPPING` in peft/utils/transformers_weight_conversion.py. As parameters it keeps them.
+EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The names that other tools give to the layers of a base model."""
+
+    peft: Prefixes = ()
+    mlx: Prefixes = ()
+    has_experts: bool = False
+    towers: tuple[str, ...] = ()  # components of the names of what is no part of the text model
+    notes: tuple[str, ...] = ()  # what PEFT cannot load, or only in one way
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is kept in dualtune.json: the fields that say something."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+    def prefixes(self, layout: str) -> Prefixes:
+        return self.mlx if layout == "mlx" else self.peft
+
+    @property
+    def exclusion(self) -> str | None:
+        """The regular expression by which PEFT leaves the towers alone; None if there are none."""
+        return rf"(.*\.)?({'|'.join(self.towers)})\..*" if self.towers else None
+
+
+PLAIN = Naming()  # of a model whose layers all tools name as its files do
+
+
+def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
+    """Return the naming in dualtune.json, PLAIN if it has none. FormatError unless all of it are names."""
+    table = fields.subtable(manifest, "naming", where)
+    if not table:
+        return PLAIN
+    towers = fields.texts(table, "towers", where) or []
+    for name in towers:
+        if not is_module_path(name):
+            raise fields.wrong(where, "naming.towers", name, "components of module names")
+    return Naming(
+        _prefixes(table, "peft", where), _prefixes(table, "mlx", where), table.get("has_experts") is True,
+        tuple(towers), tuple(fields.texts(table, "notes", where) or []),
+    )  # fmt: skip
+
+
+def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:
+    """Return what each name becomes: the first prefix that it has is replaced."""
+    found: dict[str, str] = {}
+    for name in names:
+        old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        found[name] = new + name.removeprefix(old) if old else name
+    return found
+
+
+def rename_tensors(tensors: Tensors, prefixes: Prefixes) -> Tensors:
+    """Return canonical tensors with the prefixes of their modules replaced."""
+    if not prefixes:
+        return tensors
+    return rename_modules(tensors, renamed(modules_of(tensors), prefixes))
+
+
+def rename_modules(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Return canonical tensors with other names for their modules. FormatError if two would have the same one."""
+    modules = {name: parsed[0] for name in tensors if (parsed := parse_name(name))}
+    new = {
+        f"{PREFIX}{names[modules[name]]}{name.removeprefix(PREFIX + modules[name])}" if name in modules else name: x
+        for name, x in tensors.items()
+    }
+    if len(new) < len(tensors):
+        twice = next(each for each, times in Counter(names.values()).items() if times > 1)
+        raise FormatError(f"two layers of the adapter would be {twice}: it mixes the names of several programs")
+    return new
+
+
+def reversed_(prefixes: Prefixes) -> Prefixes:
+    """Return the way back."""
+    return tuple((new, old) for old, new in prefixes)
+
+
+def _prefixes(table: Mapping[str, Any], key: str, where: object) -> Prefixes:
+    value: Any = table.get(key, [])
+    found: list[tuple[str, str]] = []
+    for pair in cast("list[Any]", value if isinstance(value, list) else [value]):
+        match pair:
+            case [str(old), str(new)] if _is_beginning(old) and _is_beginning(new):
+                found.append((old, new))
+            case _:
+                raise fields.wrong(where, f"naming.{key}", cast("object", pair), "pairs of beginnings of module names")
+    return tuple(found)
+
+
+def _is_beginning(text: str) -> bool:
+    return is_module_path(text.removesuffix("."))

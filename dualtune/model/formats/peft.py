@@ -1,0 +1,309 @@
+"""PEFT's adapter directory <-> the canonical adapter.
+
+Tensor names and orientation are already canonical; the work is in the config. Every field of LoraConfig (peft 0.21,
+`peft/tuners/lora/config.py`) is in one of the two tables below, which a test compares with PEFT itself. A field that
+affects the function is converted exactly or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dualtune.base import fields
+from dualtune.base.errors import FormatError
+from dualtune.model.adapter import (
+    ALL_LINEAR,
+    AdapterSpec,
+    Scaling,
+    Tensors,
+    divisor,
+    exact_targets,
+    is_module_path,
+    is_target,
+    parse_name,
+    position_of,
+    short_targets,
+    within_stack,
+)
+from dualtune.model.formats import naming as gpt2
+from dualtune.model.formats.canonical import (
+    PAIR,
+    Pairs,
+    Parts,
+    alpha_of,
+    check_extras,
+    check_rank,
+    extra_tensors,
+    pair_up,
+    to_tensors,
+    unify,
+)
+from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
+from dualtune.model.formats.patterns import full_match, matches_end
+from dualtune.model.methods import METHODS, UNSUPPORTED
+from dualtune.model.methods.method import Method
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_MATCHES = 1_000_000  # of patterns with modules: takes a minute
+
+REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same function
+    "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of the text",
+    "arrow_config": "Arrow routes between several adapters",
+    "ensure_weight_tying": "the adapter of the embedding would be tied to that of the output layer",
+    "kasa_config": "KaSA truncates the base weight and adds a diagonal between A and B",
+    "layer_replication": "the layers of the base model are repeated",
+    "lora_bias": "lora_B has a bias",
+    "megatron_config": "the layers are Megatron's parallel ones",
+    "monteclora_config": "MonteCLoRA samples the weights",
+    "trainable_token_indices": "rows of the embedding were trained next to the adapter",
+    "use_bdlora": "BD-LoRA stores block-diagonal matrices",
+    "use_qalora": "QA-LoRA averages groups of inputs first",
+    "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
+    **UNSUPPORTED,
+}
+HANDLED = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
+    *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
+    # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
+    "fan_in_fan_out",
+    *(key for method in METHODS.values() for key in method.peft_keys),
+    # No effect on the function: labels, and fields that matter only for a refused method or at initialization.
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
+    *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+# In addition to PEFT's, in a dual directory.
+MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config"}
+# Initializations that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from them, so
+# that the adapter is right only with the changed base; a name that PEFT 0.21 does not have may do the same.
+HARMLESS_INITS = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
+# PEFT's naming of the switches of its variants. A switch that is not in the tables is from a newer PEFT.
+_VARIANT_SWITCH = re.compile(r"use_\w+|\w+_config")
+_LEAVES_OUT = (
+    "dualtune adapter import DIR OUT --base MODEL compares it with the base and leaves it out if it is equal; or save "
+    "again with save_embedding_layers=False if it was not resized"
+)
+_FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
+    "lora_magnitude_vector": "DoRA's magnitude",
+    "lora_embedding_": "LoRA of an embedding",
+    "modules_to_save": "a fully trained module",
+    ".bias": "a trained bias",
+    "base_layer": f"a copy of a base weight. {_LEAVES_OUT}",
+    "embed_tokens.weight": f"a copy of the embedding. {_LEAVES_OUT}",
+    "lm_head.weight": f"a copy of the output head. {_LEAVES_OUT}",
+    "": "not part of a LoRA adapter",
+}
+
+
+def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, naming: Naming = PLAIN) -> Parts:
+    """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
+    where = directory / CONFIG_FILE
+    if naming.exclusion is not None and config.get("exclude_modules") == naming.exclusion:
+        config = {key: value for key, value in config.items() if key != "exclude_modules"}  # towers have no adapters
+    notes = _check_config(config, where)
+    method = _method(config)
+    scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
+    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
+            raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
+    _check_parameters(config, pairs, where)
+    for module in pairs:
+        if not _is_selected(module, config, where):
+            raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
+    ranks = {module: _rank(module, config, where) for module in pairs}
+    for module, pair in pairs.items():
+        check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
+    check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
+    scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
+
+    pairs, scale, conversions = unify(pairs, scales)
+    rank = max(ranks.values())
+    spec = AdapterSpec(
+        rank=rank,
+        alpha=alpha_of(scale, rank, scaling),
+        dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
+        targets=_targets(pairs, config, where),
+        scaling=scaling,
+        method=method.name,
+    )
+    base_model = fields.name(config, "base_model_name_or_path", where)
+    shapes = {module: pair.delta_shape for module, pair in pairs.items()}
+    fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
+    return Parts(spec, to_tensors(pairs) | extras, base_model, (*notes, *conversions), fan_in_fan_out)
+
+
+def peft_config(
+    spec: AdapterSpec,
+    modules: Collection[str],
+    base_model: str | None,
+    *,
+    fan_in_fan_out: bool = False,
+    naming: Naming = PLAIN,
+) -> dict[str, Any]:
+    """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
+    assert spec.alpha == int(spec.alpha), spec
+    targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
+    if parameters:
+        targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
+    if naming.exclusion is not None:  # whole paths of files are those of no class
+        targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
+    extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+    if naming.exclusion is not None:
+        extra["exclude_modules"] = naming.exclusion
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": int(spec.alpha),
+        "lora_dropout": 0.0 if parameters else spec.dropout,  # of parameters PEFT allows none; mlx-lm's keys have it
+        "target_modules": targets,
+        "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out,
+        "use_rslora": spec.scaling == "rank_stabilized",
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        **spec.method_spec.peft_keys,
+        **extra,
+    }
+
+
+def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
+    """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
+
+    PEFT adapts parameters by plain LoRA only.
+    """
+    if not naming.has_experts or spec.method != "lora":
+        return []
+    return [f"{module}.weight" for module in sorted(modules) if module.rpartition(".")[2] in EXPERT_NAMES]
+
+
+def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> None:
+    """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
+    for name in fields.texts(config, "target_parameters", where) or ():
+        module, _, last = name.rpartition(".")
+        if last != "weight" or not any(is_target(each, (module,)) for each in pairs):
+            allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
+            raise fields.wrong(where, "target_parameters", name, allowed)
+
+
+def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
+    """Refuse what cannot be converted; return notes on unknown fields."""
+    if (peft_type := fields.required(config, "peft_type", where)) != "LORA":
+        raise fields.wrong(
+            where, "peft_type", peft_type, "LORA: other methods do not add an update B A to the base weights"
+        )
+    for key, reason in REFUSED.items():
+        if value := config.get(key):
+            raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")
+    if (bias := config.get("bias", "none")) != "none":
+        raise fields.wrong(where, "bias", bias, "none: biases of the base model were trained next to the adapter")
+    if str(init := config.get("init_lora_weights", True)).lower() not in HARMLESS_INITS:
+        advice = "Save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
+        raise fields.wrong(where, "init_lora_weights", init, f"one that does not change the base weights. {advice}")
+    unknown = sorted(key for key, value in config.items() if value and key not in {*REFUSED, *HANDLED, *MLX_KEYS})
+    for key in filter(_VARIANT_SWITCH.fullmatch, unknown):
+        raise fields.wrong(where, key, config[key], "unset: peft 0.21 does not have it, and it may change the function")
+    return [f"unknown to peft 0.21, ignored: {', '.join(map(repr, unknown))[:200]}"] if unknown else []
+
+
+def _method(config: Mapping[str, Any]) -> Method:
+    """Return the method by its keys in the config, of several the last in the table: LoRA, the first, has none.
+
+    As in PEFT, a switch is on if Python considers it true.
+    """
+    marked = [
+        m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
+    ]
+    return marked[-1]
+
+
+def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
+    found = {name: parse_name(name) for name in tensors}
+    foreign = [name for name, parsed in found.items() if parsed is None or parsed[1] not in method.parts]
+    # In the table's order: an adapted embedding explains why a copy of its base weight is there too.
+    for part, kind in _FOREIGN_TENSORS.items():
+        for name in foreign:
+            if part in name:
+                raise FormatError(f"{where}: tensor {name!r} cannot be converted: {kind}")
+    return pair_up({parsed: tensors[name] for name, parsed in found.items() if parsed and parsed[1] in PAIR}, where)
+
+
+def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:
+    patterns = fields.subtable(config, "rank_pattern", where)
+    key = _matching_pattern(patterns, module, where)
+    return fields.rank(config, "r", where) if key is None else fields.rank(patterns, key, f"{where}: rank_pattern")
+
+
+def _alpha(module: str, config: Mapping[str, Any], where: Path) -> float:
+    patterns = fields.subtable(config, "alpha_pattern", where)
+    key = _matching_pattern(patterns, module, where)
+    if key is None:
+        return fields.positive(config, "lora_alpha", where)
+    return fields.positive(patterns, key, f"{where}: alpha_pattern")
+
+
+def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:
+    """PEFT's `get_pattern_key`: the first pattern that matches the end of the path."""
+    return next((pattern for pattern in patterns if matches_end(pattern, module, where)), None)
+
+
+def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
+    """PEFT's `check_target_module_exists`."""
+    targets, excluded = _selector(config, "target_modules", where), _selector(config, "exclude_modules", where)
+    if excluded and _selects(excluded, module, where):
+        return False
+    if is_target(f"{module}.weight", fields.texts(config, "target_parameters", where) or ()):
+        return True
+    if targets is None or targets == ALL_LINEAR:
+        return True
+    if isinstance(targets, str) or module in targets:
+        return _selects(targets, module, where)
+    return _selects(targets, module, where) and _is_in_layers(module, config, where)
+
+
+def _is_in_layers(module: str, config: Mapping[str, Any], where: Path) -> bool:
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    stacks, position = _selector(config, "layers_pattern", where), position_of(module)
+    stacks = [stacks] if isinstance(stacks, str) and stacks else stacks
+    if position is None or (
+        stacks and not any(full_match(rf"(.*\.)?{stack}", position.stack, where) for stack in stacks)
+    ):
+        return False
+    return position.layer in (layers if isinstance(layers, list) else [layers])
+
+
+def _selector(config: Mapping[str, Any], key: str, where: Path) -> str | list[str] | None:
+    """Return a regular expression, a list of names, or None."""
+    value = config.get(key)
+    return value if isinstance(value, str) else fields.texts(config, key, where)
+
+
+def _selects(rule: str | list[str], module: str, where: Path) -> bool:
+    return full_match(rule, module, where) if isinstance(rule, str) else is_target(module, rule)
+
+
+def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
+    """Return the config's names; full paths if it selects by an expression, a list of layers or exceptions."""
+    targets = _selector(config, "target_modules", where)
+    if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
+        return tuple(sorted(pairs))
+    if targets is None or targets == ALL_LINEAR:
+        return short_targets(pairs)
+    if isinstance(targets, str):
+        return tuple(sorted(pairs))
+    for target in targets:
+        if not is_module_path(target):
+            raise fields.wrong(where, "target_modules", target, "the names of modules, or one regular expression")
+    parameters = {name.rpartition(".")[0] for name in fields.texts(config, "target_parameters", where) or ()}
+    if not parameters:
+        return tuple(dict.fromkeys(targets))
+    return exact_targets(pairs, dict.fromkeys([*targets, *sorted({m.rpartition(".")[2] for m in parameters})]))

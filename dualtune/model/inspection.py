@@ -1,0 +1,300 @@
+"""The report of `dualtune inspect`: the contents of an adapter directory, and its problems."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dualtune.base.text import in_columns
+from dualtune.model.adapter import Tensors, position_of
+from dualtune.model.formats import canonical
+from dualtune.model.formats.canonical import (
+    Pair,
+    delta_distance,
+    delta_norm,
+    extra_tensors,
+    extras_distance,
+    extras_of,
+    to_pairs,
+)
+from dualtune.model.formats.chat_template import describe_template
+from dualtune.model.formats.directory import (
+    FILES,
+    MANIFEST_FILE,
+    SAME_FUNCTION,
+    Adapter,
+    agreement_problems,
+    integrity_problems,
+    load,
+    open_directory,
+    read_adapter,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The difference between two adapters: settings, adapted modules, and updates ΔW = scale · B A.
+#
+# ΔW is never formed: norms, inner products and differences come from r×r Gram matrices, which resolve a relative
+# difference down to about 1e-8. Two adapters of different rank, scale or layout can be the same function.
+
+MAX_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDifference:
+    """‖ΔW_A − ΔW_B‖ / max(‖ΔW_A‖, ‖ΔW_B‖) of one module, the two norms (Frobenius) and the cosine between them."""
+
+    module: str
+    relative_difference: float
+    norm_a: float
+    norm_b: float
+    cosine: float | None  # None if one of them is zero
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDifference:
+    settings: dict[str, tuple[Any, Any]]  # rank, alpha, … -> (of A, of B), where they differ
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    of_other_shape: tuple[str, ...]
+    modules: tuple[ModuleDifference, ...]  # in both adapters, the most different first
+
+    @property
+    def is_same_function(self) -> bool:
+        apart = self.only_in_a or self.only_in_b or self.of_other_shape
+        return not apart and all(module.relative_difference <= SAME_FUNCTION for module in self.modules)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"same_function": self.is_same_function, **asdict(self)}
+
+
+def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> AdapterDifference:
+    """Compare two adapter directories of any layout."""
+    ours, theirs = read_adapter(a), read_adapter(b)
+    pairs, others = to_pairs(ours.tensors, a), to_pairs(theirs.tensors, b)
+    shared = sorted(pairs.keys() & others.keys())
+    reshaped = tuple(m for m in shared if pairs[m].delta_shape != others[m].delta_shape)
+    modules = [
+        _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
+    ]
+    extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
+    modules = [_with_extras(found, *(extras_of(found.module, tensors) for tensors in extras)) for found in modules]
+    return AdapterDifference(
+        settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
+        only_in_a=tuple(sorted(pairs.keys() - others.keys())),
+        only_in_b=tuple(sorted(others.keys() - pairs.keys())),
+        of_other_shape=reshaped,
+        modules=tuple(sorted(modules, key=lambda found: (-found.relative_difference, found.module))),
+    )
+
+
+def render_difference(found: AdapterDifference) -> str:
+    """Format the difference as plain text, the largest parts first."""
+    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.settings.items()]
+    apart = {"only in A": found.only_in_a, "only in B": found.only_in_b, "different shape": found.of_other_shape}
+    for title, names in apart.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
+    differing = [m for m in found.modules if m.relative_difference > SAME_FUNCTION]
+    if differing:
+        rows = [("module", "difference", "‖ΔW‖ of A", "‖ΔW‖ of B", "cosine")]
+        rows += [
+            (m.module, f"{m.relative_difference:.1e}", f"{m.norm_a:.4g}", f"{m.norm_b:.4g}", _shown(m.cosine))
+            for m in differing[:MAX_ROWS]
+        ]
+        lines += ["", in_columns(rows)]
+        lines += [f"and {len(differing) - MAX_ROWS} more modules"] * (len(differing) > MAX_ROWS)
+    largest = max((m.relative_difference for m in found.modules), default=0.0)
+    verdict = (
+        f"same function: no update differs by more than {SAME_FUNCTION:g} of its norm (largest {largest:.1e})"
+        if found.is_same_function
+        else f"different: {len(differing)} of {len(found.modules)} shared modules (largest difference {largest:.1e})"
+    )
+    return "\n".join([*lines, verdict])
+
+
+def _settings(adapter: Adapter) -> dict[str, Any]:
+    spec = adapter.spec
+    return {
+        "method": spec.method,
+        "rank": spec.rank,
+        "alpha": spec.alpha,
+        "scaling": spec.scaling,
+        "scale": spec.scale,
+        "dropout": spec.dropout,
+        "targets": tuple(sorted(spec.targets)),
+        "base model": adapter.base_model,
+    }
+
+
+def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_scale: float) -> ModuleDifference:
+    norm_a, norm_b = delta_norm(ours, our_scale), delta_norm(theirs, their_scale)
+    cosine = None
+    if norm_a and norm_b:
+        cosine = max(-1.0, min(1.0, our_scale * their_scale * _inner(ours, theirs) / (norm_a * norm_b)))
+    distance = delta_distance(ours, our_scale, theirs, their_scale)
+    return ModuleDifference(module, distance, norm_a, norm_b, cosine)
+
+
+def _with_extras(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
+    """Include the parameters that the method trains in addition to A and B, if they differ more."""
+    distance = max(found.relative_difference, extras_distance(ours, theirs))
+    return replace(found, relative_difference=distance)
+
+
+def _inner(ours: Pair, theirs: Pair) -> float:
+    """Return ⟨B₁ A₁, B₂ A₂⟩ = Σ (B₁ᵀ B₂) ∘ (A₁ A₂ᵀ), from two r×r matrices in float64."""
+    B_rr = ours.B_Or.T.astype(np.float64) @ theirs.B_Or.astype(np.float64)
+    return float(np.sum(B_rr * (ours.A_rI.astype(np.float64) @ theirs.A_rI.T.astype(np.float64))))
+
+
+def _shown(cosine: float | None) -> str:
+    return "-" if cosine is None else f"{cosine:.4f}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+MLX_DEFAULT_SCALE = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionNorms:
+    """‖scale · B A‖ (Frobenius) over the modules of one layer-relative name."""
+
+    name: str  # self_attn.q_proj
+    num_modules: int
+    mean_norm: float
+    max_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    path: str
+    layout: str
+    base_model: str | None
+    rank: int
+    alpha: float
+    scale: float
+    method: str
+    scaling: str  # standard: scale = alpha / rank; rank_stabilized: alpha / √rank
+    dropout: float
+    targets: tuple[str, ...]
+    template: str  # of the adapter's training
+    num_modules: int
+    num_parameters: int
+    file_bytes: dict[str, int]
+    projections: tuple[ProjectionNorms, ...]
+    notes: tuple[str, ...]  # what had to be converted, and what other tools cannot load
+    flags: tuple[str, ...]  # suspicious, but readable
+    problems: tuple[str, ...]  # why `read_adapter` refuses the directory
+    hashes_ok: bool | None  # None without dualtune.json
+    files_agree: bool | None  # None without a second weight file
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `json.dumps`; a norm that is not finite becomes null."""
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return {**plain, "ok": self.ok}
+
+
+def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
+    """Read the whole directory, and report what `read_adapter` would refuse instead of raising, if possible.
+
+    FormatError only for what cannot be read as an adapter at all.
+    """
+    contents = open_directory(path)
+    changed = (
+        integrity_problems(contents.directory, contents.manifest, FILES) if contents.manifest is not None else None
+    )
+    adapter = load(contents)
+    disagreements = agreement_problems(contents, adapter) if contents.layout == "dual" else None
+    spec, pairs = adapter.spec, canonical.to_pairs(adapter.tensors, contents.directory)
+    names = [name for name in (*FILES, MANIFEST_FILE) if (contents.directory / name).is_file()]
+    return AdapterReport(
+        path=str(contents.directory),
+        layout=contents.layout,
+        base_model=adapter.base_model,
+        rank=spec.rank,
+        alpha=spec.alpha,
+        scale=spec.scale,
+        method=spec.method,
+        scaling=spec.scaling,
+        dropout=spec.dropout,
+        targets=spec.targets,
+        template=describe_template(adapter.template, adapter.metadata),
+        num_modules=len(pairs),
+        num_parameters=sum(x.size for x in adapter.tensors.values()),
+        file_bytes={name: (contents.directory / name).stat().st_size for name in names},
+        projections=_projections(pairs, spec.scale),
+        notes=(*adapter.notes, *adapter.naming.notes),
+        flags=tuple(_flags(adapter, pairs)),
+        problems=(*(changed or ()), *canonical.value_problems(adapter.tensors), *(disagreements or ())),
+        hashes_ok=None if changed is None else not changed,
+        files_agree=None if disagreements is None else not disagreements,
+    )
+
+
+def render_report(report: AdapterReport) -> str:
+    """Format the report as plain text."""
+    verdicts = {True: "yes", False: "NO", None: "not applicable"}
+    lines = [
+        f"adapter     {report.path}",
+        f"layout      {report.layout}",
+        f"base model  {report.base_model or 'not recorded'}",
+        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_scaling_note(report)}, "
+        f"dropout {report.dropout:g}",
+        f"targets     {_shortened(report.targets)}",
+        f"template    {report.template}",
+        f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
+        f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
+        f"hashes ok   {verdicts[report.hashes_ok]}",
+        f"files agree {verdicts[report.files_agree]}",
+        "",
+        f"{'‖scale · B A‖':<28}{'modules':>8}{'mean':>12}{'max':>12}",
+        *(f"{p.name:<28}{p.num_modules:>8}{p.mean_norm:>12.4g}{p.max_norm:>12.4g}" for p in report.projections),
+    ]
+    for title, texts in (("note", report.notes), ("flag", report.flags), ("PROBLEM", report.problems)):
+        lines += [f"{title}: {text}" for text in texts]
+    return "\n".join(lines)
+
+
+def _scaling_note(report: AdapterReport) -> str:
+    return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
+
+
+def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
+    norms: dict[str, list[float]] = defaultdict(list)
+    for module, pair in pairs.items():
+        position = position_of(module)
+        norms[position.name if position else module].append(canonical.delta_norm(pair, scale))
+    return tuple(ProjectionNorms(name, len(n), sum(n) / len(n), max(n)) for name, n in sorted(norms.items()))
+
+
+def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
+    spec, flags = adapter.spec, list[str]()
+    idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
+    if len(idle) == len(pairs):
+        flags.append("B is all zeros (the adapter does nothing)")
+    elif idle:
+        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
+    # The two usual mistakes of converters between scale and alpha; only hints, since both values can be intended.
+    if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
+        flags.append(
+            f"alpha is 20, which is mlx-lm's default scale: if it was meant as scale, alpha must be 20 · {spec.rank}"
+        )
+    if adapter.layout == "mlx" and spec.scale != MLX_DEFAULT_SCALE and spec.scale >= max(spec.rank, 8):
+        flags.append(
+            f"scale is {spec.scale:g} at rank {spec.rank}: mlx-lm multiplies by it directly. "
+            f"If it was meant as alpha, scale must be {spec.scale / spec.rank:g}"
+        )
+    return flags
+
+
+def _shortened(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,147 @@
+"""Merging: the base's own files, tensor by tensor, with the change of the adapter added to the matrices it adapts.
+
+Names, shards, dtypes and metadata are the base's. A tensor that nothing adapts is copied byte by byte, whatever it is:
+the towers of a multimodal model, experts, tensors that no class reads. No more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.base import tensors
+from dualtune.base.errors import ConfigError
+from dualtune.base.tensors import SIZES, StoredForm, bytes_of, write_safetensors
+from dualtune.base.untrusted import open_file, read_metadata
+from dualtune.model.config_file import CODE, read_config, tables_of
+from dualtune.model.copies import copy_index, copy_without_weights
+from dualtune.model.places import FilePlace
+from dualtune.model.spellings import both_spellings
+from dualtune.model.weight_files import BaseWeights, StoredTensor
+
+Delta = Callable[[str], np.ndarray]  # of an adapted module: its ΔW, float32 [out, in]
+PRECISIONS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], delta: Delta, dtype: str) -> None:
+    """Write a model directory: the base with `delta(module)` added, in float32, to the matrix of each adapted module.
+
+    Each tensor keeps its precision; but in another `dtype` than that of the base as a whole, all are rounded to it.
+    ConfigError if an adapted matrix is not stored in floating point.
+    """
+    adapted = _by_tensor(base, places)
+    wanted = PRECISIONS[dtype]
+    kept = wanted == precision(base)
+    forms = {
+        name: StoredForm(each.dtype if kept or each.dtype not in _NUMPY else wanted, each.shape)
+        for name, each in base.tensors.items()
+    }
+
+    def content(name: str) -> memoryview:
+        stored, form = base.tensors[name], forms[name]
+        raw = stored_bytes(stored)
+        if name not in adapted and form.dtype == stored.dtype:
+            return raw.data
+        values = _floats(raw, stored)
+        for module in adapted.get(name, ()):
+            _add(values, delta(module), places[module])
+        return bytes_of(_rounded(values, form.dtype))
+
+    copy_without_weights(base.directory, out)
+    _write_config(base, out, None if kept else dtype)
+    _write_files(base, out, forms, content)
+
+
+def _write_files(
+    base: BaseWeights, out: Path, forms: Mapping[str, StoredForm], content: Callable[[str], memoryview]
+) -> None:
+    """Write the files of the base; or where one would be larger than the hub takes, shards of our own."""
+    files = {file: [name for name, each in base.tensors.items() if each.file == file] for file in base.files}
+    if max(sum(forms[name].num_bytes for name in names) for names in files.values()) > tensors.SHARD_BYTES:
+        tensors.write_model_weights(out, forms, content)
+        return
+    for file, names in files.items():
+        metadata = read_metadata(file) or {"format": "pt"}
+        write_safetensors(out / file.name, {name: forms[name] for name in names}, content, metadata)
+    copy_index(base.directory, out, sum(form.num_bytes for form in forms.values()))
+
+
+def precision(base: BaseWeights) -> str | None:
+    """Return the dtype in which most numbers of a model are stored, None if it has no floating-point tensors."""
+    sizes: Counter[str] = Counter()
+    for each in base.tensors.values():
+        if each.dtype in _NUMPY:
+            sizes[each.dtype] += each.num_bytes // SIZES[each.dtype]
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _by_tensor(base: BaseWeights, places: Mapping[str, FilePlace]) -> dict[str, list[str]]:
+    """Return the adapted modules of each tensor."""
+    adapted: dict[str, list[str]] = defaultdict(list)
+    for module, place in places.items():
+        stored = base.tensors.get(place.tensor)
+        if stored is None or stored.dtype not in _NUMPY:
+            found = "is not there" if stored is None else f"is stored as {stored.dtype}"
+            raise ConfigError(
+                f"merge: {base.directory}: {place.tensor} {found}, so the adapter of {module} cannot be added to it. "
+                "Give the plain model as --base"
+            )
+        adapted[place.tensor].append(module)
+    return adapted
+
+
+def stored_bytes(stored: StoredTensor) -> np.ndarray:
+    """Return the bytes of a tensor."""
+    with open_file(stored.file) as stream:
+        stream.seek(stored.begin)
+        return np.frombuffer(stream.read(stored.num_bytes), np.uint8)
+
+
+def _floats(raw: np.ndarray, stored: StoredTensor) -> np.ndarray:
+    """Return the values of a tensor in float32, those of a float64 tensor in float64."""
+    values = raw.view(_NUMPY[stored.dtype]).reshape(stored.shape)
+    if stored.dtype == "BF16":  # the upper half of a float32
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64 if stored.dtype == "F64" else np.float32)
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to the nearest number of a dtype, ties to even, as the frameworks do."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):
+            return values.astype(_NUMPY[dtype])
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _add(values: np.ndarray, delta: np.ndarray, place: FilePlace) -> None:
+    """Add the change of a layer to its place in a tensor. The sum is in float32."""
+    target = values.T if place.transposed else values
+    if place.rows is not None:
+        target = target[slice(*place.rows)]
+    if target.shape != delta.shape:
+        raise ConfigError(
+            f"merge: {place.tensor}: the base stores {list(values.shape)}, which is no place for the change "
+            f"{list(delta.shape)} of the adapter"
+        )
+    target += delta
+
+
+def _write_config(base: BaseWeights, out: Path, dtype: str | None) -> None:
+    """Write the base's config, with both spellings of what mlx-lm and transformers spell differently."""
+    read = read_config(base.directory)
+    config = both_spellings(read)
+    if "tie_word_embeddings" not in config and "lm_head.weight" in base.tensors:
+        config["tie_word_embeddings"] = False  # transformers' default; mlx-lm's Llama would tie
+    for table in tables_of(config):
+        table.pop(CODE, None)  # the code that it names is not copied
+    if dtype is not None:
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    if config != read:
+        (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

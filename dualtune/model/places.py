@@ -1,0 +1,150 @@
+"""Where the matrix of a linear layer lies in the files of its base model, and what the layer is called after that.
+
+The canonical name of an adapted layer is that of its tensor in the base's files: both backends read it there, however
+their own classes name, transpose or split the layer. Other names are matched with the files by what they have in
+common with them: the path from the stack of layers on, which no wrapper around a text model changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dualtune.base.errors import ConfigError
+from dualtune.model.adapter import modules_of, position_of
+from dualtune.model.config_file import read_config
+from dualtune.model.formats.directory import Adapter
+from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, rename_modules
+from dualtune.model.targets import is_text as is_text
+from dualtune.model.targets import matched
+from dualtune.model.weight_files import has_weights, weights_in
+
+
+class FilePlace(NamedTuple):
+    """A matrix [out, in] in the files of a base model."""
+
+    tensor: str
+    transposed: bool = False  # the files have [in, out]
+    rows: tuple[int, int] | None = None  # of a larger matrix [out, in] that the tensor is; None: all of it
+
+    @property
+    def module(self) -> str:
+        """The canonical name of the layer. Parts of one matrix share a place's tensor, and need names of their own."""
+        return canonical_layer(self.tensor.removesuffix(".weight"), None)[0]
+
+
+def canonical_names(places: Mapping[str, FilePlace]) -> dict[str, str]:
+    """Return the canonical name of each placed module of a backend's model, by its path there.
+
+    A part of a fused matrix is called after the matrix and the last component of its own path.
+    """
+    return {
+        path: place.module if place.rows is None else f"{place.module}.{path.rpartition('.')[2]}"
+        for path, place in places.items()
+    }
+
+
+def check_places(modules: Iterable[str], placed: Collection[str], library: str) -> None:
+    """Raise ConfigError for an adapted module whose weight is not one matrix of the base's files: it could not move."""
+    if unplaced := [module for module in modules if module not in placed]:
+        raise ConfigError(
+            f"adapter.targets: {library} computes the weight of {len(unplaced)} of the adapted modules from several "
+            f"tensors of the model's files, or scales it (for example {unplaced[0]}), so no other program could load "
+            "the adapter. Choose other targets, or the other backend"
+        )
+
+
+def file_names(modules: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Return the canonical name of each module, by the names that the base's files have for their linear layers."""
+    return matched(modules, {canonical_layer(name, None)[0] for name in stored})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The names of the layers of a base model: what other tools call them, and an adapter in those of the base's files.
+
+_EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
+# mlx-lm's wrappers all call their text model so, and transformers' call it the other way round.
+MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
+# `_check_lora_target_modules_mamba` of PEFT 0.21 refuses these layers in these families.
+MAMBA_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
+MAMBA_LAYERS = frozenset({"out_proj", "conv1d"})
+
+
+def naming_of(directory: Path, modules: Collection[str]) -> Naming:
+    """Return how PEFT and mlx-lm name the adapted modules of a base, given by their canonical names.
+
+    A base without weights, for a model that is initialized at random, says nothing.
+    """
+    if not has_weights(directory):
+        return PLAIN
+    config, stored = read_config(directory), list(weights_in(directory).tensors)
+    towers = _towers(stored)
+    stack = _text_prefix(modules)
+    is_wrapper = bool(towers) or isinstance(config.get("text_config"), dict)
+    notes: list[str] = []
+    if is_wrapper:
+        notes.append(
+            "PEFT loads it into the model of AutoModelForImageTextToText, not always into that of AutoModelForCausalLM"
+        )
+    if config.get("model_type") in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
+        notes.append("PEFT 0.21 refuses adapters of out_proj in this family: for transformers, merge it")
+    return Naming(
+        peft=_peft_prefixes(stack) if is_wrapper else (),
+        mlx=_mlx_prefixes(stack, stored) if is_wrapper else (),
+        has_experts=any(map(_EXPERT.search, stored)),
+        towers=towers,
+        notes=tuple(notes),
+    )
+
+
+def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
+    """Return an adapter with the names that the files of a base have for its modules.
+
+    Other programs, and older versions of this one, have other names inside the wrapper around a text model. What
+    matches nothing keeps its name, which the engine then refuses.
+    """
+    modules = modules_of(adapter.tensors)
+    if not has_weights(directory):
+        return adapter
+    stored = [name.removesuffix(".weight") for name in weights_in(directory).tensors if name.endswith(".weight")]
+    names = file_names(modules, stored)
+    if all(old == new for old, new in names.items()):
+        return adapter
+    return replace(
+        adapter,
+        tensors=rename_modules(adapter.tensors, names),
+        spec=replace(adapter.spec, targets=tuple(names.get(target, target) for target in adapter.spec.targets)),
+        naming=naming_of(directory, names.values()),
+    )
+
+
+def _text_prefix(modules: Collection[str]) -> str | None:
+    """Return what the names of the adapted layers begin with, before their stack; None if they are in no stack."""
+    stacks = Counter(position.stack for module in modules if (position := position_of(module)))
+    if not stacks:
+        return None
+    head, dot, _ = stacks.most_common(1)[0][0].rpartition(".")
+    return head + dot
+
+
+def _peft_prefixes(stack: str | None) -> Prefixes:
+    """PEFT renames the names of files itself, but not in families whose table stands under a class name.
+
+    Those are the ones whose files do not say that a model is a text model: Qwen2-VL's `model.layers.0`.
+    """
+    return ((stack, PEFT_TEXT),) if stack == "model." else ()
+
+
+def _mlx_prefixes(stack: str | None, stored: Collection[str]) -> Prefixes:
+    head: Prefixes = (("lm_head", "language_model.lm_head"),) if "lm_head.weight" in stored else ()
+    return ((stack, MLX_TEXT), *head) if stack and stack != MLX_TEXT else head
+
+
+def _towers(stored: Collection[str]) -> tuple[str, ...]:
+    """Return the first components that tell the towers of a model from its text part, sorted."""
+    other = [name for name in stored if not is_text(name)]
+    return tuple(sorted({next(part for part in name.split(".") if not is_text(part)) for name in other}))

@@ -1,0 +1,127 @@
+"""Selection of a model's linear layers by a list of targets. Without NumPy, so that a memory estimate starts fast."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from dualtune.base.errors import ConfigError
+
+Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
+
+ALL_LINEAR = "all-linear"
+OUTPUT_HEAD = "lm_head"
+# The default of adapter.targets. A family that lacks one of them is adapted as by all-linear.
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
+_EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
+_ROUTER = re.compile(r"gate|(\w+_)?router")
+# What files call the output head, outside of the stack of layers. embed_out: GPT-NeoX, unembed: Inkling.
+_HEADS = frozenset({OUTPUT_HEAD, "embed_out", "unembed"})
+# Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
+_LATENT = "kv_b_proj"
+# Components of a name that only say what a text model is part of.
+_WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
+# A part of a model that is no text model.
+_OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
+
+
+def is_text(name: str) -> bool:
+    """Return whether a tensor or module belongs to the text part of a model, not to a tower beside it."""
+    return _OTHER_PART.search(name) is None
+
+
+def is_target(module: str, targets: Iterable[str]) -> bool:
+    """Match a list of names as in PEFT: the whole path, or its last components."""
+    return any(module == target or module.endswith("." + target) for target in targets)
+
+
+def bare_name(module: str) -> str:
+    """Return the path of a module without the components that only wrap a text model."""
+    parts = module.split(".")
+    first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
+    return ".".join(parts[first:])
+
+
+def matched(modules: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Return the name of each module among the known ones, which may have another wrapper around the text model.
+
+    A known name is kept. Another one becomes that of the only known layer of the text part with the same path inside
+    its wrapper; a module that matches none, or several, keeps its name.
+    """
+    bare: Mapping[str, list[str]] = defaultdict(list)
+    for name in known:
+        if is_text(name):
+            bare[bare_name(name)].append(name)
+    found: dict[str, str] = {}
+    for module in modules:
+        matches = [module] if module in known else bare.get(bare_name(module), [])
+        found[module] = matches[0] if len(matches) == 1 else module
+    return found
+
+
+def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
+    """Return which of the default targets a model lacks, if these are the targets: then all-linear replaces them."""
+    modules, wanted = list(available), tuple(targets)
+    if {*wanted} != {*DEFAULT_TARGETS}:
+        return []
+    return [target for target in wanted if not any(_selects(target, module) for module in modules)]
+
+
+def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return the linear layers of a model that the targets select, in sorted order.
+
+    "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts,
+    routers and what one backend has no layer for: these are selected only by name. It replaces the default targets
+    where a model lacks one of them.
+    ConfigError, with the names in the model, if a target selects nothing.
+    """
+    wanted = tuple(targets)
+    if lacks(available, wanted):
+        wanted = (ALL_LINEAR,)
+    selected: dict[str, tuple[int, int]] = {}
+    for target in wanted:
+        found = [module for module in available if _selects(target, module)]
+        if not found:
+            names = sorted({module.split(".")[-1] for module in available})
+            if target == ALL_LINEAR:
+                raise ConfigError(
+                    "adapter.targets: the text part of this model has no linear layer that this backend adapts: its "
+                    "layers are of kinds of their own. All that there is, output heads, experts, routers and other "
+                    f"parts, is adapted only if it is named: {', '.join(names) or 'none'}. Take the other backend"
+                )
+            raise ConfigError(
+                f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names) or 'none'}. "
+                f"Use --set adapter.targets={ALL_LINEAR}, or names: --set 'adapter.targets=[{', '.join(names[:2])}]'"
+            )
+        selected |= {module: available[module] for module in found}
+    return dict(sorted(selected.items()))
+
+
+def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:
+    """Return one sentence if all-linear replaces the default targets, else None."""
+    missing = lacks(available, targets)
+    if not missing:
+        return None
+    return f"all linear layers but experts and routers: the model has no {', '.join(missing)}"
+
+
+def _selects(target: str, module: str) -> bool:
+    parts = module.split(".")
+    if target == ALL_LINEAR:
+        is_head = parts[-1] in _HEADS and not any(part.isdigit() for part in parts)
+        return not (is_head or parts[-1] == _LATENT or _is_expert(module) or _is_router(module)) and is_text(module)
+    if not is_target(module, (target,)) or target == module:
+        return target == module
+    # A tower and an expert have layers called q_proj and gate_proj too: a component of their own names them.
+    return (is_text(module) or not is_text(target)) and (not _is_expert(module) or _is_expert(target))
+
+
+def _is_expert(path: str) -> bool:
+    return any(_EXPERT.fullmatch(part) for part in path.split("."))
+
+
+def _is_router(path: str) -> bool:
+    return any(_ROUTER.fullmatch(part) for part in path.split("."))

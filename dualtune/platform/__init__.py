@@ -1,1 +1,0 @@
-"""What a machine is and which backend suits it, found without importing a framework."""

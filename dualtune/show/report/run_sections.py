@@ -1,0 +1,345 @@
+"""What a report says of one run: its verdict and numbers, its data, how to repeat it, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, cast
+
+from dualtune.base.errors import FormatError
+from dualtune.base.fields import number
+from dualtune.base.text import in_bytes, in_time
+from dualtune.base.untrusted import read_json
+from dualtune.config.schema import sections
+from dualtune.show.report.page import as_text as _text
+from dualtune.show.report.page import histogram, notice, scrolling
+from dualtune.show.report.run_files import RunFiles, as_table
+from dualtune.train.health import LAST_SHARE
+from dualtune.train.state import resume
+from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The config of a run beside the defaults, and the configs of several runs beside each other.
+
+Table = Mapping[str, Mapping[str, Any]]
+MAX_SHOWN = 300  # characters of a value
+ABSENT = "–"
+
+
+def changed(config: Table) -> list[tuple[str, str, str]]:
+    """Return (key, value, default) of each value that is not the default; the default of a required key is empty."""
+    defaults = _defaults()
+    return [
+        (key, shown_value(value), shown_value(defaults[key]) if key in defaults else "")
+        for key, value in flat(config).items()
+        if key not in defaults or value != defaults[key]
+    ]
+
+
+def differing(given: Sequence[Table]) -> list[tuple[str, list[str]]]:
+    """Return (key, its value in each config) of the keys with different values. A key that is not set has a dash."""
+    tables = [flat(config) for config in given]
+    keys = resume.differing(tables)
+    return [(key, [shown_value(table[key]) if key in table else ABSENT for table in tables]) for key in keys]
+
+
+def flat(config: Table) -> dict[str, Any]:
+    """Return the values by their dotted keys."""
+    return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as a config writes it, in bounded length."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the defaults by their dotted keys, with lists for tuples, as YAML has them."""
+    return {
+        f"{section}.{key}": json.loads(json.dumps(field.default))
+        for section, model in sections().items()
+        for key, field in model.model_fields.items()
+        if not field.is_required()
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+WORDS = {
+    "learning": "The run has learned.",
+    "still falling": "The run has learned, and its loss was still falling at the end.",
+    "flat": "The run has not learned anything that can be measured.",
+    "diverged": "The training has diverged.",
+    "overfitting": "The run overfits: it has memorized its training data.",
+    "too few steps": "There are too few steps for a verdict.",
+}
+Pairs = Sequence[tuple[str, str]]
+MAX_SOURCES = 50
+MAX_SAMPLES = 10
+MAX_TEXT = 500  # characters of a value from a file
+MAX_FORMATS_BYTES = 1 << 16  # of base_formats.json
+MAX_SAMPLE = 1 << 15  # characters of a sample row: `counts` records fewer
+
+
+def headline(run: RunFiles) -> str:
+    """Return the verdict in words, the state if the run is not done, and the most important numbers."""
+    verdict = run.verdict
+    notice = ""
+    if run.state != "done":
+        reason = f": {_cut(run.reason)}" if run.reason else ""
+        notice = f'<p class="notice"><b>{_text(run.state)}</b>{reason}. The numbers are those so far.</p>\n'
+    advice = f" {_text(verdict.advice)}." if verdict.advice else ""
+    tiles = "".join(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for number, what in _tiles(run))
+    return (
+        f'{notice}<p class="verdict {verdict.word.replace(" ", "-")}"><b>{WORDS[verdict.word]}</b> '
+        f'{_text(verdict.because[:1].upper() + verdict.because[1:])}.{advice}</p>\n<ul class="tiles">\n{tiles}</ul>\n'
+    )
+
+
+def _tiles(run: RunFiles) -> list[tuple[str, str]]:
+    """Return (number, what it is)."""
+    curves, history = run.curves, run.curves.history
+    found = [(f"{history.step or 0:,}", "steps")]
+    if (loss := curves.end_loss) is not None:
+        last = max(1, len(history.losses) // LAST_SHARE)
+        what = "the last step" if last == 1 else f"the last {last:,} steps, the mean"
+        found.append((loss_text(loss), f"training loss of {what}"))
+    if history.eval_loss_before is not None:
+        found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
+    if history.eval_loss is not None:
+        found.append((loss_text(history.eval_loss), "evaluation loss, the last"))
+    if (best := curves.best) is not None:
+        found.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
+    if curves.tokens:
+        found.append((f"{curves.tokens[-1]:,.0f}", "tokens trained on"))
+    if (speed := median_speed(run)) is not None:
+        found.append((f"{speed:,.0f}", "tokens per second, the median step"))
+    if curves.seconds and curves.seconds[-1] < 1e9:
+        found.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
+    if (peak := curves.peak_bytes) is not None and peak > 0:
+        found.append((in_bytes(peak), "peak memory"))
+    if (plan := run.against_plan) is not None:
+        found.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
+    return found
+
+
+def loss_text(loss: float) -> str:
+    """Return a loss with the digits that matter; also one that is not finite."""
+    return f"{loss:.4f}" if not math.isfinite(loss) or abs(loss) < 1e6 else f"{loss:.3g}"
+
+
+def median_speed(run: RunFiles) -> float | None:
+    """Return the tokens per second of the median step, None before the first one."""
+    known = [speed for speed in run.curves.columns["tokens_per_s"] if math.isfinite(speed)]
+    return median(known) if known else None
+
+
+def data(run: RunFiles) -> str:
+    """Return the counts of the documents that the run recorded; nothing for a run that recorded none."""
+    found = run.recorded("data")
+    if not found:
+        return ""
+    lengths = as_table(found.get("lengths"))
+    text = f"{_count(lengths, 'min')} to {_count(lengths, 'max')}, median {_count(lengths, 'median')}"
+    pairs = [
+        ("rows", f"{_count(found, 'rows')}, {_count(found, 'bad_rows')} bad ones left out"),
+        ("documents", f"{_count(found, 'documents')} to train on, {_count(found, 'eval_documents')} held out"),
+        ("tokens", f"{_count(found, 'tokens')}, {_count(found, 'trained_tokens')} of them targets"),
+        ("tokens of a document", f"{text}, 90 % up to {_count(lengths, 'p90')}"),
+        ("over-long", f"{_count(found, 'cut')} cut, {_count(found, 'split')} split"),
+        *((f"dropped: {reason}", _count(found["dropped"], reason)) for reason in as_table(found.get("dropped"))),
+        *_left_out(as_table(found.get("left_out"))),
+        ("duplicates", f"{_count(found, 'duplicates')} documents equal an earlier one"),
+        ("leaks", f"{_count(found, 'eval_in_training')} held-out documents are training documents, too"),
+    ]
+    tables = _histogram(found.get("histogram")) + _sources(found.get("sources"))
+    return f"<h2>Data</h2>\n{_list(pairs)}{tables}{_preview(_tables(found.get('samples')))}"
+
+
+def _left_out(found: Mapping[str, Any]) -> Pairs:
+    """Return what data.dedup left out, if it was on and found any."""
+    parts = [f"{_count(found, kind)} {kind}" for kind in ("exact", "near") if found.get(kind)]
+    return [("duplicates left out", ", ".join(parts))] if parts else []
+
+
+def _histogram(given: object) -> str:
+    keys = ("first", "last", "documents")
+    bars = [[bar[key] for key in keys] for bar in _tables(given) if all(type(bar.get(key)) is int for key in keys)]
+    return histogram((first, last, documents) for first, last, documents in bars)
+
+
+def _sources(given: object) -> str:
+    rows = "".join(
+        f"<tr><th scope=row>{_cut(str(source.get('path', '')))}</th>"
+        f"{''.join(f'<td>{_count(source, key)}</td>' for key in ('documents', 'tokens', 'trained_tokens'))}</tr>\n"
+        for source in _tables(given)[:MAX_SOURCES]
+    )
+    return scrolling("Sources", ("source", "documents", "tokens", "targets"), rows, kind="sources")
+
+
+def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return some rows, with the targets of the loss marked."""
+    rows = "".join(
+        f"<dt>{_cut(str(row.get('where', '')))}</dt>"
+        f"<dd dir=auto>{_marked(str(row.get('text', '')), row.get('targets'))}</dd>\n"
+        for row in samples[:MAX_SAMPLES]
+    )
+    return (
+        f"<h3>Sample rows</h3>\n<p class=hint>What is marked is a target of the loss. All rows: dualtune preview</p>\n"
+        f"<dl class=preview>\n{rows}</dl>\n"
+        if rows
+        else ""
+    )
+
+
+def _marked(text: str, targets: object) -> str:
+    """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
+    shown, found, done = text[:MAX_SAMPLE], "", 0
+    for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
+        match pair:
+            case [int(start), int(end)] if done <= start < min(end, len(shown)):
+                found += f"{_text(shown[done:start])}<mark>{_text(shown[start:end])}</mark>"
+                done = end
+            case _:
+                pass
+    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
+
+
+def base_formats(run: RunFiles) -> str:
+    """Return the losses by format; a hint where the base is quantized and nothing was measured; else nothing."""
+    path, used = run.path / BASE_FORMATS, str(run.recorded("engine").get("quantization") or "none")[:MAX_TEXT]
+    if not path.exists():
+        if used == "none":
+            return ""
+        command = f"dualtune quantize {run.path / 'config.yaml'} --compare"
+        return (
+            f"<h2>The base in {_text(used)}</h2>\n<p class=hint>What that costs in loss before any training was not "
+            f"measured: <code>{_text(command)}</code></p>\n"
+        )
+    try:
+        found = read_json(path, max_bytes=MAX_FORMATS_BYTES)
+    except (FormatError, OSError) as error:
+        return f"<h2>Formats of the base</h2>\n{notice(str(error))}"
+    listed = found.get("formats")
+    formats = cast("list[object]", listed)[:MAX_SOURCES] if isinstance(listed, list) else []
+    rows = "".join(_format_row(as_table(each), used) for each in formats)
+    on = f"{found.get('rows')} rows, {found.get('targets')} targets, by {found.get('backend')}"[:MAX_TEXT]
+    caption = f"Measured without an adapter on {_text(on)}."
+    heads = ("format", "loss", "above unquantized")
+    return "<h2>Formats of the base</h2>\n" + scrolling("Formats", heads, rows, caption=caption)
+
+
+def _format_row(row: dict[str, object], used: str) -> str:
+    name = str(row.get("quantization"))[:MAX_TEXT]
+    loss, above = number(row.get("loss")), number(row.get("above"))
+    why = str(row.get("problem") or "")[:MAX_TEXT]
+    last = why or ("" if above is None or name == "none" else f"{above:+.4f}")
+    mine = " (this run)" if name == used else ""
+    shown = "–" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
+    return f"<tr><th scope=row>{_text(name)}{mine}</th><td>{shown}</td><td>{_text(last)}</td></tr>\n"
+
+
+def reproduce(run: RunFiles) -> str:
+    """Return what somebody needs to repeat the run: the command, the config beside the defaults, versions, hashes."""
+    environment, machine = run.environment, run.recorded("hardware")
+    devices = [f"{one.get('name')} ({_bytes(one, 'total_bytes')})" for one in _tables(environment.get("devices"))]
+    processor = f"{machine.get('cpu')}, {machine.get('cores')} cores, {_bytes(machine, 'memory_bytes')}"
+    facts = [
+        ("started", environment.get("started") or run.curves.first_time),
+        ("last row", run.curves.last_time),
+        ("backend", environment.get("backend")),
+        ("devices", ", ".join(devices)),
+        ("processes", environment.get("processes")),
+        ("system", machine.get("system") or environment.get("system")),
+        ("processor", processor if machine else ""),
+        ("driver", machine.get("driver")),
+        ("python", environment.get("python")),
+        *run.recorded("packages").items(),
+    ]
+    command, directory = environment.get("command"), environment.get("directory")
+    where = f"the command, in {str(directory)[:MAX_TEXT]}" if directory else "the command"
+    rows = "".join(
+        f"<tr><th scope=row>{_cut(key)}</th><td>{_cut(value)}</td><td>{_cut(default)}</td></tr>\n"
+        for key, value, default in changed(run.config)
+    )
+    caption = "The config where it is not the default."
+    return (
+        "<h2>Reproduce</h2>\n"
+        + (_commands([(where, str(command)[: 4 * MAX_TEXT])]) if command else "")
+        + scrolling("Config", ("key", "value", "default"), rows, kind="settings", caption=caption)
+        + "<h3>Machine and versions</h3>\n"
+        + _list([(what, str(value)) for what, value in facts if value])
+        + "<h3>Fingerprints</h3>\n"
+        + _list([(what, str(value)) for what, value in run.recorded("fingerprints").items()])
+    )
+
+
+def next_commands(run: RunFiles) -> str:
+    """Return commands that go on from here, to be copied."""
+    return f"<h2>Next</h2>\n{_commands(_next(run))}"
+
+
+def _next(run: RunFiles) -> list[tuple[str, str]]:
+    config, model = str(run.path / "config.yaml"), str(run.setting("model", "name") or "MODEL")
+    at = ("train", config, "--set", f"run.dir={run.path}")
+    if run.result is None:
+        return [("continue", _command(*at))]
+    result, step = str(run.result), run.curves.history.step or 0
+    more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
+    answers = _command("eval", *at[1:], "--compare", "--exact-match", "--predictions", str(run.path / PREDICTIONS))
+    held_out = run.curves.history.eval_loss is not None
+    judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []
+    if run.result.name != "adapter":
+        return [*judge, ("serve it", _command("serve", result)), more]
+    return [
+        ("talk to it", _command("chat", model, "--adapter", result, "--compare")),
+        *judge,
+        ("check it on another machine", _command("verify", result, "--base", model)),
+        ("serve it", _command("serve", model, "--adapter", result)),
+        ("merge it into its base", _command("export", result, "--base", model, "--to", "hf")),
+        ("make a GGUF, for llama.cpp", _command("export", result, "--base", model, "--to", "gguf")),
+        ("bring it to Ollama", _command("export", result, "--base", model, "--to", "ollama")),
+        ("publish it", _command("push", "hf://OWNER/NAME", str(run.path), "--adapter")),
+        more,
+    ]
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["dualtune", *words])
+
+
+def _commands(commands: Pairs) -> str:
+    """Return commands with a button that copies each; the script of the page makes it work."""
+    return "".join(
+        f'<div class="command"><p>{_text(what)}</p><pre tabindex="0"><code>{_text(command)}</code></pre>'
+        f'<button type="button" class="copy" aria-label="Copy: {_text(what)}" hidden>Copy</button></div>\n'
+        for what, command in commands
+    )
+
+
+def _list(pairs: Pairs) -> str:
+    rows = "".join(f"<dt>{_cut(what)}</dt><dd>{_cut(value)}</dd>\n" for what, value in pairs)
+    return f"<dl>\n{rows}</dl>\n" if pairs else ""
+
+
+def _cut(text: str) -> str:
+    return _text(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
+
+
+def _tables(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list of JSON; of anything else none."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return [table for item in items if (table := as_table(item))]
+
+
+def _count(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
+    return f"{value:,g}" if type(value) is float else f"{value:,}" if type(value) is int else "?"
+
+
+def _bytes(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
+    return in_bytes(value) if type(value) is int and 0 < value < 1 << 60 else "unknown memory"

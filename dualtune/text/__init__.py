@@ -1,1 +1,0 @@
-"""Text that people read: numbers, tables, other people's text, and secrets blotted out."""

@@ -1,0 +1,278 @@
+"""Many prompts continued together: rows enter a batch where there is room, and leave it when they have ended.
+
+A row gets the tokens that it gets alone, ties of rounding aside: its random numbers are a function of the seed, its
+number and the position, never of the batch. Where the cache of a model holds only one text, the rows follow each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakSet
+
+import numpy as np
+
+from dualtune.base import interrupt
+from dualtune.engine.backend import NOISE, Engine
+from dualtune.engine.decoding import CannotBatch, Decoding
+from dualtune.train.fingerprints import TOP_K, plain_batch
+from dualtune.train.inference import LoadedModel, Sampling, allowed_tokens, chooser
+
+MOST_ROWS = 32
+MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
+TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
+_checked: WeakSet[Engine] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How large a batch becomes. One row is always allowed."""
+
+    rows: int = MOST_ROWS
+    tokens: int = MOST_TOKENS  # rows times the most tokens that one of them may have at its end
+
+    def take(self, waiting: deque[PromptedRow], active: Sequence[PromptedRow]) -> list[PromptedRow]:
+        """Take the rows that enter now, in their order: none while they are less than a quarter.
+
+        Each time that rows enter, the cache of the others is copied.
+        """
+        taken, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
+        while waiting and (count := len(active) + len(taken) + 1) <= self.rows:
+            longest = max(longest, waiting[0].most_tokens)
+            if count > 1 and count * longest > self.tokens:
+                break
+            taken.append(waiting.popleft())
+        if active and waiting and 4 * len(taken) < len(active) + len(taken):
+            waiting.extendleft(reversed(taken))
+            return []
+        return taken
+
+
+@dataclass(slots=True)
+class PromptedRow:
+    """A prompt and its continuation so far."""
+
+    number: int  # of the prompt: with the seed, what its random numbers depend on
+    prompt: np.ndarray  # int32 [T]
+    limit: int  # tokens of the continuation
+    choose: Callable[[np.ndarray], int | None]
+    is_greedy: bool
+    ends: Callable[[list[int]], bool]  # whether a text that ends the row is in these tokens
+    tokens: list[int] = field(default_factory=list[int])
+    has_ended: bool = False
+    is_whole: bool = False  # the model ended it
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.limit
+
+    def append(self, token: int | None) -> None:
+        """Append the token that was chosen; None ends the row, as do a stop text and the last token that is allowed."""
+        if token is not None:
+            self.tokens.append(token)
+        self.is_whole = token is None or self.ends(self.tokens)
+        self.has_ended = self.is_whole or len(self.tokens) == self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What follows a prompt."""
+
+    number: int
+    text: str
+    num_tokens: int
+    is_whole: bool  # the model ended it; otherwise the limit of tokens did
+
+
+def continue_all(
+    model: LoadedModel,
+    prompts: Sequence[np.ndarray],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
+    is_shortage: Callable[[BaseException], bool] = lambda error: False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Generator[Continuation]:
+    """Yield the continuation of each prompt (token ids [T]) as it ends, in the order of their ends.
+
+    `numbers`: of the prompts, such as those of their lines; by default 0, 1, 2, …, of which 0 draws what `stream_text`
+    draws. The rest is as in `continue_rows`. ConfigError for a prompt that cannot be continued, before the first.
+    """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    rows = [prompted_row(model, number, prompt, sampling) for number, prompt in zip(numbers, prompts, strict=True)]
+    yield from continue_rows(model, rows, bounds=bounds, is_shortage=is_shortage, tell=tell)
+
+
+def prompted_row(
+    model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: int | None = None,
+    stops: Sequence[str] = (),
+) -> PromptedRow:  # fmt: skip
+    """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
+
+    `draws`: another number than its own, on which its random numbers depend. ConfigError for a prompt that cannot be
+    continued.
+    """
+    limit = allowed_tokens(model, prompt, sampling.max_tokens)
+    choose = chooser(
+        limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
+        row=number if draws is None else draws,
+    )  # fmt: skip
+    texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
+    decode = model.tokenizer.decode
+    # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
+    most = 4 * max(map(len, texts), default=0) + 4
+
+    def ends(tokens: list[int]) -> bool:
+        return _has_any(decode(tokens[-most:]), texts) and _has_any(_text(model, prompt, tokens), texts)
+
+    return PromptedRow(
+        number, prompt, limit, choose, sampling.temperature == 0, ends if texts else lambda _: False,
+        has_ended=not limit,
+    )  # fmt: skip
+
+
+def _has_any(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)
+
+
+def _text(model: LoadedModel, prompt: np.ndarray, tokens: list[int]) -> str:
+    """Return the text of tokens after a prompt, as `stream_text` does."""
+    before = prompt[-1:].tolist()
+    return model.tokenizer.decode([*before, *tokens])[len(model.tokenizer.decode(before)) :]
+
+
+def continue_rows(
+    model: LoadedModel,
+    rows: Sequence[PromptedRow],
+    *,
+    bounds: Bounds | None = None,
+    is_shortage: Callable[[BaseException], bool] = lambda error: False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Generator[Continuation]:
+    """Yield the continuation of each row as it ends, without the text that ends a turn; a row's own stop text is there.
+
+    If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that, and why
+    rows follow each other if they must.
+    """
+    stop_ids = model.tokenizer.stop_ids if all(row.is_greedy for row in rows) else None
+    for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
+        interrupt.poll()
+        text = _text(model, row.prompt, row.tokens)
+        if stop := model.tokenizer.stop_text:
+            text = text.partition(stop)[0]
+        yield Continuation(row.number, text, len(row.tokens), row.is_whole or len(row.tokens) < row.limit)
+
+
+def _ended(
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+) -> Iterator[PromptedRow]:  # fmt: skip
+    """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
+    yield from (row for row in rows if row.has_ended)
+    rows = [row for row in rows if not row.has_ended]
+    if not rows:
+        return
+    try:
+        check_decoding(engine, [row.prompt for row in rows[:2]])
+    except CannotBatch as reason:
+        if len(rows) > 1:
+            tell(f"answers one by one: {reason}")
+    else:
+        yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
+        return
+    for row in rows:
+        for token in engine.generate(row.prompt, choose=row.choose):
+            interrupt.poll()
+            row.append(token)
+            if row.has_ended:  # what is asked for takes a forward pass
+                break
+        yield row
+
+
+def _together(
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+) -> Iterator[PromptedRow]:  # fmt: skip
+    """Yield the rows that have ended, after each token.
+
+    Rows that enter get their first token while the others wait. A row can enter again, with the tokens that it has.
+    """
+    decoding, waiting = engine.decoding(), deque(rows)
+    active: list[PromptedRow] = []
+    while waiting or active:
+        interrupt.poll()
+        entering = bounds.take(waiting, active)
+        active += entering
+        try:
+            chosen = _step(decoding, active, entering, stop_ids)
+        except Exception as error:
+            if not is_shortage(error) or len(active) == 1:
+                raise
+            chosen = None
+        if chosen is None:  # outside of the block, where the traceback holds no memory any more
+            bounds = replace(bounds, rows=len(active) // 2)
+            tell(f"memory ran out with {len(active)} answers at once; {bounds.rows} from here on")
+            waiting.extendleft(reversed(active))
+            del decoding
+            active = []
+            engine.discard()
+            decoding = engine.decoding()
+            continue
+        for row, token in zip(entering or active, chosen, strict=True):
+            row.append(token)
+        staying = _staying(active)
+        if len(staying) < len(active):
+            decoding.leave(staying)
+        yield from (row for row in active if row.has_ended)
+        active = [active[i] for i in staying]
+
+
+def _staying(active: Sequence[PromptedRow]) -> list[int]:
+    """Return the indices of the rows that go on. The last ones take the places of those that ended: few are moved."""
+    count = sum(not row.has_ended for row in active)
+    last = [i for i in range(count, len(active)) if not active[i].has_ended]
+    return [last.pop() if active[i].has_ended else i for i in range(count)]
+
+
+def _step(
+    decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow], stop_ids: frozenset[int] | None
+) -> list[int | None]:
+    """Return the next token of each row that enters, or of each active one if none does; None where the row ends."""
+    if entering:
+        logits = decoding.enter([np.array([*row.prompt, *row.tokens], np.int32) for row in entering])
+    else:
+        logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
+    if stop_ids is None:
+        return [row.choose(logits_V) for row, logits_V in zip(entering or active, logits.rows(), strict=True)]
+    is_last = all(len(row.tokens) + 1 == row.limit for row in active)
+    tokens_B = logits.most_probable(is_last=is_last)
+    return [None if token in stop_ids else token for token in tokens_B.tolist()]
+
+
+def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
+    """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
+
+    Not every model family keeps the rows of a batch apart, and none says so. An engine that passed is not asked again.
+    """
+    if engine in _checked:
+        return
+    texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
+    decoding = engine.decoding()
+    try:
+        entered_BV = decoding.enter(texts).rows()
+        advanced_BV = decoding.advance(np.array([text[-1] for text in texts], np.int32)).rows()
+    except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError, AssertionError) as error:
+        raise CannotBatch(f"{type(error).__name__}: {error}") from error
+    pairs = [*zip(texts, entered_BV, strict=True)]
+    pairs += [(np.append(text, text[-1]), logits_V) for text, logits_V in zip(texts, advanced_BV, strict=True)]
+    for text, single_V in pairs:
+        logits_V, alone_V = single_V.astype(np.float64), engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
+        top = np.argsort(-alone_V)[:TOP_K]
+        shifted_V = logits_V - logits_V.max()
+        found = shifted_V[top] - np.log(np.exp(shifted_V).sum())
+        gap = float(np.abs(found - alone_V[top]).mean())
+        if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
+            raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
+    _checked.add(engine)

@@ -1,0 +1,112 @@
+"""The step policy of predictive training, for both of its engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from dualtune.config import Config
+from dualtune.train.hooks import Event
+from dualtune.train.hybrid.memory import Clock, Memory, Statistics, StepResult, from_state
+from dualtune.train.hybrid.monitor import Stage, TrainingPhase
+from dualtune.train.hybrid.prediction import Economics
+from dualtune.train.hybrid.settings import settings_of, step_cost
+from dualtune.train.hybrid.step import Direction, HybridStep
+from dualtune.train.policy import Outcome, PolicyState, StepActions
+
+REPORT = "hybrid"  # the event at the end of a run
+
+
+class Predictive:
+    """Warmup, full, predict, correct: see docs/hybrid.md.
+
+    `clock` gives seconds, for reports only. `direction` replaces the velocity, to measure what that is worth.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self, config: Config, clock: Callable[[], float] = time.perf_counter, direction: Direction | None = None
+    ) -> None:
+        self._direction = direction
+        self._settings, self._step_cost, self._now = settings_of(config.hybrid), step_cost(config), clock
+        self.num_probes = 2 * self._settings.probes
+        self._memory = self._new()
+        self._clock, self._has_begun = Clock(), False
+        self._known: tuple[float, float] | None = None  # the last loss and gradient norm that were read
+        self._last: StepResult | None = None
+        self._num_steps = 0
+
+    def take(self, step: StepActions, /) -> Outcome:
+        began = self._now()
+        taking = HybridStep(self._settings, self._step_cost, self._memory, step, self._direction)
+        outcome = taking.take()  # if it raises, nothing has changed
+        phase = TrainingPhase.PREDICT if outcome.update is None else taking.memory.stage.phase
+        outcome = replace(outcome, phase=phase.value)
+        is_full = outcome.update is not None and self._is_plain(taking)
+        self._memory, self._known = taking.memory, taking.known or self._known
+        self._num_steps = step.index + outcome.num_steps
+        seconds = self._now() - began
+        self._clock = self._clock.with_step(seconds, outcome.num_steps, is_full)
+        self._last = self._result(phase, outcome, seconds)
+        if outcome.num_steps < step.steps_left:
+            return outcome
+        found = self.statistics()
+        return replace(
+            outcome, events=(*outcome.events, Event(self._num_steps, REPORT, found.table(), found.as_json()))
+        )
+
+    def state(self) -> PolicyState:
+        return self._memory.as_state()
+
+    def load_state(self, state: PolicyState, /) -> None:
+        self._memory = self._new() if state.is_empty else from_state(state)
+        self._known = self._last = None
+
+    # --- what may be asked of it between two steps ------------------------------------------------------------------
+
+    def current_phase(self) -> TrainingPhase:
+        return self._memory.stage.phase
+
+    def current_confidence(self) -> float | None:
+        """Return the confidence of the last attempt; None before the first one."""
+        return self._memory.confidence
+
+    def current_step(self) -> int:
+        """Return the steps of data and schedule done, as of the last step of this process."""
+        return self._num_steps
+
+    def last_result(self) -> StepResult | None:
+        """Return the last step; None before the first one of this process."""
+        return self._last
+
+    def statistics(self) -> Statistics:
+        memory = self._memory
+        return Statistics(memory.counts, self._step_cost, self._clock.speedup, memory.economics.is_disabled)
+
+    def force_full_phase(self, num_steps: int) -> None:
+        """Let the full phase last at least `num_steps` more, now or as soon as one may begin. All processes must."""
+        stage = self._memory.stage.forcing_full(num_steps)
+        window = self._memory.window if stage.left == self._memory.stage.left else None
+        self._memory = replace(self._memory, stage=stage, window=window)
+
+    # --- small things -----------------------------------------------------------------------------------------------
+
+    def _new(self) -> Memory:
+        most = self._settings.max_predict_steps
+        return Memory(Economics(most, most, most * self._step_cost), Stage(left=self._settings.warmup_steps))
+
+    def _is_plain(self, taking: HybridStep) -> bool:
+        """Return whether a step is like one without prediction; not the first of a process, which may compile."""
+        had_begun, self._has_begun = self._has_begun, True
+        return had_begun and not taking.has_probed and taking.memory.window is None and taking.memory.attempt is None
+
+    def _result(self, phase: TrainingPhase, outcome: Outcome, seconds: float) -> StepResult:
+        loss, grad_norm = self._known or (None, None)
+        counts, memory = self._memory.counts, self._memory
+        numbers = {"lr": outcome.update.lr} if outcome.update else {"virtual_steps": float(counts.virtual_steps)}
+        return StepResult(
+            loss, phase, outcome.update is None, memory.prediction_error, memory.confidence, grad_norm, 1000 * seconds,
+            numbers,
+        )  # fmt: skip

@@ -1,0 +1,341 @@
+"""Inference: loading a model with its adapter, and generating text.
+
+The next token is chosen here, in NumPy, so that both backends sample alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.base.files import expanded
+from dualtune.data.chat.formats import Example
+from dualtune.data.chat.template import is_name
+from dualtune.data.tokens.control_tokens import Policy
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import Backend, Engine, LoadRequest
+from dualtune.engine.decoding import GenerationCache
+from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.base_model import position_table_size, read_config, resolve_model
+from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
+from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.places import in_names_of
+
+LIKELY = 1e-4  # times the largest probability: tokens above it are looked at first
+BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are chosen. Temperature 0 is greedy."""
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded model, with an adapter or without."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    note: str | None = None  # if the chat template differs from the training's
+    positions: int | None = None  # the size of the position table, if it has one
+
+
+def load_model(
+    backend: Backend,
+    name: str,
+    adapter: Path | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    template: str = "auto",
+    special_tokens_in_text: Policy = "text",
+    template_variables: Mapping[str, Any] | None = None,
+    system: Literal["fold", "refuse"] = "fold",
+    kernels: str = "auto",
+    init: str = "pretrained",
+    seed: int = 0,
+    spec: AdapterSpec | None = None,
+) -> LoadedModel:
+    """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
+
+    `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
+    "random", the weights are those that training with the same seed starts from on this backend. With a `spec` and no
+    adapter, the engine is made for it, and the caller loads the tensors.
+    """
+    adapter = adapter_directory(adapter) if adapter else None
+    start = read_adapter(adapter) if adapter else None
+    model_dir = resolve_model(name, weights=init == "pretrained")
+    if start is not None and init == "pretrained":
+        start = in_names_of(start, model_dir)
+    spec = spec or (inference_spec(start) if start else BASE_ONLY)
+    tokenizer, note = load_tokenizer(
+        model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}, system
+    )
+    engine = backend.load(
+        LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
+    )
+    if start is not None:
+        load_adapter(engine, start, name)
+    return LoadedModel(engine, tokenizer, note, position_table_size(read_config(model_dir)))
+
+
+def load_tokenizer(
+    model_dir: Path,
+    adapter: Adapter | None,
+    directory: Path | None,
+    template: str,
+    policy: Policy = "text",
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    system: Literal["fold", "refuse"] = "fold",
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer of a model for an adapter and its directory, and a note if its template is another one."""
+    if adapter is None or directory is None:
+        return Tokenizer(model_dir, template, policy, variables, system), None
+    template = _template_for(adapter, directory, template)
+    is_own = template == str(directory / TEMPLATE_FILE)
+    variables = {} if is_own else variables  # its own has those of the training
+    tokenizer = Tokenizer(model_dir, template, policy, variables, system)
+    return tokenizer, None if is_own else mismatch(adapter.template_hash, tokenizer.template_hash)
+
+
+def inference_spec(adapter: Adapter) -> AdapterSpec:
+    """Return what an engine needs to know of an adapter that is not trained."""
+    return replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
+
+
+def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
+    """Load an adapter into an engine that was created for its modules. ConfigError if it does not fit the model."""
+    try:
+        engine.load_adapter_state(adapter.tensors)
+    except ValueError as error:
+        raise ConfigError(f"the adapter does not fit the model {model_name}: {error}") from error
+
+
+def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
+    """Return the template for the tokenizer; if a file is missing, the adapter's own template."""
+    if adapter.template is not None:
+        is_here = choice == NONE or is_name(choice) or expanded(choice).is_file()
+        return choice if is_here else str(directory / TEMPLATE_FILE)
+    return NONE if choice == "auto" and adapter.template_hash == NONE else choice
+
+
+@dataclass(slots=True)
+class GenerationProgress:
+    """How far a generation is. After its end, fewer tokens than allowed mean that the model stopped by itself."""
+
+    num_tokens: int = 0
+    max_tokens: int = 0
+    is_ended: bool = False  # by the text with which the chat template ends a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """How much less likely a token is for each time it was chosen (frequency), and if it was at all (presence).
+
+    As in OpenAI's API: of the tokens of the answer, not those of the prompt.
+    """
+
+    frequency: float = 0.0
+    presence: float = 0.0
+
+    def applied(self, logits_V: np.ndarray, counts: Counter[int]) -> np.ndarray:
+        """Return a copy of the logits [V], less frequency · count + presence for each token with a count."""
+        logits_V = logits_V.copy()
+        logits_V[[*counts]] -= self.frequency * np.array([*counts.values()], logits_V.dtype) + self.presence
+        return logits_V
+
+
+def stream_text(
+    model: LoadedModel,
+    prompt: np.ndarray,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    penalties: Penalties | None = None,
+    cache: GenerationCache | None = None,
+    progress: GenerationProgress | None = None,
+    shown: frozenset[int] = frozenset(),
+    first: Sequence[Sequence[int]] = (),
+) -> Generator[str]:
+    """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
+
+    `shown`: special tokens that are written, not left out. `first`: texts as token ids, with one of which it begins.
+    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends at the text
+    with which the chat template ends a turn, or where a table of positions ends; ConfigError for a longer prompt, and
+    for one without tokens.
+    """
+    max_tokens = allowed_tokens(model, prompt, max_tokens)
+    progress = progress or GenerationProgress()
+    progress.max_tokens = max_tokens
+    choose = chooser(
+        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties,
+        first=first,
+    )  # fmt: skip
+    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
+    decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
+    before = decode(ids)
+    cut = StopTexts((model.tokenizer.stop_text,) if model.tokenizer.stop_text else ())
+    # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
+    for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
+        interrupt.poll()
+        ids.append(token)
+        progress.num_tokens += 1
+        text = decode(ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
+            text = before
+        yield cut.feed(text[len(before) :])
+        before = text
+        if cut.found:
+            progress.is_ended = True
+            return
+    yield cut.feed(decode(ids)[len(before) :]) + cut.rest()
+
+
+class StopTexts:
+    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops, self._held, self.found = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """Return what of the text so far can be passed on."""
+        text = self._held + piece
+        # The one that ends first, as if the text came character by character.
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest]
+
+    def rest(self) -> str:
+        """Return what was held back at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
+    """Return how many tokens may follow a prompt. ConfigError for one that cannot be continued."""
+    if not len(prompt):
+        raise ConfigError("the prompt has no tokens, so there is nothing to continue. Give a text")
+    if model.positions is None:
+        return max_tokens
+    if len(prompt) > model.positions:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, but this model has positions up to {model.positions}. Shorten it"
+        )
+    return min(max_tokens, model.positions - len(prompt))
+
+
+def chooser(
+    max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
+    row: int = 0, penalties: Penalties | None = None, first: Sequence[Sequence[int]] = (),
+) -> Callable[[np.ndarray], int | None]:  # fmt: skip
+    """Return a function from logits float32 [V] to the next token id, or None to stop.
+
+    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others. `first`:
+    texts as token ids, with one of which the continuation begins; the most probable tokens decide with which.
+
+    Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
+    least `top_p`.
+    """
+    counts: Counter[int] = Counter()  # how often a token was chosen
+    rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
+    produced, begins = 0, first
+
+    def choose(logits_V: np.ndarray) -> int | None:
+        nonlocal produced, begins
+        if produced == max_tokens:
+            return None
+        produced += 1
+        logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
+        allowed = [each[0] for each in begins] if all(begins) else []  # one of the texts is whole: all is free
+        if allowed:
+            logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
+        token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
+        begins = [each[1:] for each in begins if each[0] == token] if allowed else ()
+        counts[token] += 1
+        return None if token in stop_ids else token
+
+    return choose
+
+
+def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
+    logits_V = logits_V.astype(np.float64)
+    with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
+        probs = np.exp((logits_V - logits_V.max()) / temperature)
+    probs /= probs.sum()
+    u = rng.random()
+    # A large vocabulary takes milliseconds to sort, and almost none of its tokens has a chance to be drawn.
+    drawn = _drawn(probs, np.flatnonzero(probs >= LIKELY * probs.max()), top_p, u)
+    return cast(int, _drawn(probs, np.arange(len(probs)), top_p, u)) if drawn is None else drawn
+
+
+def _drawn(probs: np.ndarray, likely: np.ndarray, top_p: float, u: float) -> int | None:
+    """Return the token at the share `u` of the kept probability. None if it may be none of the `likely` ones.
+
+    `likely`: the most probable tokens in order of their ids, or all of them.
+    """
+    is_all = len(likely) == len(probs)
+    order = likely[np.argsort(-probs[likely], kind="stable")]
+    cumulative = np.cumsum(probs[order])
+    end = int(np.searchsorted(cumulative, top_p)) + 1
+    if end > len(order) and not is_all and top_p < 1:
+        return None
+    total = 1.0 if end > len(order) and not is_all else cumulative[:end][-1]
+    at = int(np.searchsorted(cumulative[:end], u * total, side="right"))
+    return int(order[at]) if at < len(order) else None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """What an example asks for its last answer."""
+
+    prompt: str  # as people read it: the last message before the answer, or the plain prompt
+    expected: str
+    ids: np.ndarray  # int32 [T]: what the model continues
+
+
+def question(model: LoadedModel, example: Example) -> AskedQuestion:
+    """Return the question of an example. DataError for a conversation without a chat template, which it needs."""
+    tokenizer = model.tokenizer
+    if tokenizer.template is not None and example.messages:
+        *before, last = example.messages
+        shown = before[-1].content if before else ""
+        return AskedQuestion(shown, last.content, tokenizer.encode_chat(before, tools=example.tools))
+    if example.completion is None:
+        raise DataError(f"{example.where}: a conversation needs a chat template. Set data.template to a Jinja file")
+    prompt = example.prompt or ""
+    return AskedQuestion(prompt, example.completion, tokenizer.encode_text(prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    prompt: str
+    expected: str
+    got: str
+
+
+def answer(model: LoadedModel, example: Example, max_tokens: int = 256) -> Answer:
+    """Generate the last answer of an example greedily."""
+    asked = question(model, example)
+    return Answer(asked.prompt, asked.expected, "".join(stream_text(model, asked.ids, max_tokens=max_tokens)))

@@ -1,0 +1,195 @@
+"""Communication between the processes of a run: what one process learns, all act on.
+
+Every exchange is one fixed-size note from each process to all, whatever its topic. So a process that fails can report
+its failure in place of the next expected note, and all processes end together, with its error and its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from dualtune.base import interrupt
+from dualtune.base.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
+from dualtune.base.redaction import redact
+from dualtune.base.text import visible
+from dualtune.base.world import WAIT_VARIABLE, Alone, World, wait_limit_s
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A timeout for waiting on other processes: a hung collective blocks in a library, where no exception reaches it.
+
+
+def end_process(message: str) -> None:
+    """Print the message, and end the process at once with exit code 4."""
+    sys.stderr.write(f"Error: {visible(message)}\n")
+    sys.stderr.flush()
+    os._exit(EnvironmentFault.exit_code)
+
+
+class Watchdog:
+    """A thread that checks the time. It calls `expire(message)` when a wait has lasted `limit_s`."""
+
+    def __init__(self, limit_s: float | None = None, expire: Callable[[str], None] = end_process) -> None:
+        self.limit_s = wait_limit_s() if limit_s is None else limit_s
+        self._expire = expire
+        self._wait: tuple[str, float] | None = None  # what it waits for, and since when
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """Time the block, which may wait for another process."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="dualtune-watchdog", daemon=True)
+            self._thread.start()
+        self._wait = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.limit_s / 4))
+            wait = self._wait
+            if wait is not None and time.monotonic() - wait[1] > self.limit_s:
+                self._expire(
+                    f"waited {self.limit_s:g} s for {wait[0]}: it hangs or needs more time. Check its output. "
+                    f"To wait longer: {WAIT_VARIABLE}=<seconds>"
+                )
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+_NOTE = struct.Struct("<?ddd")  # has this process failed; three numbers
+_TEXT_BYTES = 1024
+
+T = TypeVar("T")
+
+
+class PeerFailed(DualtuneError):
+    """Another process of the run has failed. It has the exit code of that process, because it has the same cause."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Team:
+    """The operations of the training loop on a world of processes. In a world of one, every method returns at once."""
+
+    def __init__(self, world: World | None = None, watchdog: Watchdog | None = None) -> None:
+        self._world = world or Alone()
+        self._watchdog = watchdog or Watchdog()
+        self.rank, self.size = self._world.rank, self._world.size
+        self._can_tell = True  # a failure
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the process that owns the run directory and the terminal."""
+        return self.rank == 0
+
+    def agree(self, wish: bool) -> bool:
+        """Return whether `wish` is true in any process."""
+        return self.total(wish)[0] > 0
+
+    def check(self) -> None:
+        """Raise PeerFailed if another process has failed."""
+        self.agree(False)
+
+    def stop_if(self, wish: bool) -> None:
+        """Raise Preempted if any process has been asked to stop."""
+        self.poll(wish)
+
+    def poll(self, stop: bool, too_many: int = 0) -> int:
+        """Raise Preempted if any process has been asked to stop; else return the largest `too_many` of all processes.
+
+        `too_many` is the number of tokens with which a process ran out of memory; 0 if it did not.
+        """
+        notes = [(False, stop, too_many)] if self.size == 1 else self._exchange(stop, too_many)
+        if any(note[1] for note in notes):
+            interrupt.poll()
+            raise Preempted("Stopped: another process of the run was asked to stop")
+        return max(int(note[2]) for note in notes)
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Return the sums of up to three numbers over all processes, bitwise equal in each."""
+        if self.size == 1:
+            return tuple(map(float, numbers))
+        notes = self._exchange(*numbers)
+        return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of any number of numbers over all processes, which must give equally many."""
+        return [sum_ for start in range(0, len(numbers), 3) for sum_ in self.total(*numbers[start : start + 3])]
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Return the first process's data in all processes; only the first must know its length."""
+        if self.size == 1:
+            return data
+        length = int(self._exchange(len(data) if self.is_first else 0)[0][1])
+        with self.waiting("the first process"):
+            return self._world.broadcast(data if self.is_first else bytes(length))
+
+    def first_alone(self, work: Callable[[], T]) -> T:
+        """Call `work` in the first process, and then in the others, without a time limit."""
+        if self.is_first:
+            done = work()
+            self._exchange(watched=False)
+            return done
+        self._exchange(watched=False)
+        return work()
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """If the block raises in this process, raise in all. The others must be about to exchange something."""
+        try:
+            yield
+        except PeerFailed:
+            raise
+        except PeerLost:
+            self.check()  # another process may report the cause
+            raise
+        except Exception as error:
+            if self.size > 1 and self._can_tell:
+                with contextlib.suppress(PeerFailed, EnvironmentFault):  # they may have failed too, or be gone
+                    self._tell_failure(error)
+            raise
+
+    @contextlib.contextmanager
+    def in_engine(self) -> Generator[None]:
+        """Context for an engine's own exchange: the others cannot be told of a failure in it, but see the process end.
+
+        They wait for what the engines exchange, so that a note of this process would never be read.
+        """
+        self._can_tell = False
+        yield
+        self._can_tell = True
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Let the watchdog time the block, which may wait for other processes."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        return self._watchdog.waiting(f"{what} (this is process {self.rank} of {self.size})")
+
+    def _exchange(self, *numbers: float, watched: bool = True) -> list[tuple[bool, float, float, float]]:
+        a, b, c = (*numbers, 0.0, 0.0, 0.0)[:3]
+        with self.waiting("the other processes") if watched else contextlib.nullcontext():
+            notes = [_NOTE.unpack(note) for note in self._world.gather(_NOTE.pack(False, a, b, c))]
+            failed = next((rank for rank, note in enumerate(notes) if note[0]), None)
+            if failed is not None:
+                text = self._world.gather(bytes(_TEXT_BYTES))[failed].rstrip(b"\0").decode(errors="replace")
+                raise PeerFailed(f"process {failed} of {self.size} has failed: {text}", int(notes[failed][1]))
+        return notes
+
+    def _tell_failure(self, error: Exception) -> None:
+        code = error.exit_code if isinstance(error, DualtuneError) else 1
+        text = redact(f"{type(error).__name__}: {error}").encode()[:_TEXT_BYTES]
+        with self.waiting("the other processes"):
+            self._world.gather(_NOTE.pack(True, code, 0.0, 0.0))
+            self._world.gather(text.ljust(_TEXT_BYTES, b"\0"))

@@ -1,0 +1,1 @@
+"""A model with its adapter in use: chat, HTTP, scores, export, verification, push and pull."""

@@ -1,0 +1,195 @@
+"""A conversation with a model: its history, and answers that compute only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.data.chat.conversations import Message
+from dualtune.data.sources.rows import RowError
+from dualtune.engine.backend import Backend
+from dualtune.engine.decoding import GenerationCache
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name
+from dualtune.model.base_model import resolve_model
+from dualtune.model.formats.chat_template import mismatch
+from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
+from dualtune.model.places import in_names_of
+from dualtune.train.inference import (
+    LoadedModel,
+    Sampling,
+    inference_spec,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    stream_text,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several adapters on one loaded base: which one answers is which tensors the engine holds.
+
+BASE = "base"  # the name of the model without an adapter
+
+
+class AdapterSet:
+    """One engine with any number of adapters, by name, each with its chat template and a cache of what it has read.
+
+    `names` begins with "base". Adapters of different ranks, modules and scales share one engine: see `common_spec`.
+    """
+
+    def __init__(
+        self, models: Mapping[str, LoadedModel], adapters: Mapping[str, Adapter], spec: AdapterSpec | None = None
+    ) -> None:
+        """`models`, by name: one engine, and the tokenizer of each."""
+        self.models, self.engine = models, models[BASE].engine
+        self.names = (BASE, *adapters)
+        self._caches = {name: GenerationCache() for name in self.names}
+        self._tensors: dict[str, Tensors] = {}
+        if spec is not None:
+            empty = {name: np.zeros(shape, np.float32) for name, shape in self.engine.adapter_shapes.items()}
+            fitted = {name: fit(adapter, spec, empty) for name, adapter in adapters.items()}
+            self._tensors = {BASE: self.engine.neutral_state()} | fitted
+        self._current: str | None = None
+
+    def use(self, name: str) -> GenerationCache:
+        """Let the engine compute with an adapter, or "base" without one. Return the cache of what it has read.
+
+        ConfigError for an unknown name.
+        """
+        if name not in self.names:
+            raise ConfigError(f"adapter: got '{name}', allowed: {', '.join(self.names)}")
+        if self._tensors and name != self._current:
+            self.engine.load_adapter_state(self._tensors[name])
+        self._current = name
+        return self._caches[name]
+
+
+def load_adapter_set(
+    backend: Backend, name: str, directories: Mapping[str, Path], *,
+    dtype: str = "auto", quantization: str = "auto", template: str = "auto",
+) -> AdapterSet:  # fmt: skip
+    """Load a model once, with the adapters in these directories by name. The options are those of `load_model`.
+
+    With the template "auto", each adapter has that of its training, and the base its own, or the first one of the
+    adapters' if it has none. ConfigError for an adapter that does not fit the model.
+    """
+    directories = {label: adapter_directory(path) for label, path in directories.items()}
+    adapters = {label: read_adapter(path) for label, path in directories.items()}
+    model_dir = resolve_model(name)
+    adapters = {label: in_names_of(adapter, model_dir) for label, adapter in adapters.items()}
+    spec = common_spec([*adapters.values()]) if adapters else None
+    base = load_model(backend, name, dtype=dtype, quantization=quantization, template=template, spec=spec)
+    if spec is None:
+        return AdapterSet({BASE: base}, {})
+    shapes = base.engine.adapter_shapes
+    for adapter in adapters.values():
+        if not all(
+            _fits(tensor.shape, shapes.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()
+        ):
+            load_adapter(base.engine, adapter, name)  # says which tensors do not fit
+    models = {
+        label: _with_template(base, model_dir, adapter, directories[label], template)
+        for label, adapter in adapters.items()
+    }
+    if base.tokenizer.template is None and template == "auto":
+        first = next((model for model in models.values() if model.tokenizer.template is not None), base)
+        base = replace(base, tokenizer=first.tokenizer)
+    return AdapterSet({BASE: base} | models, adapters, spec)
+
+
+def _with_template(base: LoadedModel, model_dir: Path, adapter: Adapter, directory: Path, template: str) -> LoadedModel:
+    """Return the model with the tokenizer of an adapter, which is the base's if they have the same template."""
+    if template != "auto" or adapter.template_hash in (None, base.tokenizer.template_hash):
+        return replace(base, note=mismatch(adapter.template_hash, base.tokenizer.template_hash))
+    tokenizer, note = load_tokenizer(model_dir, adapter, directory, template)
+    return replace(base, tokenizer=tokenizer, note=note)
+
+
+def _fits(shape: tuple[int, ...], into: tuple[int, ...] | None, rank: int) -> bool:
+    if into is None or len(shape) != len(into):
+        return False
+    sizes = zip(shape, into, strict=True)
+    return all(mine == its or (its == rank and mine < rank) for mine, its in sizes)
+
+
+def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
+    """Return a spec that all adapters fit in: the largest rank, and the modules of all.
+
+    The scale is that of the adapters if they agree; otherwise it is 1, and `fit` multiplies B by each one's own.
+    """
+    first = inference_spec(adapters[0])
+    rank = max(adapter.spec.rank for adapter in adapters)
+    scales = {adapter.spec.scale for adapter in adapters}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    modules = sorted({module for adapter in adapters for module in modules_of(adapter.tensors)})
+    return AdapterSpec(rank, scale * rank, 0.0, tuple(modules), method=first.method)
+
+
+def fit(adapter: Adapter, spec: AdapterSpec, empty: Tensors) -> Tensors:
+    """Return the tensors of an adapter as those of a spec with at least its rank and modules: the same function.
+
+    Rows of A and columns of B beyond its rank are 0, and so are the modules that it does not adapt. `empty`: zeros in
+    the shapes of the spec. Where the scales differ, scale · B A changes by the rounding of B.
+    """
+    factor = np.float32(adapter.spec.scale / spec.scale)
+    fitted = dict(empty)
+    for name, tensor in adapter.tensors.items():
+        target = np.zeros_like(empty[name])
+        parsed = parse_name(name)
+        scaled = tensor * factor if parsed and parsed[1] == "B" else tensor
+        target[tuple(slice(size) for size in tensor.shape)] = scaled
+        fitted[name] = target
+    return fitted
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+class Chat:
+    """A conversation with one adapter of a set, or with the base."""
+
+    def __init__(self, adapters: AdapterSet, name: str, sampling: Sampling, system: str | None = None) -> None:
+        self.messages: list[Message] = []
+        self._adapters, self._sampling, self._system = adapters, sampling, system
+        self.switch(name)
+        self.reset()
+
+    def switch(self, name: str) -> None:
+        """Let another adapter of the set answer from now on. ConfigError if it has no chat template."""
+        if self._adapters.models[name].tokenizer.template is None:
+            what = "the model" if name == BASE else f"the adapter '{name}'"
+            raise ConfigError(
+                f"{what} has no chat template, so it was not trained to chat. Give --template FILE, or continue "
+                "a text: dualtune generate --prompt TEXT"
+            )
+        self.name = name
+
+    def reset(self) -> None:
+        """Forget the conversation, but not the system message."""
+        self.messages = [] if self._system is None else [Message("system", self._system)]
+
+    def ask(self, text: str) -> Generator[str]:
+        """Yield the answer to a user's message piece by piece, and remember both.
+
+        An answer that is not read to its end is remembered as far as it was read. DataError, and nothing is remembered,
+        if the template refuses the conversation.
+        """
+        model, sampling = self._adapters.models[self.name], self._sampling
+        asked = [*self.messages, Message("user", text)]
+        try:
+            prompt = model.tokenizer.encode_chat(asked)
+        except RowError as error:
+            raise DataError(f"the conversation: {error}") from error
+        pieces = stream_text(
+            model, prompt, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            seed=sampling.seed, cache=self._adapters.use(self.name),
+        )  # fmt: skip
+        answer = ""
+        try:
+            for piece in pieces:
+                answer += piece
+                yield piece
+        finally:
+            if answer:
+                self.messages = [*asked, Message("assistant", answer)]

@@ -1,0 +1,1 @@
+"""An HTTP server of OpenAI's API over a loaded model and its adapters."""
