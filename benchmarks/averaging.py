@@ -92,7 +92,8 @@ class Averages:
 
     def __init__(self) -> None:
         from dualtune.model.optimizer import averaging
-        from dualtune.train import objective, policies, trainer
+        from dualtune.train import objective, policies
+        from dualtune.train import run as training
         from dualtune.train.evaluation import evaluate, using
         from dualtune.train.step import Ordinary, Outcome, TrainingStep
 
@@ -119,10 +120,10 @@ class Averages:
                 with using(engine, average(*how)):
                     self.losses[arm] = evaluate(engine, documents, layout, step, *rest).eval_loss
             if step == STEPS:
-                policies.POLICIES[policies.ORDINARY], trainer.evaluate = Ordinary, evaluate
+                policies.POLICIES[policies.ORDINARY], training.evaluate = Ordinary, evaluate
             return evaluate(engine, documents, layout, step, *rest)
 
-        policies.POLICIES[policies.ORDINARY], trainer.evaluate = Recording, evaluate_all
+        policies.POLICIES[policies.ORDINARY], training.evaluate = Recording, evaluate_all
 
 
 def summed(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:

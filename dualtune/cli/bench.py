@@ -225,6 +225,7 @@ def _measuring(text: str, shown: Phases) -> None:
 
 def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) -> Prepared:
     from dualtune.cli.progress import reading
+    from dualtune.show.summary import summary
     from dualtune.train.prepare import prepare
 
     if quiet:
@@ -232,7 +233,7 @@ def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) 
         return prepare(settings, backend)
     with reading() as show:
         prepared = prepare(settings, backend, show=show)
-    tell("\n".join(prepared.summary()))
+    tell("\n".join(summary(prepared)))
     return prepared
 
 

@@ -17,6 +17,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data
 from dualtune.engine.backend import Backend
 from dualtune.show.run import execute
+from dualtune.show.summary import summary
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import answer, load_model
 from dualtune.train.prepare import prepare
@@ -44,7 +45,7 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     check_usable(path_of(config), "never")
     with reading() as show:
         prepared = prepare(config, backend, show=show)
-    tell("\n".join(prepared.summary()))
+    tell("\n".join(summary(prepared)))
     if dry_run:
         return tell("dry run     nothing was loaded or written")
     held_out = Data(config).held_out_examples(prepared.data.eval)

@@ -103,6 +103,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     from dualtune.cli.progress import progress_hook, reading
     from dualtune.cli.screen import phases
     from dualtune.show.run import run
+    from dualtune.show.summary import summary
     from dualtune.train.hooks import Hook, RunInfo
     from dualtune.train.state.run_dir import CONFIG
 
@@ -111,7 +112,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
             shown.tell(f"config      saved as {info.run_dir / CONFIG}")
 
     def announce(prepared: Prepared) -> None:
-        shown.tell("\n".join([*prepared.summary(), *prepared.memory.lines()]))
+        shown.tell("\n".join([*summary(prepared), *prepared.memory.lines()]))
         hook.begin_loading(prepared.config.run)
 
     backend = backend_for(platform)
@@ -134,6 +135,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
 def _describe(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import reading
     from dualtune.show.run import DISPLAY
+    from dualtune.show.summary import summary
     from dualtune.train.prepare import prepare
     from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 
@@ -144,7 +146,7 @@ def _describe(settings: Config, platform: str, resume: str) -> None:
     backend = backend_for(platform)
     with reading() as show:
         prepared = prepare(settings, backend, saved, show)
-    tell("\n".join([*prepared.summary(), *notes, *prepared.memory.lines()]))
+    tell("\n".join([*summary(prepared), *notes, *prepared.memory.lines()]))
     if saved is not None:
         tell(f"resume      after step {saved.step}, from {saved.path}")
     tell("dry run     nothing was loaded or written")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, TypeVar, cast
 
@@ -26,6 +27,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
 from dualtune.base.world import World
+from dualtune.config import Config
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
 from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
@@ -180,6 +182,14 @@ class Profile:
     peak_bytes: int | None = None
 
 
+# The fields of a LoadRequest that are values of a config: a new key for engines is a field, and a line here.
+CONFIG_KEYS = {
+    "dtype": "model.dtype", "quantization": "model.quantization", "init": "model.init", "kernels": "model.kernels",
+    "seed": "run.seed", "deterministic": "run.deterministic", "sharding": "memory.sharding",
+    "resident_layers": "memory.resident_layers_or_none", "memory_limit_bytes": "memory.limit_bytes",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What `Backend.load` needs to build an engine."""
@@ -202,6 +212,11 @@ class LoadRequest:
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
     shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own
+
+    @classmethod
+    def of(cls, config: Config, **others: Any) -> LoadRequest:
+        """Return what a config asks of an engine. `others`: the fields that are no values of a config."""
+        return cls(**{name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items()}, **others)
 
     def base_weights(self) -> BaseWeights | None:
         """Return exactly the files to load. None if the weights are initialized at random."""

@@ -11,6 +11,7 @@ from dualtune.base.files import write_file
 from dualtune.config import Config, load_config
 from dualtune.engine.choose import choose, deferred
 from dualtune.show.report.run_page import run_page
+from dualtune.show.summary import summary
 from dualtune.show.trackers.tracker import TrackerProcesses, check_installed
 from dualtune.show.view.lines import RunLog, log_result
 from dualtune.show.view.notebook import NotebookView, notebook_display
@@ -33,7 +34,7 @@ class RunDisplay(training.Display):
 
     def hooks(self, prepared: Prepared, run_dir: Path) -> Sequence[Hook]:
         every = prepared.config.run
-        view, first = RunView(every.eval_every, every.save_every), [*prepared.summary(), *prepared.memory.lines()]
+        view, first = RunView(every.eval_every, every.save_every), [*summary(prepared), *prepared.memory.lines()]
         log = RunLog(run_dir / LOG, view, every.log_every, first)
         return [log, *([TrackerProcesses(run_dir, every.track)] if every.track else [])]
 

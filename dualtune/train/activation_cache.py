@@ -15,7 +15,6 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -196,7 +195,8 @@ def use_cache(
         if len(documents):
             shape = StatesShape(documents.lengths, like.shape[-1], like.dtype)
             key = {**engine_key, "documents": hashlib.sha256(documents.digests().tobytes()).hexdigest()}
-            documents.hidden = team.first_alone(partial(_opened, engine, documents, key, shape))
+            with team.in_turn():
+                documents.hidden = _opened(engine, documents, key, shape)
 
 
 def _opened(engine: Engine, documents: Documents, key: Mapping[str, Any], shape: StatesShape) -> StoredStates:

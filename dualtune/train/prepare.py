@@ -15,10 +15,9 @@ from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.data.batches import Row, SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.chat.template import NAMES
-from dualtune.data.documents import Data, Documents, Show, notices, probe_documents, unused_valid
+from dualtune.data.documents import Data, Documents, Show, probe_documents
 from dualtune.data.order import Order, without
 from dualtune.data.system_message import shared_system_message
-from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.card import check_capabilities
@@ -34,7 +33,7 @@ from dualtune.model.base_model import (  # fmt: skip
     resolve_model,
 )
 from dualtune.model.config_file import decoder_table
-from dualtune.model.formats.chat_template import TEMPLATE_FILE, mismatch
+from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
@@ -149,39 +148,6 @@ class Prepared:
         layout = layout or self.data.layout
         return micro_batches(self.data.train, ids, layout, seed=seed, step=step, rank=rank, size=size)
 
-    def summary(self) -> list[str]:
-        """Describe what the run will do, one line each."""
-        train, data, spec, targets = self.config.train, self.config.data, self.spec, self.spec.targets
-        tokenizer, found = self.model.tokenizer, self.data
-        template = "chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
-        documents, tokens = train.documents_per_step, train.tokens_per_step
-        per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
-        chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
-        if found.layout.max_tokens < layout_of(self.config).max_tokens:
-            chosen = " (since memory ran out)"
-        packed = "packed rows" if found.layout.row_length else "one document a row"
-        doubts = [tokenizer.warning, *notices(found.train, found.eval), *unused_valid(data)]
-        if rows := found.train.with_control_text() + found.eval.with_control_text():
-            doubts.append(control_token_warning(len(rows), rows[0], data.special_tokens_in_text))
-        if self.start is not None:
-            doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
-        copy = template_of(self.config, self.checkpoint)
-        caches = self.config.train.activation_cache == "disk"
-        return [
-            f"model       {self.config.model.name}, {template}",
-            *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
-            *(f"warning     {doubt}" for doubt in doubts if doubt),
-            "adapter     none: all parameters of the model are trained"
-            if spec.trains_model
-            else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
-            f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
-            f"train data  {found.train.summary()}",
-            f"eval data   {found.eval.summary() if found.eval.num_rows else found.eval.remark or 'none'}",
-            *(["cache       hidden states below the adapter, computed first unless they are on disk"] * caches),
-            f"steps       {found.order.num_steps} of {per_step}, "
-            f"in micro-batches of up to {found.layout.max_tokens} tokens{chosen}, {packed}",
-        ]
-
 
 def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
@@ -196,37 +162,40 @@ def prepare(
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     team = team or Team()
-    return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy or chosen(config)))
+    with team.in_turn():
+        return _prepare(config, backend, saved, show, team, policy or chosen(config))
 
 
 def _prepare(
-    config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, chosen_policy: str | MakePolicy
+    asked: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, chosen_policy: str | MakePolicy
 ) -> Prepared:
-    check_capabilities(backend, config)
-    _check_sharding(config, team)
-    start = start_of(config)
-    config = with_adapter_of(config, start)
+    # What was asked for, then what an adapter to start from or a checkpoint says of it.
+    check_capabilities(backend, asked)
+    _check_sharding(asked, team)
+    start = start_of(asked)
+    settled = with_adapter_of(asked, start)
     changes: list[Change] = []
     if saved is not None:
-        config = as_recorded(saved, config)
-        changes = check_config(saved, config)
-    policy = open_policy(chosen_policy, config, saved)
-    sources = Data(config)
-    is_pretrained = config.model.init == "pretrained"
+        settled = as_recorded(saved, settled)
+        changes = check_config(saved, settled)
+    policy = open_policy(chosen_policy, settled, saved)
+    sources = Data(settled)
+    is_pretrained = settled.model.init == "pretrained"
     # Download weights only after the data are checked.
-    is_here = model_here(config.model.name, partial(show, UNPACKED)) is not None
-    model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
-    _check_length(config, model_dir)
-    _check_activation_cache(config, start, model_dir)
-    tokenizer = Tokenizer.of(model_dir, config.data, template_of(config, saved))
+    is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
+    model_dir = resolve_model(settled.model.name, weights=is_pretrained and is_here)
+    _check_length(settled, model_dir)
+    _check_activation_cache(settled, start, model_dir)
+    tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
     train, eval_ = sources.train_and_eval(tokenizer, show)
-    _check_targets(config, train, eval_)
+    _check_targets(settled, train, eval_)
     system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
     positions = position_table_size(read_config(model_dir))
-    check_samples(config.run.sample_prompts, tokenizer, positions, len(eval_), system)
-    probes = probe_documents(len(train), policy.num_probes, config.run.seed)
-    order = Order(config, train.lengths, without(train.sources, probes), train.weights)
-    config = with_tokens(config, order.tokens_per_step)
+    check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
+    probes = probe_documents(len(train), policy.num_probes, settled.run.seed)
+    order = Order(settled, train.lengths, without(train.sources, probes), train.weights)
+    # Now that the documents are known: the config with what follows from them.
+    config = with_tokens(settled, order.tokens_per_step)
     config = with_intervals(config, order.num_steps, saved and saved.state["config"].get("run"))
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")

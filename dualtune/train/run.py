@@ -1,68 +1,66 @@
-"""A run: from a config to a run directory that contains an adapter."""
+"""A run, in order of time: from a config to a run directory with the adapter in it. The only training loop.
+
+Every backend and every step policy trains here. What a step is, when to save, and what to do when numbers go wrong or
+memory runs out are the collaborators of a `Job`, each in its own file.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from dualtune.base.errors import DiskError, FormatError, Preempted
-from dualtune.base.files import remove_directory, write_file
-from dualtune.base.untrusted import read_json
-from dualtune.config import Config, to_yaml
+from dualtune.base import faults
+from dualtune.base.errors import DiskError, OutOfMemory, Paused, Preempted
+from dualtune.config import Config
 from dualtune.data.batches import Ahead
-from dualtune.data.counts import counts
 from dualtune.data.documents import Show
-from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
-from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
+from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
 from dualtune.engine.memory.estimate import num_trained
-from dualtune.model.base_model import ignored_code, position_table_size, read_config, untied_head
-from dualtune.model.formats.chat_template import TEMPLATE_FILE
-from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, write_adapter
-from dualtune.train.activation_cache import check_layers, use_cache
-from dualtune.train.evaluation import result_of, using, using_result
-from dualtune.train.fingerprints import base_fingerprints, fingerprints
+from dualtune.model.base_model import position_table_size, read_config
+from dualtune.train.evaluation import evaluate, using_result
 from dualtune.train.guards import Guards
-from dualtune.train.health import RunVerdict, judge
-from dualtune.train.hooks import FINGERPRINTS, RESULT, TRACKERS, Event, Hook, RunInfo, Watchers, installed_hooks
-from dualtune.train.inference import LoadedModel, load_adapter
-from dualtune.train.memory import agreed, entry_of, recovery_of, resume_smaller, suspected
-from dualtune.train.model_checks import check_causality, check_packing
-from dualtune.train.model_dir import notes_before_training, trained_adapter, write_model
+from dualtune.train.hooks import (
+    EVALUATION,
+    FINGERPRINTS,
+    RESULT,
+    TRACKERS,
+    Event,
+    Hook,
+    RunInfo,
+    StepRecord,
+    Watchers,
+    installed_hooks,
+)  # fmt: skip
+from dualtune.train.hooks import SAMPLES as SAMPLING
+from dualtune.train.inference import LoadedModel
+from dualtune.train.memory import recovery_of, resume_smaller, suspected
 from dualtune.train.moments import Moments
-from dualtune.train.policies import MakePolicy
-from dualtune.train.prepare import Prepared, Resumed, prepare
+from dualtune.train.objective import is_due, steps_until_due
+from dualtune.train.policies import MakePolicy, restore_policy
+from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.profiler.profiler import Timeline
-from dualtune.train.recovery import Recovery, explained
+from dualtune.train.recovery import explained
+from dualtune.train.result import (
+    TrainResult,
+    has_ended,
+    in_result,
+    result_at,
+    result_fingerprints,
+    result_record,
+    verdict_of,
+    write_result,
+)  # fmt: skip
 from dualtune.train.samples import Samples, check_not_split
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.state.checkpoint import bytes_per_weight, in_names_of, restore, set_aside
+from dualtune.train.start import load_engine, log_start, write_records
+from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
-from dualtune.train.state.records import environment, start
-from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
-from dualtune.train.team import Team
-from dualtune.train.trainer import Job, fit
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """The result of a run."""
-
-    run_dir: Path
-    adapter_dir: Path  # with adapter.method: full, the directory of the trained model
-    num_steps: int
-    final_loss: float
-    eval_loss_before: float | None
-    eval_loss: float | None
-    verdict: RunVerdict
-    report: Path | None = None  # the page for a browser, if it was written
-    was_finished: bool = False  # by an earlier call; this call did nothing…
-    without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
+from dualtune.train.state.run_dir import METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
+from dualtune.train.step import TrainingStep, record
+from dualtune.train.team import PeerFailed, Team
 
 
 class Display:
@@ -85,51 +83,6 @@ class Display:
 NO_DISPLAY = Display()
 
 
-def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:
-    """Load the base model with the adapter that training starts from."""
-    config = prepared.config
-    engine = prepared.backend.load(
-        LoadRequest(
-            model_dir=prepared.model.directory,
-            dtype=config.model.dtype,
-            quantization=config.model.quantization,
-            init=config.model.init,
-            adapter=prepared.spec,
-            optimizer=prepared.optimizer,
-            seed=config.run.seed,
-            longest=prepared.data.longest,
-            kernels=config.model.kernels,
-            deterministic=config.run.deterministic,
-            sharding=config.memory.sharding,
-            checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
-            resident_layers=config.memory.resident_layers_or_none,
-            memory_limit_bytes=config.memory.limit_bytes,
-            reused_bytes=prepared.memory.reused_bytes,
-            weights=prepared.model.weights,
-            shared_base=shared_base,
-        )
-    )
-    if prepared.start is not None:
-        load_adapter(engine, prepared.start, config.model.name)
-    check_causality(engine)
-    if config.data.packing:
-        check_packing(engine, prepared.backend)
-    if config.train.activation_cache == "disk":
-        _use_activation_cache(prepared, engine)
-    return engine
-
-
-def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
-    """Give all documents their hidden states below the lowest adapter, computed now unless they are on disk."""
-    config, data = prepared.config, prepared.data
-    check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
-    names = ("base model's config", "base model's tensors")
-    base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
-    if config.model.init == "random":
-        base["seed"] = str(config.run.seed)
-    use_cache(engine, prepared.backend, [data.train, data.eval], base, prepared.team, packs=config.data.packing)
-
-
 def run(
     config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
     show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
@@ -146,6 +99,7 @@ def run(
     team = Team(backend.world())
     if team.is_first:
         display.check(config)
+    # The directory is locked first: what was saved there decides what the config means.
     with open_together(config, resume, team) as run_dir:
         prepared = prepare(config, backend, run_dir.saved, show, team, policy)
         announce(prepared)
@@ -159,72 +113,258 @@ def execute(
 ) -> TrainResult:  # fmt: skip
     """Train a prepared run in an open run directory. The last five arguments are those of `run`."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
-    if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
-        result = _result(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
-        return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
+
+    # A run that has ended is not trained again, and its model is not loaded.
+    if resumed is not None and team.agree(has_ended(resumed, run_dir.result(config))):
+        finished = result_at(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
+        return replace(finished, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
+
+    # The disk is asked before the model is loaded, which takes long, and again when the number of weights is known.
     saved, num_steps = prepared.checkpoint, prepared.data.order.num_steps
     first_step = saved.step if saved else 0
-    if team.is_first and (plan := prepared.memory.plan) is not None:  # before the model is loaded, which takes long
+    if team.is_first and (plan := prepared.memory.plan) is not None:
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
         engine = load_engine(prepared, shared_base)
     if saved is not None:
         restore(engine, saved)
-    num_weights = engine.description.trainable_parameters
     if team.is_first:
-        check_space(run_dir, config, num_weights, num_steps, first_step)
-    run_dir.has_begun = True
-    run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)  # before the timeline is continued
-    _write_records(run_dir, prepared, engine)
+        check_space(run_dir, config, engine.description.trainable_parameters, num_steps, first_step)
 
-    watchers, unusable_hooks = _watchers(prepared, run_dir, display, hooks)
-    log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
-    guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
-    moments = Moments(watchers)
-    recovery = recovery_of(prepared, engine, log)
-    saver = Saver(run_dir, prepared, engine, guards, log, recovery, moments)
-    samples = _samples(prepared, engine, run_dir.path / SAMPLES, first_step)
-    info = RunInfo(
-        run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
-        len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(prepared.optimizer),
-    )  # fmt: skip
+    # From here on the directory holds a run; what it says of the process before is read before it is continued.
+    run_dir.has_begun = True
+    run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)
+    write_records(run_dir, prepared, engine)
+    job = Job(prepared, run_dir, engine, hooks, display, pause_after)
     try:
-        watchers.tell("on_start", info)
-        for problem in unusable_hooks:
-            log.event(Event(first_step, "hook_failed", problem))
-        _tell_what_was_found(prepared, run_dir, log, engine)
+        job.tell_start()
         if restart is not None:
-            resume_smaller(restart, recovery, prepared, first_step, log)
-        with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
-            recovery.on_change = batches.drop
-            job = Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches, samples, pause_after)
+            resume_smaller(restart, job.recovery, prepared, first_step, job.log)
+        with Ahead(lambda step: prepared.batches(step, job.recovery.layout), num_steps) as batches:
+            job.batches, job.recovery.on_change = batches, batches.drop
             num_steps = fit(job, first_step)
-        saver.check_files(num_steps)
-        with _in_result(prepared, engine, saver, log, num_steps):
-            verdict = _verdict(log.history)
-            log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-            moments.enter(num_steps, FINGERPRINTS)
-            prints = _fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
-            moments.enter(num_steps, RESULT)
+
+        # The result has the weights of the last step or of the best evaluation, and says what they compute.
+        job.saver.check_files(num_steps)
+        with in_result(prepared, engine, job.saver, job.log, num_steps):
+            verdict = verdict_of(job.log.history)
+            job.log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
+            job.moments.enter(num_steps, FINGERPRINTS)
+            prints = result_fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
+            job.moments.enter(num_steps, RESULT)
             if team.is_first:
-                record = _record(prepared, engine, log, guards, recovery, num_steps) | {"fingerprints": prints}
-                _write_result(run_dir.result(config), prepared, engine, record)
+                entries = result_record(prepared, engine, job.log, job.guards, job.recovery, num_steps)
+                write_result(run_dir.result(config), prepared, engine, entries | {"fingerprints": prints})
         if config.run.report and team.is_first:
-            _write_report(display, run_dir.path, log, num_steps)
+            _write_report(display, run_dir.path, job.log, num_steps)
         if config.run.track:
-            moments.enter(num_steps, TRACKERS)
+            job.moments.enter(num_steps, TRACKERS)
     except Preempted as stop:
-        raise (_stopped(stop, saver) if team.is_first else stop) from None
+        raise (_stopped(stop, job.saver) if team.is_first else stop) from None
     finally:
-        log.write_rest()
-        watchers.end()
-        log.close()
-        saver.close()
-    if saver.newest is None and saver.failure is not None:
-        raise DiskError(f"{saver.failure} No checkpoint could be saved; the result is in {run_dir.result(config)}")
+        job.close()
+
+    # A result without a checkpoint is a failure all the same: the run could not have been resumed.
+    if job.saver.newest is None and job.saver.failure is not None:
+        raise DiskError(f"{job.saver.failure} No checkpoint could be saved; the result is in {run_dir.result(config)}")
     if team.is_first:
         display.log_result(run_dir.path, run_dir.result(config))
-    return _result(run_dir, config, num_steps, log.history)
+    return result_at(run_dir, config, num_steps, job.log.history)
+
+
+class Job:
+    """A run that trains: its engine, and what watches, guards and saves it, each made of those before it."""
+
+    def __init__(
+        self, prepared: Prepared, run_dir: RunDir, engine: Engine, hooks: Sequence[Hook] = (),
+        display: Display = NO_DISPLAY, pause_after: int | None = None,
+    ) -> None:  # fmt: skip
+        """`pause_after`: the step after which the run is saved and stopped, to be resumed later."""
+        saved = prepared.checkpoint
+        self.prepared, self.run_dir, self.engine = prepared, run_dir, engine
+        self.first_step, self.num_steps = saved.step if saved else 0, prepared.data.order.num_steps
+        self.last_step = self.num_steps if pause_after is None else min(self.num_steps, pause_after)
+        self.watchers, self._unusable_hooks = _watchers(prepared, run_dir, display, hooks)
+        self.log = Metrics(run_dir.path / METRICS, prepared.backend, self.watchers, self.first_step)
+        self.guards = Guards(prepared.config, self._rows_of_step, saved.state.get("guards") if saved else None)
+        self.moments = Moments(self.watchers)
+        self.recovery = recovery_of(prepared, engine, self.log)
+        self.saver = Saver(self)
+        self.samples = _samples(prepared, engine, run_dir.path / SAMPLES, self.first_step)
+        # The micro-batches of a step, counted from 0.
+        self.batches: Callable[[int], list[Batch]] = prepared.batches
+
+    def tell_start(self) -> None:
+        """Tell the hooks that the run starts, and what is known of it by now."""
+        data, engine = self.prepared.data, self.engine.description
+        state_bytes = engine.trainable_parameters * bytes_per_weight(self.prepared.optimizer)
+        self.watchers.tell("on_start", RunInfo(
+            self.run_dir.path, self.prepared.backend.name, self.num_steps, self.first_step, len(data.train),
+            len(data.eval), engine.as_json(), state_bytes,
+        ))  # fmt: skip
+        for problem in self._unusable_hooks:
+            self.log.event(Event(self.first_step, "hook_failed", problem))
+        log_start(self.prepared, self.run_dir, self.log, self.engine)
+
+    def close(self) -> None:
+        """Write what waits, and end the hooks."""
+        self.log.write_rest()
+        self.watchers.end()
+        self.log.close()
+        self.saver.close()
+
+    def _rows_of_step(self, step: int) -> list[str]:
+        """Return the data rows of a step, counted from 1, as path:line."""
+        ids: list[int] = self.prepared.data.order.step(step - 1).documents.tolist()
+        return [self.prepared.data.train[i].where for i in ids]
+
+
+def fit(job: Job, first_step: int = 0) -> int:
+    """Train from step `first_step` to the end, and return the number of steps done.
+
+    Raises Preempted on a stop signal, Paused after the job's last step if that is not the run's.
+    """
+    step = first_step
+    job.prepared.backend.reset_peak_memory()
+    if job.prepared.config.guards.on_spike == "rollback" and step == 0:
+        job.saver.save(0)  # a rollback needs a checkpoint to return to
+    # Also if a run was stopped after the checkpoint and before the evaluation of the same step.
+    _evaluate_if_due(job, step)
+    job.log.restart_clock()
+
+    while step < job.last_step and not job.guards.stops_early:
+        step = _take_step(job, step)
+        step = _save_and_evaluate_if_due(job, step)
+
+    if job.guards.stops_early:
+        job.saver.save(step)
+    elif step < job.num_steps:
+        raise Paused(f"Paused after step {step} of {job.num_steps}")
+    return step
+
+
+def _take_step(job: Job, step: int) -> int:
+    """Let the policy take a step, and check the previous step. Return the number of steps done."""
+    prepared, team = job.prepared, job.prepared.team
+    max_steps = steps_until_due(prepared.config.run, step, job.last_step)
+    watched = job.moments.of_step(step + 1)
+    taking = TrainingStep(
+        prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery, **watched
+    )
+    try:
+        outcome = prepared.policy.take(taking)
+    except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
+        job.saver.save(_settle(job, step))
+        team.check()
+        raise
+    except (OutOfMemory, PeerFailed) as error:
+        if error.exit_code == OutOfMemory.exit_code:
+            job.saver.save(_settle(job, step))
+        raise
+    faults.reach("step")
+    if not 1 <= outcome.num_steps <= max_steps:
+        raise ValueError(
+            f"step policy {prepared.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}"
+        )
+    step += outcome.num_steps
+    job.moments.step_taken(step, outcome)
+    # Numbers are read one step late (decision 0006), so the guards see the record of the step before.
+    with team.waiting("the gradients of the other processes"):
+        record_before = record(outcome, job.log, step, prepared.data.order.step(step - 1).epoch)
+    return _pass_to_guards(job, step, record_before)
+
+
+def _pass_to_guards(job: Job, step: int, record: StepRecord | None) -> int:
+    """Pass a record to the guards. Return the number of steps done."""
+    if record is not None:
+        if event := job.guards.on_step(record):
+            job.log.event(event)
+        job.guards.check()
+    return step if job.guards.spike_step is None else _roll_back(job, step, job.guards.spike_step)
+
+
+def _settle(job: Job, step: int) -> int:
+    """Read and check what the device still holds, so that the state can be saved. Return the number of steps done."""
+    return _pass_to_guards(job, step, job.log.flush())
+
+
+def _roll_back(job: Job, step: int, spike: int) -> int:
+    """Return to the checkpoint before a spike and continue after the spike, skipping the data between.
+
+    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The step number counts the data, so a step that was
+    taken after the spike is repeated.
+    """
+    job.guards.spike_step = None
+    saved = job.saver.before_spike(spike)
+    if saved is None:
+        job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run continues"))
+        return step
+    job.log.discard()
+    restore(job.engine, saved)
+    restore_policy(job.prepared.policy, saved)
+    job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
+    text = f"rolled back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are not repeated"
+    job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
+    return spike
+
+
+def _save_and_evaluate_if_due(job: Job, step: int) -> int:
+    """Save and evaluate if due. Return the number of steps done."""
+    prepared, saver = job.prepared, job.saver
+    is_last = step == job.last_step
+    saver.check_space(step)
+    save_due = prepared.team.agree(saver.was_requested()) or is_last or is_due(step, prepared.config.run.save_every)
+    if not (save_due or _eval_due(job, step)):
+        return step
+    step = _settle(job, step)
+    if save_due:
+        saver.save(step)
+    _evaluate_if_due(job, step)
+    job.log.restart_clock()
+    return step
+
+
+def _evaluate_if_due(job: Job, step: int) -> None:
+    if not _eval_due(job, step):
+        return
+    prepared, log = job.prepared, job.log
+    if (before := log.history.evals.get(step)) is not None:  # the rows are the same in all processes
+        job.guards.on_eval(before)  # from before the run was stopped
+        return
+    try:
+        job.moments.enter(step, EVALUATION)
+        with using_result(job.engine, prepared.optimizer):
+            evaluation = evaluate(
+                job.engine, prepared.data.eval, job.recovery, step,
+                lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
+            )  # fmt: skip
+    except Exception:  # on any error, also a stop request: do not lose the steps so far
+        job.saver.save(step)
+        raise
+    log.eval(evaluation)
+    if not math.isfinite(evaluation.eval_loss):
+        log.event(Event(step, "nonfinite_eval", f"evaluation after step {step}: loss {evaluation.eval_loss}"))
+    if job.guards.on_eval(evaluation):
+        job.saver.save(step)
+    if job.guards.stops_early:
+        best = job.guards.state
+        text = f"evaluations since the best one (loss {best.best_loss}, step {best.best_step}): {best.evals_since_best}"
+        log.event(Event(step, "early_stop", text))
+    _sample(job, step)
+
+
+def _sample(job: Job, step: int) -> None:
+    """Let the first process answer the prompts of the config; the others wait for it, however long that takes."""
+    if job.prepared.config.run.sample_prompts:
+        job.moments.enter(step, SAMPLING)
+        with job.prepared.team.in_turn():
+            if job.samples is not None:
+                job.samples.take(step, partial(job.watchers.tell, "on_sample"), job.log.event)
+
+
+def _eval_due(job: Job, step: int) -> bool:
+    ends = (0, job.last_step, job.num_steps)
+    return len(job.prepared.data.eval) > 0 and (step in ends or is_due(step, job.prepared.config.run.eval_every))
 
 
 def _watchers(
@@ -251,157 +391,12 @@ def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) ->
     return Samples(model, prepared.optimizer, prompts, path, first_step, prepared.system_message) if is_first else None
 
 
-def _has_ended(resumed: Resumed, result: Path) -> bool:
-    """Return whether no step is left, and the result is that of the last one, not of an earlier, shorter run."""
-    if resumed.without_effect is None:
-        return False
-    try:
-        manifest = read_json(result / MANIFEST_FILE, max_bytes=MAX_BYTES, is_own=True)
-        return manifest["training"]["steps"] == resumed.checkpoint.step
-    except (FormatError, KeyError, TypeError):
-        return False
-
-
-def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
-    losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    page = run_dir.path / REPORT if config.run.report and (run_dir.path / REPORT).is_file() else None
-    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), page)
-
-
-def _verdict(history: History) -> RunVerdict:
-    return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
-
-
-def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine) -> None:
-    """Log as events what existed before the first step."""
-    resumed, saved = prepared.resumed, prepared.checkpoint
-    step = saved.step if saved else 0
-    # A checkpoint from another directory, or one older than the newest, starts a new branch.
-    is_here = saved is not None and saved.path.parent == run_dir.checkpoints
-    moved = set_aside(run_dir.checkpoints, after=step if is_here else -1)
-    described, weights = read_config(prepared.model.directory), prepared.model.weights
-    head = untied_head(described, weights.tensors) if weights is not None else None
-    notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
-    notes += [note for note in (ignored_code(described), head) if note]
-    if not prepared.spec.trains_model:
-        notes += notes_before_training(prepared, engine)
-    for note in notes:
-        log.event(Event(step, "found", note))
-    if saved is not None:
-        log.event(Event(step, "resumed", f"after step {step}, from {saved.path}", {"backend": prepared.backend.name}))
-    if resumed is not None and resumed.changes:
-        changes = [{"key": change.what, "before": change.before, "now": change.now} for change in resumed.changes]
-        text = f"the config has changed since the checkpoint:\n{table(resumed.changes)}"
-        log.event(Event(step, "config_changed", text, {"changes": changes}))
-    for documents in (prepared.data.train, prepared.data.eval):
-        if documents.hidden is not None:
-            log.event(Event(step, "activation_cache", str(documents.hidden)))
-    before, threads = saved.state.get("threads") if saved else None, engine.description.threads
-    if threads is not None and type(before) is int and before != threads:
-        text = (
-            f"{before} CPU threads before, {threads} now: sums are rounded differently, so the last digits may differ"
-        )
-        log.event(Event(step, "threads_changed", text, {"before": before, "now": threads}))
-
-
-def _sources(prepared: Prepared, step: int) -> list[str]:
-    """Return the data rows of a step, counted from 1, as path:line."""
-    ids: list[int] = prepared.data.order.step(step - 1).documents.tolist()
-    return [prepared.data.train[i].where for i in ids]
-
-
-def _in_result(
-    prepared: Prepared, engine: Engine, saver: Saver, log: Metrics, step: int
-) -> AbstractContextManager[None]:
-    """Use, inside the block, the weights that the run writes: of the last step, or of the best evaluation."""
-    optimizer = prepared.optimizer
-    best = saver.best() if prepared.config.guards.restore_best else None
-    if prepared.config.guards.restore_best and best is None:
-        text = "guards.restore_best: no checkpoint of the best evaluation; the adapter of the last step is written"
-        log.event(Event(step, "no_best", text))
-    of = step if best is None else best.step
-    if optimizer.average is not None and of <= optimizer.average.start:
-        text = (
-            f"train.average: the tail begins after step {optimizer.average.start}; the weights of step {of} are written"
-        )
-        log.event(Event(step, "no_average", text))
-    if best is None:
-        return using_result(engine, optimizer)
-    log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
-    best = in_names_of(engine.adapter_shapes, best)
-    # What was evaluated then: the result of that step, whose slots are in the same checkpoint.
-    return using(engine, result_of(optimizer, best.adapter, best.optimizer))
-
-
 def _stopped(stop: Preempted, saver: Saver) -> Exception:
     """Return the error for a run that a signal stopped."""
     if saver.failure is not None:
-        kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
-        return DiskError(f"{stop}, but the state could not be saved; {kept}. {saver.failure}")
+        newest = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
+        return DiskError(f"{stop}, but the state could not be saved; {newest}. {saver.failure}")
     return type(stop)(f"{stop}; saved in {saver.newest}")
-
-
-def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
-    found = environment(prepared.backend, engine.description.as_json()) | start()
-    found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
-    decode = prepared.model.tokenizer.decode_all
-    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
-    found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
-    run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
-    if (template := prepared.model.tokenizer.template) is not None:  # data.template may name a file of this machine
-        run_dir.records[TEMPLATE_FILE] = template.source
-    for name, text in run_dir.records.items():
-        write_file(run_dir.path / name, text)
-
-
-def _record(
-    prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, recovery: Recovery, num_steps: int
-) -> dict[str, Any]:
-    """Return what dualtune.json says of the base model and of the training."""
-    config, verdict = prepared.config, _verdict(log.history)
-    return {
-        "base": prepared.model.identity
-        | {
-            "name": config.model.name,
-            "loaded_as": engine.description.quantization,
-            "init": config.model.init,
-        },
-        "training": {
-            "backend": prepared.backend.name,
-            "steps": num_steps,
-            "skipped_steps": guards.state.num_skipped,
-            "seed": config.run.seed,
-            "final_loss": _finite(log.history.final_loss),
-            "eval_loss_before": _finite(log.history.eval_loss_before),
-            "eval_loss": _finite(log.history.eval_loss),
-            "verdict": {"word": verdict.word, "because": verdict.because},
-            "best_step": guards.state.best_step,
-            "best_eval_loss": guards.state.best_loss,
-            "train_documents": len(prepared.data.train),
-            "template_hash": prepared.model.tokenizer.template_hash,
-            SYSTEM_MESSAGE: prepared.system_message,  # `dualtune chat` asks with it
-            "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
-            **entry_of(recovery, prepared),
-        },
-    }  # fmt: skip
-
-
-def _write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[str, Any]) -> None:
-    if path.exists():  # the result of the finished run that is continued here; its checkpoints remain
-        remove_directory(path)
-    source = template.source if (template := prepared.model.tokenizer.template) else None
-    if prepared.config.adapter.trains_model:
-        write_model(path, engine, source, record)
-    else:
-        write_adapter(path, trained_adapter(prepared, engine.adapter_state(), source), metadata=record)
-
-
-def _fingerprints(prepared: Prepared, engine: Engine) -> dict[str, Any]:
-    """Return what the result computes; of an adapter, beside the base without it."""
-    tokenizer = prepared.model.tokenizer
-    if prepared.spec.trains_model:
-        return {"model": fingerprints(engine, tokenizer)}
-    return {"base": base_fingerprints(engine, tokenizer), "adapter": fingerprints(engine, tokenizer)}
 
 
 def _write_report(display: Display, path: Path, log: Metrics, step: int) -> None:
@@ -410,8 +405,3 @@ def _write_report(display: Display, path: Path, log: Metrics, step: int) -> None
         display.write_report(path)
     except Exception as error:  # noqa: BLE001  whatever is wrong with the page, the run is done
         log.event(Event(step, "report_failed", f"{REPORT} was not written: {type(error).__name__}: {error}"))
-
-
-def _finite(value: float | None) -> float | None:
-    """Return None for NaN and Inf, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None

@@ -6,25 +6,23 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualtune.base.errors import DiskError, FormatError
 from dualtune.base.files import OpenDirectory, free_name, set_aside, write_file
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, to_yaml
-from dualtune.engine.backend import Engine
 from dualtune.train import memory
-from dualtune.train.guards import Guards
 from dualtune.train.hooks import SAVE, Event
-from dualtune.train.moments import Moments
 from dualtune.train.objective import is_due, learning_rate, optimizer_spec
 from dualtune.train.policies import entry_of
-from dualtune.train.prepare import Prepared, position_of
-from dualtune.train.recovery import Recovery
+from dualtune.train.prepare import position_of
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir, shared
+
+if TYPE_CHECKING:
+    from dualtune.train.run import Job
 
 ADAPTER_BYTES_PER_WEIGHT, MODEL_BYTES_PER_WEIGHT = 8, 4  # float32 in two layouts; float32
 
@@ -32,24 +30,19 @@ ADAPTER_BYTES_PER_WEIGHT, MODEL_BYTES_PER_WEIGHT = 8, 4  # float32 in two layout
 class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
-    def __init__(
-        self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics, recovery: Recovery,
-        moments: Moments,
-    ) -> None:  # fmt: skip
-        self._run_dir, self._moments = run_dir, moments
-        self._prepared, self._config = prepared, prepared.config
-        self._order = prepared.data.order
+    def __init__(self, job: Job) -> None:
+        """Take from a job what was made before its saver."""
+        prepared, engine = job.prepared, job.engine
+        self._run_dir, self._moments, self._log = job.run_dir, job.moments, job.log
+        self._guards, self._recovery, self._engine = job.guards, job.recovery, engine
+        self._prepared, self._config, self._team = prepared, prepared.config, prepared.team
+        self._order, self._policy = prepared.data.order, prepared.policy
         self._fixed: dict[str, Any] = {
             "config": prepared.config.model_dump(mode="json"),
             "fingerprints": prepared.fingerprints,
         }
         if engine.description.threads is not None:
             self._fixed["threads"] = engine.description.threads
-        self._engine = engine
-        self._guards, self._recovery = guards, recovery
-        self._policy = prepared.policy
-        self._log = log
-        self._team = prepared.team
         saved = prepared.checkpoint
         self._saved_step = saved.step if saved else None
         self.newest = saved.path if saved else None

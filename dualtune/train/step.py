@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,18 +59,25 @@ class TrainingStep:
         self._make_batches, self._phase, self._watch = make_batches, phase, watch
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
-        self._counted: tuple[float, int, int] | None = None  # not cached_property, which uses a lock before Python 3.12
+        # What is made on first use, and made again, smaller, when memory has run out.
+        self._batches: list[Batch] | None = None
+        self._probes: list[Batch] | None = None
+        self._counted: tuple[float, int, int] | None = None
 
-    @cached_property
+    @property
     def batches(self) -> list[Batch]:
         """The micro-batches of this step for this process. They are created on first use."""
-        with self._phase(DATA):
-            return self._make_batches(self.index)
+        if self._batches is None:
+            with self._phase(DATA):
+                self._batches = self._make_batches(self.index)
+        return self._batches
 
-    @cached_property
+    @property
     def probes(self) -> list[Batch]:
         """This process's share of the documents that are held out from training for the policy."""
-        return self._prepared.probe_batches(self._recovery.layout)
+        if self._probes is None:
+            self._probes = self._prepared.probe_batches(self._recovery.layout)
+        return self._probes
 
     @property
     def probe_documents(self) -> Sequence[int]:
@@ -110,22 +117,27 @@ class TrainingStep:
         self._has_gradient = False
         return Update(output, lr, num_targets, num_tokens)
 
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Return the weighted mean of −log p over the targets of all processes' batches, without dropout; synchronizes.
+    def probe_loss(self) -> float:
+        """Return the weighted mean of −log p over the targets of all processes' probes, without dropout; waits."""
+        return self._mean_loss(lambda: self.probes)
 
-        `batches` are `probes`, or the step's own `batches` if the step only reads its data.
-        """
-        had_gradient, are_probes = self._has_gradient, batches is self.__dict__.get("probes")
-        found: list[tuple[LossSum, float]] = []
+    def batch_loss(self) -> float:
+        """Return the same over the step's own batches, for a step that only reads its data."""
+        return self._mean_loss(lambda: self.batches)
+
+    def _mean_loss(self, batches: Callable[[], list[Batch]]) -> float:
+        had_gradient = self._has_gradient
+        losses: list[tuple[LossSum, float]] = []
         with self._phase(PROBE):
             while not self._attempt(
-                batches, lambda batch: found.append((self.engine.evaluate(batch), batch.total_weight))
+                batches(), lambda batch: losses.append((self.engine.evaluate(batch), batch.total_weight))
             ):
-                found.clear()
-                batches = self.probes if are_probes else self.batches
+                losses.clear()
         if had_gradient and not self._has_gradient:  # it was discarded
             self.add_gradients()
-        loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
+        loss_sum, weight = self._team.total(
+            sum(loss.loss_sum for loss, _ in losses), sum(weight for _, weight in losses)
+        )
         return loss_sum / weight
 
     def document_losses(self, documents: Sequence[int]) -> np.ndarray:
@@ -184,9 +196,7 @@ class TrainingStep:
         """Do the work on each micro-batch. If memory runs out, return False: all are then made again, smaller."""
         if self._recovery.attempt(self.index, batches, work):
             return True
-        self._has_gradient, self._counted = False, None
-        for name in ("batches", "probes"):
-            self.__dict__.pop(name, None)
+        self._has_gradient, self._batches, self._probes, self._counted = False, None, None, None
         return False
 
 

@@ -136,14 +136,14 @@ class Team:
         with self.waiting("the first process"):
             return self._world.broadcast(data if self.is_first else bytes(length))
 
-    def first_alone(self, work: Callable[[], T]) -> T:
-        """Call `work` in the first process, and then in the others, without a time limit."""
-        if self.is_first:
-            done = work()
+    @contextlib.contextmanager
+    def in_turn(self) -> Generator[None]:
+        """Run the block in the first process, and then in the others, without a time limit."""
+        if not self.is_first:
             self._exchange(watched=False)
-            return done
-        self._exchange(watched=False)
-        return work()
+        yield
+        if self.is_first:
+            self._exchange(watched=False)
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:

@@ -77,11 +77,11 @@ def test_text_leaves_through_one_module():
     ours = {name: used for name, used in found.items() if "from dualtune.cli.console import Console" in
             (PACKAGE / name).read_text(encoding="utf-8") and used == {"Console"}}  # fmt: skip
     assert {name: used for name, used in found.items() if name not in ours} == {
-        "cli/output/terminal.py": {"print"},
-        "validate/losses.py": {"print"},  # scripts of their own
-        "bench/ablation_process.py": {"print"},
-        "selftest/process.py": {"print"},
-        "export/in_llama_cpp.py": {"sys.stdout.write"},
+        "cli/terminal.py": {"print"},
+        "doctor/validate/losses.py": {"print"},  # scripts of their own
+        "doctor/bench/ablation_process.py": {"print"},
+        "doctor/selftest/process.py": {"print"},
+        "use/export/in_llama_cpp.py": {"sys.stdout.write"},
     }
 
 

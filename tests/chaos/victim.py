@@ -146,7 +146,7 @@ def _make_unlink_a_fault_point() -> None:
 
 def _watch(spy: mmap.mmap, began: float) -> None:
     """Note the phase while certain functions of the product run."""
-    from dualtune.train import run, trainer
+    from dualtune.train import run
     from dualtune.train.state import checkpoint
 
     def during(owner: ModuleType, name: str, phase: int, then: int | None = None) -> None:
@@ -169,7 +169,7 @@ def _watch(spy: mmap.mmap, began: float) -> None:
         return fit(job, first_step)
 
     run.fit = watched_fit
-    during(trainer, "evaluate", EVALUATION)
+    during(run, "evaluate", EVALUATION)
     during(checkpoint, "save", SAVE)
     during(checkpoint, "prune", PRUNE)
     during(run, "_write_result", ADAPTER, then=END)

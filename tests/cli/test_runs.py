@@ -41,7 +41,7 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert train("failed", *bad).returncode == 7
     stopper = tmp_path / "site"
     stopper.mkdir()
-    stop_after = "import dualtune.train.hooks, os, signal\nimport dualtune.train.trainer as t\n"
+    stop_after = "import dualtune.train.hooks, os, signal\nimport dualtune.train.run as t\n"
     stop_after += "reach = t.faults.reach\nt.faults.reach = lambda p: os.kill(os.getpid(), signal.SIGTERM)\n"
     (stopper / "sitecustomize.py").write_text(stop_after)
     assert train("preempted", env={"PYTHONPATH": str(stopper)}).returncode == 75

@@ -14,6 +14,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.show.summary import summary
 from dualtune.train.prepare import prepare
 
 PAD, BOS, EOS, START, END = range(5)
@@ -206,7 +207,7 @@ def test_a_run_warns_once_with_the_way_on(make_config, write_rows, open_backend)
     data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i > 5 else "x"} for i in range(8)])
     for policy, said in (("text", "it is plain text; if"), ("allow", "it is read as the control token")):
         config = make_config(data, {"data.special_tokens_in_text": policy})
-        (warning,) = [line for line in prepare(config, open_backend("numpy")).summary() if "warning" in line]
+        (warning,) = [line for line in summary(prepare(config, open_backend("numpy"))) if "warning" in line]
         assert f"in their text: 2, the first: {data}:7; {said}" in warning
 
 

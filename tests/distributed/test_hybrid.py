@@ -25,14 +25,14 @@ LEAVE = """
 import os
 import numpy as np
 import dualtune.train.run as run
-write = run._write_result
+write = run.write_result
 def leave(path, prepared, engine, *rest):
     write(path, prepared, engine, *rest)
     np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
     with open(os.path.join({place!r}, os.environ["RANK"] + ".json"), "w") as file:
         import json
         json.dump(dict(prepared.policy.state().values), file)
-run._write_result = leave
+run.write_result = leave
 """
 
 

@@ -34,7 +34,7 @@ def take(open_backend, make_config, write_rows, qa_rows, tiny_softmax, monkeypat
     def work(team):
         mine = replace(prepared, team=team)
         step = TrainingStep(mine, load_engine(mine), 0, mine.batches)
-        probe_loss, loss = step.mean_loss(step.probes), step.mean_loss(step.batches)
+        probe_loss, loss = step.probe_loss(), step.batch_loss()
         update = mine.policy.take(step).update
         return probe_loss, loss, (update.num_targets, update.num_tokens, update.lr), update.output.loss
 

@@ -65,7 +65,12 @@ def test_all_have_the_bytes_of_the_first(size):
 
 def test_the_first_works_before_the_others():
     order = []
-    in_world(3, lambda team: team.first_alone(lambda: order.append(team.rank)))
+
+    def work(team):
+        with team.in_turn():
+            order.append(team.rank)
+
+    in_world(3, work)
     assert order[0] == 0
     assert sorted(order) == [0, 1, 2]
 

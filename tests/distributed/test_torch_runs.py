@@ -21,11 +21,11 @@ LEAVE_ADAPTER = """
 import os
 import numpy as np
 import dualtune.train.run as run
-fingerprints = run._fingerprints
+fingerprints = run.result_fingerprints
 def leave(prepared, engine):
     np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
     return fingerprints(prepared, engine)
-run._fingerprints = leave
+run.result_fingerprints = leave
 """
 NO_REPORT = """
 import os
@@ -35,7 +35,7 @@ run._write_report = lambda *given: os._exit(1)
 FUNCTIONS = {FORWARD: "_take_step", EVALUATE: "_evaluate_if_due"}
 # Nothing fails, and the cut becomes smaller before this step is taken, or before the evaluation after it.
 CUT = """
-import dualtune.train.trainer as trainer
+import dualtune.train.run as trainer
 original = trainer.{function}
 def cut(job, step):
     if step == {step} and job.recovery.layout.max_tokens > {tokens}:

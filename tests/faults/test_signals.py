@@ -46,7 +46,7 @@ def test_sigterm_in_a_step_saves_the_steps_before_it(box):
 @pytest.mark.parametrize(("call", "steps"), [(1, [0]), (2, [2, 3]), (4, [6, 8, 9])])
 def test_sigterm_in_an_evaluation_saves_what_was_trained(box, call, steps):
     box.settings["run.keep"] = 2 if call == 4 else 3
-    stops(box, f"enter('dualtune.train.trainer.evaluate', {call}, send('SIGTERM'))", steps)
+    stops(box, f"enter('dualtune.train.run.evaluate', {call}, send('SIGTERM'))", steps)
 
 
 @pytest.mark.fault(
@@ -134,7 +134,7 @@ def test_a_hangup_under_nohup_is_ignored(box):
 )
 @pytest.mark.parametrize(
     ("where", "call", "steps"),
-    [("train.state.checkpoint.write_directory", 2, [2]), ("io.disk._write", 10, [2]), ("io.disk.fsync", 5, [2, 4])],
+    [("train.state.checkpoint.write_directory", 2, [2]), ("base.files._write", 10, [2]), ("base.files.fsync", 5, [2, 4])],
     ids=["before the first file", "after the second", "after the rename"],
 )  # fmt: skip
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
@@ -212,7 +212,7 @@ def test_checkpoint_now_is_gone_when_the_run_is(box):
 def test_an_evaluation_that_raises_costs_no_step(box, save_every, steps):
     box.settings["run.save_every"] = save_every
     straight = box.straight()
-    result = box.train(1, inject="enter('dualtune.train.trainer.evaluate', 2, throw(RuntimeError('broken metric')))")
+    result = box.train(1, inject="enter('dualtune.train.run.evaluate', 2, throw(RuntimeError('broken metric')))")
     assert "RuntimeError: broken metric" in result.stderr
     assert box.checkpoints == [f"step-{step:08d}" for step in steps]
     assert json.loads((box.dir / "lock").read_text())["state"] == "failed"

@@ -194,7 +194,7 @@ def test_no_file_of_a_run_holds_a_secret(box):
     texts = []
     for code, faults in (
         (-9, {"fault": "step:4"}),
-        (1, {"inject": f"enter('dualtune.train.trainer.evaluate', 2, {leak})"}),
+        (1, {"inject": f"enter('dualtune.train.run.evaluate', 2, {leak})"}),
         (0, {}),
     ):
         result = box.train(code, env=canaries, **faults)

@@ -246,7 +246,7 @@ def test_a_run_without_report_writes_none_and_a_failure_is_an_event(train, monke
     def fail(paths):
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("dualtune.train.run.run_page", fail)
+    monkeypatch.setattr("dualtune.show.run.run_page", fail)
     run_dir = train("failing", train__steps=2)
     assert not (run_dir / "report.html").exists() and (run_dir / "adapter").is_dir()
     assert (

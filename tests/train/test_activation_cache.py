@@ -12,6 +12,7 @@ from dualtune.engine.backend import Batch, DeviceInfo
 from dualtune.engine.card import Card, Device, check_capabilities
 from dualtune.engine.testing.tiny_models import write_softmax_model, write_tiny_gpt2
 from dualtune.show.run import run
+from dualtune.show.summary import summary
 from dualtune.train import activation_cache as store
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
@@ -119,7 +120,7 @@ def test_every_batch_of_a_run_has_its_hidden_states(lab, settings):
     """Those of steps, of probes and of documents whose losses are asked for, each from its own document."""
     prepared = prepare(lab.config(**settings), lab.backend)
     assert prepared.batches(0)[0].hidden_BTD is None
-    assert "cache       hidden states below the adapter, computed first unless they are on disk" in prepared.summary()
+    assert "cache       hidden states below the adapter, computed first unless they are on disk" in summary(prepared)
     load_engine(prepared)
     train = prepared.data.train
     asked = [batch for _, batch in prepared.rows_with_batches([3, 1], prepared.data.layout)]

@@ -142,15 +142,15 @@ def test_a_run_goes_on_on_another_backend(lab, open_backend, rows_of, first, sec
 @on(*(("numpy", way) for way in WAYS), ("torch", "schedule_free"))
 def test_the_best_result_is_restored_from_its_own_checkpoint(lab, monkeypatch, way):
     """The evaluation of step 6 is made the best: its result is written, not its weights, and not with later slots."""
-    from dualtune.train import trainer
+    from dualtune.train import run as training
 
-    original = trainer.evaluate
+    original = training.evaluate
 
     def evaluate(engine, documents, recovery, step, *rest):
         found = original(engine, documents, recovery, step, *rest)
         return type(found)(step=step, eval_loss=0.1 if step == 6 else 1.0, eval_targets=found.eval_targets)
 
-    monkeypatch.setattr("dualtune.train.trainer.evaluate", evaluate)
+    monkeypatch.setattr("dualtune.train.run.evaluate", evaluate)
     settings = RUN | WAYS[way] | {"guards__restore_best": True, "run__save_every": None}
     result = lab.run(**settings)
     best = checkpoint.read(checkpoint.path_of(result.run_dir / "checkpoints", 6))

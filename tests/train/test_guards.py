@@ -242,7 +242,7 @@ def eval_losses(monkeypatch):
         def evaluate(engine, documents, max_tokens, step, show, team):
             return EvalRecord(step, losses[step], 5)
 
-        monkeypatch.setattr("dualtune.train.trainer.evaluate", evaluate)
+        monkeypatch.setattr("dualtune.train.run.evaluate", evaluate)
 
     return script
 

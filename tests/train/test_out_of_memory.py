@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from dualtune.base.errors import ConfigError, OutOfMemory, Preempted
 from dualtune.data.batches import SequenceLayout
 from dualtune.engine.testing.numpy_engine import NumpyBackend, NumpyEngine
-from dualtune.train import trainer
+from dualtune.show.summary import summary
+from dualtune.train import run as training
 from dualtune.train.evaluation import evaluate
 from dualtune.train.hooks import Hook
 from dualtune.train.policies import POLICIES
@@ -95,7 +96,7 @@ def run_cut_so(lab, monkeypatch, cuts, name, **changes):
     """A run in which nothing fails, and which has these cuts from the same steps and evaluations on."""
     with monkeypatch.context() as patch:
         for function, in_evaluation in (("_take_step", False), ("_evaluate_if_due", True)):
-            original = getattr(trainer, function)
+            original = getattr(training, function)
 
             def cut(job, step, original=original, in_evaluation=in_evaluation):
                 due = [t for s, during, t in cuts if (s, not during) <= (step, not in_evaluation)]
@@ -104,7 +105,7 @@ def run_cut_so(lab, monkeypatch, cuts, name, **changes):
                     job.recovery.on_change()
                 return original(job, step)
 
-            patch.setattr(trainer, function, cut)
+            patch.setattr(training, function, cut)
         return lab.run(name, **RUN | changes)
 
 
@@ -165,7 +166,7 @@ def test_a_resumed_run_keeps_the_cut_and_a_changed_key_ends_it(lab, monkeypatch,
     config = lab.config("stopped", **RUN)
     prepared = prepare(config, lab.backend, saved)
     assert prepared.data.layout.max_tokens == tokens
-    assert f"up to {tokens} tokens (since memory ran out)" in prepared.summary()[-1]
+    assert f"up to {tokens} tokens (since memory ran out)" in summary(prepared)[-1]
     changed = lab.config("stopped", **RUN | {"train__micro_batch_tokens": 200})
     assert prepare(changed, lab.backend, saved).data.layout.max_tokens == 200
     resumed = lab.run("stopped", **RUN)
@@ -303,7 +304,7 @@ def test_a_gradient_that_an_evaluation_of_the_policy_discards_is_computed_again(
 
         def take(self, step):
             step.add_gradients()
-            self.loss = step.mean_loss(step.probes)
+            self.loss = step.probe_loss()
             return Outcome(step.update())
 
     monkeypatch.setitem(POLICIES, LooksBetween.name, LooksBetween)

@@ -393,8 +393,8 @@ def test_weights_that_were_only_tried_do_not_stay(prepared_for):
     prepared = prepared_for(toys.Prober)
     engine = load_engine(prepared)
     step = TrainingStep(prepared, engine, 0, prepared.batches)
-    before, loss = engine.adapter_state(), step.mean_loss(step.probes)
+    before, loss = engine.adapter_state(), step.probe_loss()
     with pytest.raises(Preempted), step.trying({name: w + 1 for name, w in before.items()}):
-        assert step.mean_loss(step.probes) != loss
+        assert step.probe_loss() != loss
         raise Preempted("stopped while it was tried")
-    assert same(engine.adapter_state(), before) and step.mean_loss(step.probes) == loss
+    assert same(engine.adapter_state(), before) and step.probe_loss() == loss

@@ -9,6 +9,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, write_training_template
 from dualtune.model.formats.directory import read_adapter
 from dualtune.show.run import run
+from dualtune.show.summary import summary
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
@@ -160,9 +161,9 @@ def test_generate_and_eval_tell_the_mismatch_on_one_line(make, torch, bare, tool
 def test_to_continue_an_adapter_with_another_template_is_told(make, torch, tools, tmp_path):
     first = run(make(data__template=tools), torch)
     on = {"adapter__init_from": first.adapter_dir, "run__dir": tmp_path / "on"}
-    told = [line for line in prepare(make(data__template="none", **on), torch).summary() if "warning" in line]
+    told = [line for line in summary(prepare(make(data__template="none", **on), torch)) if "warning" in line]
     assert len(told) == 1 and "trained with the chat template sha256 " in told[0] and "none is used here" in told[0]
-    same = prepare(make(data__template=tools, **on), torch).summary()
+    same = summary(prepare(make(data__template=tools, **on), torch))
     assert not any("warning" in line for line in same)
 
 
@@ -192,4 +193,4 @@ def test_what_the_template_leaves_out_is_told_before_the_first_step(make_config,
     (tmp_path / "t.jinja").write_text(TOOLS)
     config = make_config(write_rows(rows), {"data.template": tmp_path / "t.jinja"})
     told = "warning     1 of 20 rows: thinking is not in the text of a trained turn"
-    assert told in prepare(config, torch).summary()
+    assert told in summary(prepare(config, torch))

@@ -15,7 +15,7 @@ class EveryThirdOnlyLooks(Ordinary):
     def take(self, step):
         if step.index % 3 != 2:
             return super().take(step)
-        loss = step.mean_loss(step.batches)
+        loss = step.batch_loss()
         return Outcome(None, events=(Event(step.index + 1, "no_update", "only looked", {"mean_loss": loss}),))
 
 
@@ -26,7 +26,7 @@ class Prober(Ordinary):
 
     def take(self, step):
         update = super().take(step).update
-        loss = step.mean_loss(step.probes)
+        loss = step.probe_loss()
         return Outcome(update, events=(Event(step.index + 1, "probe", "probed", {"mean_loss": loss}),))
 
 
@@ -77,7 +77,7 @@ class Undoing(Ordinary):
         self._before = {}
 
     def take(self, step):
-        engine, loss = step.engine, step.mean_loss(step.probes)
+        engine, loss = step.engine, step.probe_loss()
         if step.index == 3:
             before, self._before = engine.adapter_state(), engine.adapter_state() | {"loss": np.array(loss)}
             engine.load_adapter_state({name: 10 * w for name, w in before.items()})

@@ -54,7 +54,7 @@ class Freezing:
         in_cycle = (step.index - self._settings.warmup_steps) % (full + full // 2)
         if step.index >= self._settings.warmup_steps and in_cycle >= full and step.steps_left > 1:
             self._frozen += 1
-            step.mean_loss(step.batches)
+            step.batch_loss()
             return Outcome(None)
         self._computed += 1
         step.add_gradients()

@@ -1,0 +1,107 @@
+"""The start of a run: its engine is loaded and tried, and what is known before the first step is written down."""
+
+from __future__ import annotations
+
+import json
+
+from dualtune.base.files import write_file
+from dualtune.config import to_yaml
+from dualtune.data.counts import counts
+from dualtune.engine.backend import Engine, LoadRequest, SharedBase
+from dualtune.model.base_model import ignored_code, read_config, untied_head
+from dualtune.model.formats.chat_template import TEMPLATE_FILE
+from dualtune.train.activation_cache import check_layers, use_cache
+from dualtune.train.hooks import Event
+from dualtune.train.inference import load_adapter
+from dualtune.train.memory import agreed
+from dualtune.train.model_checks import check_causality, check_packing
+from dualtune.train.prepare import Prepared
+from dualtune.train.result import notes_before_training
+from dualtune.train.state.checkpoint import set_aside
+from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.records import environment, start
+from dualtune.train.state.resume import table
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, RunDir
+
+
+def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:
+    """Load the base model with the adapter that training starts from."""
+    config = prepared.config
+    engine = prepared.backend.load(
+        LoadRequest.of(
+            config,
+            model_dir=prepared.model.directory,
+            adapter=prepared.spec,
+            optimizer=prepared.optimizer,
+            longest=prepared.data.longest,
+            checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
+            reused_bytes=prepared.memory.reused_bytes,
+            weights=prepared.model.weights,
+            shared_base=shared_base,
+        )
+    )
+    if prepared.start is not None:
+        load_adapter(engine, prepared.start, config.model.name)
+    check_causality(engine)
+    if config.data.packing:
+        check_packing(engine, prepared.backend)
+    if config.train.activation_cache == "disk":
+        _use_activation_cache(prepared, engine)
+    return engine
+
+
+def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
+    """Give all documents their hidden states below the lowest adapter, computed now unless they are on disk."""
+    config, data = prepared.config, prepared.data
+    check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
+    names = ("base model's config", "base model's tensors")
+    base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
+    if config.model.init == "random":
+        base["seed"] = str(config.run.seed)
+    use_cache(engine, prepared.backend, [data.train, data.eval], base, prepared.team, packs=config.data.packing)
+
+
+def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
+    """Write the config and environment.json, and keep both to restore them if somebody changes the files."""
+    found = environment(prepared.backend, engine.description.as_json()) | start()
+    found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
+    decode = prepared.model.tokenizer.decode_all
+    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
+    found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
+    run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
+    if (template := prepared.model.tokenizer.template) is not None:  # data.template may name a file of this machine
+        run_dir.records[TEMPLATE_FILE] = template.source
+    for name, text in run_dir.records.items():
+        write_file(run_dir.path / name, text)
+
+
+def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine) -> None:
+    """Log as events what existed before the first step."""
+    resumed, saved = prepared.resumed, prepared.checkpoint
+    step = saved.step if saved else 0
+    # A checkpoint from another directory, or one older than the newest, starts a new branch.
+    is_here = saved is not None and saved.path.parent == run_dir.checkpoints
+    moved = set_aside(run_dir.checkpoints, after=step if is_here else -1)
+    described, weights = read_config(prepared.model.directory), prepared.model.weights
+    head = untied_head(described, weights.tensors) if weights is not None else None
+    notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
+    notes += [note for note in (ignored_code(described), head) if note]
+    if not prepared.spec.trains_model:
+        notes += notes_before_training(prepared, engine)
+    for note in notes:
+        log.event(Event(step, "found", note))
+    if saved is not None:
+        log.event(Event(step, "resumed", f"after step {step}, from {saved.path}", {"backend": prepared.backend.name}))
+    if resumed is not None and resumed.changes:
+        changes = [{"key": change.what, "before": change.before, "now": change.now} for change in resumed.changes]
+        text = f"the config has changed since the checkpoint:\n{table(resumed.changes)}"
+        log.event(Event(step, "config_changed", text, {"changes": changes}))
+    for documents in (prepared.data.train, prepared.data.eval):
+        if documents.hidden is not None:
+            log.event(Event(step, "activation_cache", str(documents.hidden)))
+    before, threads = saved.state.get("threads") if saved else None, engine.description.threads
+    if threads is not None and type(before) is int and before != threads:
+        text = (
+            f"{before} CPU threads before, {threads} now: sums are rounded differently, so the last digits may differ"
+        )
+        log.event(Event(step, "threads_changed", text, {"before": before, "now": threads}))
