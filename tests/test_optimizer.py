@@ -93,7 +93,7 @@ def lion(w, g, slots, *, step, lr, settings):
 def with_lion(monkeypatch):
     entry = Optimizer(lion, ("m",), {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0})
     table = MappingProxyType({**OPTIMIZERS, "lion": entry})
-    for module in ("train.state.checkpoint", "optimizer"):
+    for module in ("train.state.checkpoint", "model.optimizer"):
         monkeypatch.setattr(f"dualtune.{module}.OPTIMIZERS", table)
 
 

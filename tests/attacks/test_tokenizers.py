@@ -181,7 +181,7 @@ def test_a_limited_process_answers_or_is_ended(module):
 
 
 def test_a_limited_process_ends_with_its_parent(module, tmp_path):
-    code = "from dualtune import interrupt; from dualtune.base import limits\nwith interrupt.handled():\n" \
+    code = "from dualtune.base import interrupt; from dualtune.base import limits\nwith interrupt.handled():\n" \
            "    print('ready', flush=True)\n    limits.run('never_ends', b'', limits.Limits(1 << 28, 100))"  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

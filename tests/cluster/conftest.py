@@ -22,7 +22,7 @@ STEPS = 30
 STEP_S = 0.15  # so that there is time to disturb a run; the tiny model would be done at once
 SLOW = f"""
 import time
-from dualtune import faults
+from dualtune.base import faults
 
 reach = faults.reach
 

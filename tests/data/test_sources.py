@@ -265,7 +265,7 @@ def ask(tmp_path_factory, python):
     def evaluate_each(*expressions: str, offline: bool = False) -> list:
         code = f"""
 import json
-from dualtune.data.sources import hub
+from dualtune.data.sources import readers as hub
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.base.errors import DualtuneError
 for expression in {expressions!r}:

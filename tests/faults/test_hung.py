@@ -9,7 +9,7 @@ import time
 import pytest
 
 LENGTH = 3_000_000  # characters, for hours
-GRACE = "from dualtune import interrupt\ninterrupt.GRACE_S = 0.2\n"
+GRACE = "from dualtune.base import interrupt\ninterrupt.GRACE_S = 0.2\n"
 # Bytes, but for runs of `a`, each of which is searched to its end from every place in it.
 SLOW = {"type": "Sequence", "pretokenizers": [
     {"type": "Split", "pattern": {"Regex": "a*b|."}, "behavior": "Isolated", "invert": False},
@@ -79,7 +79,7 @@ def test_a_preview_that_hangs_ends(hung):
 
 
 PHASES = """
-from dualtune import interrupt
+from dualtune.base import interrupt
 import os, signal, sys, threading, time
 interrupt.GRACE_S = {grace_s}
 asked = []

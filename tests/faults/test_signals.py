@@ -81,7 +81,7 @@ def test_sigterm_in_a_write_lets_it_end(box):
     stops(box, "enter('dualtune.train.state.checkpoint.write_directory', 3, send('SIGTERM'))", [2, 3, 4])
     straight = box.adapter
     box.settings["run.dir"] = box.home / "other"
-    box.train(0, inject="enter('dualtune.train.run.write_adapter', 1, send('SIGTERM'))")
+    box.train(0, inject="enter('dualtune.train.result.write_adapter', 1, send('SIGTERM'))")
     assert box.adapter == straight
 
 
@@ -134,7 +134,10 @@ def test_a_hangup_under_nohup_is_ignored(box):
 )
 @pytest.mark.parametrize(
     ("where", "call", "steps"),
-    [("train.state.checkpoint.write_directory", 2, [2]), ("base.files._write", 10, [2]), ("base.files.fsync", 5, [2, 4])],
+    [
+        ("train.state.checkpoint.write_directory", 2, [2]), ("base.files._write", 10, [2]),
+        ("base.files.fsync", 5, [2, 4]),
+    ],
     ids=["before the first file", "after the second", "after the rename"],
 )  # fmt: skip
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
@@ -228,7 +231,7 @@ def test_an_evaluation_that_raises_costs_no_step(box, save_every, steps):
 )
 def test_a_signal_that_comes_again_after_saving_is_ignored(python):
     program = (
-        "import os, signal\nfrom dualtune import interrupt\n"
+        "import os, signal\nfrom dualtune.base import interrupt\n"
         "with interrupt.handled():\n    os.kill(os.getpid(), signal.SIGUSR1)\n    assert interrupt.requested()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\nraise SystemExit(75)\n"
     )

@@ -55,7 +55,7 @@ MUTATIONS = {  # a reader that is less careful -> what is said of it
         ("--inputs", 1, "--only", "checkpoint", "--few-large"), "written outside of the target",
     ),
     "a pattern may take for ever": (
-        "import re\nfrom dualtune.model import patterns, peft\n"
+        "import re\nfrom dualtune.model.formats import patterns, peft\n"
         "peft.full_match = lambda pattern, text, where: bool(re.fullmatch(r'(\\w|\\w)*!', 'a' * 40))",
         ("--inputs", 50, "--only", "adapter", "--few-large"), "took too long",
     ),

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dualtune.bench import digits as package
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune.doctor.bench import digits as compare
-from dualtune.doctor.bench import digits as network
-from dualtune.doctor.bench import digits as trial
+from dualtune.doctor.bench import digits as module
 from dualtune.doctor.bench.digits import (
     DigitsCourse,
     DigitsData,
@@ -99,7 +96,7 @@ def test_the_gradient_is_that_of_finite_differences(data):
 
 def test_a_step_costs_what_its_products_of_matrices_cost():
     forward, backward = 64 * 64 + 64 * 10, (64 * 64) + (64 * 10) + (64 * 10)
-    assert pytest.approx(1 + backward / forward) == network.STEP_COST
+    assert pytest.approx(1 + backward / forward) == module.STEP_COST
     assert {name: w.shape for name, w in starting_weights(1).items()} == {
         "hidden.weight": (64, 64), "hidden.bias": (64,), "classes.weight": (10, 64), "classes.bias": (10,),
     }  # fmt: skip
@@ -189,7 +186,7 @@ def test_held_out_images_probes_and_training_share_nothing(data):
 
 def test_a_network_learns_digits_and_from_wrong_labels_nothing(data):
     engine, cost, report = train(data, config_of(1, 200, 1e-2, {}))
-    assert accuracy(engine.weights, data.held_out) > 0.93 and cost == pytest.approx(200 * network.STEP_COST)
+    assert accuracy(engine.weights, data.held_out) > 0.93 and cost == pytest.approx(200 * module.STEP_COST)
     assert report == {}
     wrong = np.random.default_rng(0).permutation(data.train.labels_D)
     lost, _, _ = train(DigitsData(Images(data.train.pixels_DI, wrong), data.held_out), config_of(1, 200, 1e-2, {}))
@@ -218,22 +215,22 @@ def test_a_trial_is_repeated_to_the_bit_and_counts_its_arrays(data):
     )  # fmt: skip
     states = sum(3 * w.nbytes for w in starting_weights(2).values())  # weights and two slots
     assert mine.peak_bytes > states and mine.wall_s > 0
-    assert mine.hybrid["accepted"] >= 1 and mine.cost < 60 * network.STEP_COST
+    assert mine.hybrid["accepted"] >= 1 and mine.cost < 60 * module.STEP_COST
 
 
 def test_one_seed_from_end_to_end(monkeypatch):
-    monkeypatch.setattr(compare, "STEPS", 200)
-    monkeypatch.setattr(compare, "CASES", {"low": SLOW})
+    monkeypatch.setattr(module, "STEPS", 200)
+    monkeypatch.setattr(module, "CASES", {"low": SLOW})
     told = []
-    found = package.digits(1, told.append)
+    found = module.digits(1, told.append)
     rows = {row.arm: row for row in found.rows}
     assert [*rows] == ["baseline", "conservative", "control of conservative", "aggressive", "control of aggressive"]
     assert len(told) == 5
     for arm in ("conservative", "aggressive"):
         (mine,), (control,) = rows[arm].trials, rows[f"control of {arm}"].trials
         assert mine.hybrid["attempts"] >= 1 and rows[arm].control == (control,)
-        assert control.steps == round(mine.cost / network.STEP_COST) and mine.steps == 200
-        assert abs(mine.cost - control.cost) <= network.STEP_COST / 2
+        assert control.steps == round(mine.cost / module.STEP_COST) and mine.steps == 200
+        assert abs(mine.cost - control.cost) <= module.STEP_COST / 2
     table = found.as_json()
     assert [row["arm"] for row in table["rows"]] == [*rows] and table["held_out_images"] == 359
     assert table["rows"][1]["accuracy_minus_control"]["margin_95"] is None  # one seed has no interval
@@ -242,12 +239,10 @@ def test_one_seed_from_end_to_end(monkeypatch):
 
 def test_no_figure_comes_from_a_random_number(data, monkeypatch):
     """By its text, apart from the starting weights, and by forbidding random numbers while figures are computed."""
-    folder = Path(inspect.getfile(package)).parent
-    for file in folder.glob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        code = [node for node in tree.body if getattr(node, "name", "") != "starting_weights"]
-        texts = [ast.unparse(node) for node in code if not isinstance(node, ast.Expr)]
-        assert not CHANCE.search("\n".join(texts)), file.name
+    tree = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8"))
+    code = [node for node in tree.body if getattr(node, "name", "") != "starting_weights"]
+    texts = [ast.unparse(node) for node in code if not isinstance(node, ast.Expr)]
+    assert not CHANCE.search("\n".join(texts))
     assert CHANCE.search(inspect.getsource(starting_weights))  # the search finds some where there are some
     engine, cost, hybrid = train(data, config_of(2, 60, SLOW, SHORT))
 
@@ -256,10 +251,10 @@ def test_no_figure_comes_from_a_random_number(data, monkeypatch):
 
     monkeypatch.setattr(np.random, "default_rng", forbidden)
     monkeypatch.setattr(np.random, "random", forbidden)
-    monkeypatch.setattr(trial, "train", lambda *args: (engine, cost, hybrid))
+    monkeypatch.setattr(module, "train", lambda *args: (engine, cost, hybrid))
     one = run_trial(data, config_of(2, 60, SLOW, SHORT))
-    row = compare.DigitsRow("low", SLOW, "conservative", (one, one), (one, one), (one, one))
-    found = compare.DigitsResult((row,), len(data.held_out))
+    row = module.DigitsRow("low", SLOW, "conservative", (one, one), (one, one), (one, one))
+    found = module.DigitsResult((row,), len(data.held_out))
     assert found.as_json()["rows"][0]["accuracy"]["mean"] == one.accuracy and found.lines()
 
 
@@ -267,6 +262,6 @@ def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(EnvironmentFault, match=r"pip install 'dualtune\[bench\]'"):
-        package.digits(1)
+        module.digits(1)
     with pytest.raises(ConfigError, match="seeds: got 0, allowed: 1 or more"):
-        package.digits(0)
+        module.digits(0)

@@ -21,7 +21,7 @@ LARGE = 8 * MIB + 777
 PUSH = """
 import sys
 from pathlib import Path
-from dualtune import interrupt
+from dualtune.base import interrupt
 from dualtune.use.transfer.remotes import target
 from dualtune.use.transfer.remotes.retries import Patience
 with interrupt.handled():

@@ -122,9 +122,9 @@ def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
 
 def test_only_the_first_process_has_a_timeline_a_log_and_installed_hooks(trained, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr("dualtune.train.moments.Timeline", lambda *args: asked.append("timeline") or Hook())
-    monkeypatch.setattr("dualtune.train.moments.RunLog", lambda *args: asked.append("log") or Hook())
-    monkeypatch.setattr("dualtune.train.moments.installed_hooks", lambda: asked.append("installed") or ([], []))
+    monkeypatch.setattr("dualtune.train.run.Timeline", lambda *args: asked.append("timeline") or Hook())
+    monkeypatch.setattr("dualtune.show.run.RunLog", lambda *args: asked.append("log") or Hook())
+    monkeypatch.setattr("dualtune.train.run.installed_hooks", lambda: asked.append("installed") or ([], []))
     for is_first in (False, True):
         monkeypatch.setattr(Team, "is_first", property(lambda team, is_first=is_first: is_first))
         assert asked == []
