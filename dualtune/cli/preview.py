@@ -18,7 +18,8 @@ from dualtune.cli.terminal import say, say_styled
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.data.documents import Data, Documents
-    from dualtune.data.preview import Bar, ShownDocument
+    from dualtune.data.preview import ShownDocument
+    from dualtune.data.survey import Bar
     from dualtune.data.tokens.tokenizer import Tokenizer
 
 BAR_WIDTH = 40
@@ -49,7 +50,8 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         from dualtune.base.files import write_file
         from dualtune.config import load_config
         from dualtune.data.order import Order
-        from dualtune.data.preview import by_source, describe, first_documents, samples, survey, warnings
+        from dualtune.data.preview import first_documents, samples
+        from dualtune.data.survey import by_source, describe, survey, warnings
         from dualtune.show.report.preview_page import Page, preview_page
         from dualtune.train.evaluation import layout_of
 
