@@ -76,7 +76,7 @@ SLOW = 0.5  # of the predicted speed
 NEXT = {
     "device": "dualtune check-gpu says what is missing",
     "numbers": "this device does not compute float32 as float32: do not compare its float32 runs with other machines",
-    "kernels": "train with model.kernels=reference until the kernel is mended",
+    "kernels": "train with model.kernels=reference until the kernel is fixed",
     "waits": "training is right, but the device idles while the host waits: expect less speed",
     "memory": "keep more memory free than the estimate says: lower train.micro_batch_tokens first",
     "resume": "do not rely on a resumed run being the one that was stopped",
