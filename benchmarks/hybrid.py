@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables of the recorded result")
     args = parser.parse_args()
     if args.table:
-        return print(page_tables.write("hybrid.md", recorded_tables()))
+        return print(page_tables.write(page_tables.DOCS / "hybrid.md", recorded_tables()))
     backend = open_backend(choose("cpu"))
     for case in args.cases.split(","):
         settings, arms = CASES[case]

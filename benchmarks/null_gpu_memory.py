@@ -6,7 +6,7 @@ Nothing is measured on a GPU: tests/nogpu/null stands in for CUDA, and every all
 it for is counted. The estimate is the planner's, without its reserve, which is for what torch's allocator does not see.
 `models` are trained on documents with prompts; in `grid` every token is a target, as the planner assumes. `--source`
 counts the engine of another checkout of dualtune. Adds a column to results/null_gpu_memory.json; `--table` prints the
-file as the tables of docs/null_gpu.md.
+file as the tables of results/null_gpu.md.
 """
 
 from __future__ import annotations

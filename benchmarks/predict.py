@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         found = json.loads((record.RESULTS / "predict.json").read_text(encoding="utf-8"))
-        print(page_tables.write("bench.md", {"validated": validated(found), "machines": machines()}))
+        print(page_tables.write(page_tables.DOCS / "bench.md", {"validated": validated(found), "machines": machines()}))
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

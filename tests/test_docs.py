@@ -8,7 +8,11 @@ import pytest
 from dualtune.config import load_config, parse_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("docs", "examples", "benchmarks/results")
+PAGES = [
+    *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),  # it tells what was
+    *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
+]
 
 
 def named_in_pages(pattern: str) -> list[tuple[Path, str]]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md"]
+PAGES = ["CONTRIBUTING.md", "AGENTS.md", "SECURITY.md"]
 GITHUB = sorted((ROOT / ".github").rglob("*.yml"))
 WORKFLOWS = [path for path in GITHUB if path.parent.name == "workflows"]
 FOLDERS = "tests|dualtune|docs|configs|scripts|backends|benchmarks|.github"

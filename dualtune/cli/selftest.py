@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 @platform_option
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="The archive to write.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
+    help="The archive to write the result to.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
 )  # fmt: skip
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report here."
-)
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the report to FILE as JSON.",
+)  # fmt: skip
 @click.option(
-    "--only", multiple=True, metavar="CHECK", help="Run the checks whose names begin like this, such as kernels/lora."
+    "--only", multiple=True, metavar="CHECK",
+    help="Run only the checks whose names begin with this, such as kernels/lora. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--show", type=click.Path(path_type=Path), metavar="ARCHIVE", help="Print the report of this archive and exit."
 )
-@click.option("--show", type=click.Path(path_type=Path), metavar="ARCHIVE", help="Show an archive; run nothing.")
 @click.option(
     "--compare", type=(click.Path(path_type=Path), click.Path(path_type=Path)), metavar="ARCHIVE ARCHIVE",
-    help="Show two archives beside each other; run nothing.",
+    help="Print two archives side by side and exit.",
 )  # fmt: skip
 @click.pass_context
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
@@ -41,8 +45,8 @@ def command(
 ) -> None:  # fmt: skip
     """Test what only a device can show: kernels, waits, memory, resumed runs, agreement with other machines, speed.
 
-    Takes minutes, downloads nothing, and writes an archive without names or paths of yours. Exit code 0 if no check
-    failed, 1 if one did, 4 if there is no such device. With --compare: 0 if the losses agree, otherwise 1.
+    Takes minutes, downloads nothing, and writes an archive that holds no names or paths of this machine. Exit code 0 if
+    no check failed, 1 if one did, 4 if there is no such device. With --compare: 0 if the losses agree, otherwise 1.
     """
     if show and compare:
         raise click.UsageError("Give --show or --compare, not both.")
