@@ -27,10 +27,10 @@ BAR_WIDTH = 40
 
 @click.command("preview")
 @config_argument
-@click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="How many documents to show.")
+@click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="Number of documents to show.")
 @click.option(
     "--html", "page", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write a page for a browser, with every token.",
+    help="Also write a page for a browser that shows every token to FILE.",
 )  # fmt: skip
 @set_option
 @json_option
@@ -38,7 +38,7 @@ BAR_WIDTH = 40
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and statistics of its data. Nothing is trained.
 
-    Targets are green; without colours, they are between ⟦ and ⟧. ×0.5 is the loss weight of a message.
+    Targets are green, or between ⟦ and ⟧ where there are no colours. ×0.5 is the loss weight of a message.
     """
     import json
     from dataclasses import asdict
