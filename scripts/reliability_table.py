@@ -2,8 +2,8 @@
 
 The faults are the table of benchmarks/results/faults.md; each line is a fault that tests declare (@pytest.mark.fault),
 and several tests, and several parameters of one, may share it. The results, in docs/reliability.md, are those of
-`make chaos` and benchmarks/checkpoint_overhead.py, stored in benchmarks/results. `make reliability` runs this; `--check`
-runs nothing and compares.
+`make chaos` and benchmarks/checkpoint_overhead.py, stored in benchmarks/results. `make reliability` runs this;
+`--check` runs nothing and compares.
 """
 
 import argparse
