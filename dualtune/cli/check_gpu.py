@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @click.command("check-gpu")
 @click.option(
-    "--require-memory", "memory", metavar="SIZE", help="Check only whether there is this much GPU memory, such as 12GB."
+    "--require-memory", "memory", metavar="SIZE", help="Check only whether the GPU has this much memory, such as 12GB."
 )
-@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether this config fits.")
+@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether a run of this config fits.")
 @click.option(
     "--machine", "name", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32."
 )

@@ -15,8 +15,8 @@ from dualtune.base.files import remove_directory, write_file
 from dualtune.base.untrusted import read_json
 from dualtune.config import Config, to_yaml
 from dualtune.data.batches import Ahead
-from dualtune.data.counts import counts
 from dualtune.data.documents import Show
+from dualtune.data.preview import counts
 from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.memory.estimate import num_trained
