@@ -6,7 +6,7 @@
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
-# make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (docs/null_gpu.md); Linux
+# make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (benchmarks/results/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
 # make test-extras   tasks of lm-eval, and personal data found by presidio, in the real packages
@@ -18,9 +18,9 @@
 # make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make docs    the site of the documentation, in build/docs/site; a broken link is an error
-# make families   every family of transformers, tiny, through all that is promised of it, and docs/families.md anew
+# make families   every family of transformers, tiny, through all that is promised of it, and benchmarks/results/families.md anew
 #              (FAMILIES="gemma3 qwen3_5" for some); it goes on where it was stopped
-# make reliability   inject every fault that docs/reliability.md lists, and write its table anew
+# make reliability   inject every fault that benchmarks/results/faults.md lists, and write its table anew
 
 PYTHON ?= python3
 JOBS ?= 2

@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         found = json.loads((record.RESULTS / "activation_cache.json").read_text(encoding="utf-8"))
-        print(page_tables.write("activation_cache.md", {"measured": table(found)}))
+        print(page_tables.write(page_tables.DOCS / "activation_cache.md", {"measured": table(found)}))
         return
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -56,7 +56,7 @@ def main() -> None:
 
     if args.table:
         found = json.loads((record.RESULTS / "averaging.json").read_text(encoding="utf-8"))
-        return print(page_tables.write("averaging.md", {"arms": table(found)}))
+        return print(page_tables.write(page_tables.DOCS / "averaging.md", {"arms": table(found)}))
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         base = base_config(Path(name), args.shared.resolve())

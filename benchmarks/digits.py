@@ -5,7 +5,7 @@
 The images are the 1,797 of scikit-learn; the comparison is that of `dualtune.doctor.bench.digits`. Before it, RATES are
 tried with the baseline on parts of the training images. The tuned rate is the best of them: held-out images chose
 nothing.
-Writes results/digits.json and the tables of docs/hybrid_claims.md.
+Writes results/digits.json and those of results/hybrid_claims.md.
 """
 
 from __future__ import annotations

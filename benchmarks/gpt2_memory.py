@@ -2,7 +2,7 @@
 
     python benchmarks/gpt2_memory.py [GB]
 
-The rows are those of docs/VALIDATION_RESULTS.md: each technique alone and all together, for a step of 8 documents of
+The rows are those of results/validation_results.md: each technique alone and all together, for a step of 8 documents of
 512 tokens, trained whole and with LoRA, of the sizes whose plan takes at most GB (14). Weights are random. Each row is
 a process of its own that computes one forward and one backward pass after a first update, and counts the storages that
 exist between steps and the most that torch's allocator hands out at once in a step. Of several micro-batches only one

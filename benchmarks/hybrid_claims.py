@@ -1,4 +1,4 @@
-"""The figures of the documents on predictive training beside ours: the tables of docs/hybrid_claims.md.
+"""The figures of the documents on predictive training beside ours: the tables of results/hybrid_claims.md.
 
     python benchmarks/hybrid_claims.py
 
@@ -72,13 +72,14 @@ CLAIMS = (
     (
         "`wall_clock_speedup` of the trainer", "the validation plan, example program",
         "It is the time of a full step, divided by that of a predicted one: it says nothing about the whole run",
-        "ours is from end to end ([hybrid.md](hybrid.md#statistics))",
+        "ours is from end to end ([hybrid.md](../../docs/hybrid.md#statistics))",
     ),
     (
         "quality within 2 % of the baseline", GOALS,
         "Possible, but it proves little: a run with somewhat fewer steps can pass as well. So the control of equal "
         "cost is the test",
-        "each arm beside its control: [below](#measured); on a language model: [hybrid.md](hybrid.md#measured)",
+        "each arm beside its control: [below](#measured); on a language model: "
+        "[hybrid.md](../../docs/hybrid.md#measured)",
     ),
     (
         "50 to 85 % less memory while it predicts", f"{GOALS}; {STATUS}",
@@ -86,19 +87,19 @@ CLAIMS = (
         "elsewhere saves a share of the states, and those of an adapter are small. A search runs forward passes only, "
         "so it is never the peak of a run, and less memory in it lets no larger model fit",
         "`hybrid.offload: optimizer` does it, with the same bits; not on a GPU so far. Techniques one by one: "
-        "[VALIDATION_RESULTS.md](VALIDATION_RESULTS.md)",
+        "[validation_results.md](validation_results.md)",
     ),
     (
         "models of 1B and 7B on GPUs with 16 and 24 GB", f"{GOALS}; {STATUS}",
         "Not run: the status report lists both as blocked. Whether a model fits does not depend on prediction",
-        "`dualtune plan` says what fits: [memory.md](memory.md)",
+        "`dualtune plan` says what fits: [memory.md](../../docs/memory.md)",
     ),
 )  # fmt: skip
 
 
 def main() -> None:
     recorded = json.loads((record.RESULTS / "digits.json").read_text(encoding="utf-8"))
-    print(page_tables.write("hybrid_claims.md", tables(recorded)))
+    print(page_tables.write(page_tables.RESULTS / "hybrid_claims.md", tables(recorded)))
 
 
 def tables(recorded: Mapping[str, Any]) -> dict[str, str]:

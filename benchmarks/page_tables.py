@@ -1,4 +1,4 @@
-"""Tables of a page in docs/ that a script writes: between `<!-- table NAME -->` and `<!-- end -->`."""
+"""Tables that a script writes into a page: between `<!-- table NAME -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = Path(__file__).parent / "results"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -25,8 +26,7 @@ def filled(page: str, tables: Mapping[str, str]) -> str:
     return page
 
 
-def write(name: str, tables: Mapping[str, str]) -> Path:
-    """Write the tables into docs/<name>."""
-    path = DOCS / name
+def write(path: Path, tables: Mapping[str, str]) -> Path:
+    """Write the tables into a page."""
     path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""The figures of the early GPT-2 validation plan beside ours: the tables of docs/VALIDATION_RESULTS.md.
+"""The figures of the early GPT-2 validation plan beside ours: the tables of results/validation_results.md.
 
     python benchmarks/validation_results.py
 
@@ -54,7 +54,7 @@ def config(size: str) -> dict[str, Any]:
 def main() -> None:
     found = figures()
     path = record.write("validation_results", found)
-    print(path, page_tables.write("VALIDATION_RESULTS.md", tables(found)), sep="\n")
+    print(path, page_tables.write(page_tables.RESULTS / "validation_results.md", tables(found)), sep="\n")
 
 
 def figures() -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _measured_table(found: dict[str, Any]) -> str:
         (f"GPT-2 {name}", f"{_gb(row['counted'])}, {row['difference']:+.1%} by plan", "gpt2_memory")
         for name, row in found["gpt2"].items()
     ]
-    linked = [(what, figure, f"[{name}.json](../benchmarks/results/{name}.json)") for what, figure, name in rows]
+    linked = [(what, figure, f"[{name}.json]({name}.json)") for what, figure, name in rows]
     return page_tables.table(("measured on a CPU", "figure", "from"), linked)
 
 

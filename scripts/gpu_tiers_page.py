@@ -1,4 +1,4 @@
-"""Write docs/GPU_TIERS.md from the tiers' data and from the results in benchmarks/results/tiers_*.json.
+"""Write benchmarks/results/gpu_tiers.md from the tiers' data and from tiers_*.json beside it.
 
 To record results:   dualtune validate --tier all --keep-going --out runs/tiers
                      scripts/gpu_tiers_page.py --record h100 runs/tiers/report.json …
@@ -17,8 +17,8 @@ from dualtune.doctor.validate.criteria import shown
 from dualtune.doctor.validate.tiers import TIERS, Tier
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "GPU_TIERS.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "gpu_tiers.md"
 
 HEAD = """# The five validation tiers
 

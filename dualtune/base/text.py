@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from rich.cells import cell_len, set_cell_size
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Escape untrusted text, so that a terminal or a page shows it and does not interpret it.
 
@@ -79,6 +77,13 @@ def stamped(text: str, when: float) -> str:
     return "\n".join(f"{time}  {line}" for line in text.split("\n"))
 
 
+def columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    from rich.cells import cell_len  # `dualtune --help` answers without it
+
+    return cell_len(text)
+
+
 def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
     """Fit fields into one line. The most important field is first; each field has forms from long to short.
 
@@ -88,12 +93,14 @@ def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
     some_short = (long[:i] + short[i:] for i in range(len(fields), -1, -1))
     some_left_out = (short[:i] for i in range(len(fields) - 1, 0, -1))
     lines = ["  ".join(shown) for shown in (*some_short, *some_left_out)]
-    return next((line for line in lines if cell_len(line) <= width), lines[-1])
+    return next((line for line in lines if columns_of(line) <= width), lines[-1])
 
 
 def cut(text: str, width: int) -> str:
     """Return text in at most `width` columns; East Asian characters take two."""
-    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
+    from rich.cells import set_cell_size
+
+    return text if columns_of(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -106,16 +113,16 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> str:
-    if cell_len(line) <= width:
+    if columns_of(line) <= width:
         return line
-    columns = [cell_len(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
+    columns = [columns_of(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
     columns = [column for column in columns if column <= width // 2]
     indent = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
     lines = [""]
     for word in re.findall(r"\s*\S+", line):
-        for part in re.findall(r".+?,|.+", word) if len(indent) + cell_len(word) > width else [word]:
+        for part in re.findall(r".+?,|.+", word) if len(indent) + columns_of(word) > width else [word]:
             is_new = len(lines[-1]) <= len(indent)  # another line would have no more room
-            if is_new or cell_len(lines[-1]) + cell_len(part) <= width:
+            if is_new or columns_of(lines[-1]) + columns_of(part) <= width:
                 lines[-1] += part
             else:
                 lines.append(indent + part.lstrip())

@@ -1,4 +1,4 @@
-"""Read untrusted JSON and safetensors files, with checks before any large allocation.
+"""Read untrusted JSON, safetensors and NumPy files, with checks before any large allocation.
 
 A safetensors file is 8 bytes (little-endian N), N bytes of JSON {name: {dtype, shape, data_offsets}}, then the bytes of
 the tensors without holes (https://github.com/huggingface/safetensors#format). It is decoded here because its NumPy
@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+import zipfile
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dualtune.base.errors import FormatError
+from dualtune.base.fields import shown
 from dualtune.base.files import open_own
 
 MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of all experts of 48 layers of 128 has 6 MB
@@ -132,9 +134,17 @@ def read_json(
 ) -> dict[str, Any]:
     """Read the object in a JSON file of at most `max_bytes`. `is_own` as in `open_file`."""
     with open_file(path, is_own=is_own) as file:
-        data = file.read(max_bytes + 1)
+        return json_in(file, path, max_bytes=max_bytes, strict=strict, allowance=allowance)
+
+
+def json_in(
+    file: BufferedReader, path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1
+) -> dict[str, Any]:
+    """Return the object in an open JSON file."""
+    file.seek(0)
+    data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise FormatError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are allowed")
+        raise FormatError(f"{path}: {os.fstat(file.fileno()).st_size} bytes, at most {max_bytes} are allowed")
     return parse_object(data, path, strict=strict, allowance=allowance)
 
 
@@ -145,9 +155,14 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     caller decides.
     """
     with open_file(path) as file:
-        entries = read_header(file, path)[0]
-        # The entries are in file order without holes, so that each read starts where the last one ended.
-        return {entry.name: _read_tensor(file, entry) for entry in entries}
+        return tensors_in(file, path)
+
+
+def tensors_in(file: BufferedReader, path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of an open safetensors file."""
+    entries = read_header(file, path)[0]
+    # The entries are in file order without holes, so that each read starts where the last one ended.
+    return {entry.name: _read_tensor(file, entry) for entry in entries}
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -160,11 +175,6 @@ def read_metadata(path: Path) -> dict[str, str]:
 def sha256_of(path: Path) -> str:
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    with open_file(path) as file:
-        return file.read(len(LFS_MAGIC)) == LFS_MAGIC
 
 
 def open_file(path: Path, *, max_bytes: int | None = None, is_own: bool = False) -> BufferedReader:
@@ -193,12 +203,13 @@ def read_header(
 ) -> tuple[list[TensorEntry], int]:
     """Return the entries in file order, checked to cover the rest of the file exactly, and where that rest begins."""
     size = os.fstat(file.fileno()).st_size
-    start = file.read(8)
     if not size:
         raise FormatError(f"{path}: 0 bytes: a write or a download was cut off. Copy the file again.")
-    if is_lfs_pointer(path):
+    file.seek(0)
+    start = file.read(len(LFS_MAGIC))
+    if start == LFS_MAGIC:
         raise FormatError(f"{path}: {LFS_ADVICE}")
-    header_bytes = int.from_bytes(start, "little")
+    header_bytes = int.from_bytes(start[:8], "little")
     if size >= 8 and header_bytes > MAX_HEADER_BYTES:
         raise FormatError(
             f"{path}: announces a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed. "
@@ -207,6 +218,7 @@ def read_header(
     if size < 8 + header_bytes:
         raise _truncated(path, got=size, expected=8 + header_bytes)
 
+    file.seek(8)
     table = parse_object(file.read(header_bytes), f"{path}: header")
     notes = table.pop("__metadata__", None)  # null, as MLX writes it, or strings
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(note, str) for note in _values(notes))):
@@ -261,3 +273,60 @@ def _read_tensor(file: BufferedReader, entry: TensorEntry) -> np.ndarray:
 
 def _truncated(path: Path, *, got: int, expected: int) -> FormatError:
     return FormatError(f"{path}: {got} bytes, expected {expected}: the file is truncated. Copy it again.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The NumPy archive of an old mlx-lm: a zip archive of one .npy file for each tensor.
+#
+# The version, the length of the header, and the header of a .npy file as NumPy and MLX write it
+# (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). Object arrays, which are pickles, have
+# another descr.
+_NPY = re.compile(
+    rb"\x93NUMPY(?:\x01\x00.{2}|[\x02\x03]\x00.{4})\{\s*'descr':\s*'(?P<descr>[^']{1,8})',\s*"
+    rb"'fortran_order':\s*(?P<fortran>True|False),\s*'shape':\s*\((?P<shape>[\d, ]{0,100})\),?\s*\}\s*?\n",
+    re.DOTALL,
+)
+_MAX_NPY_HEADER = 1024
+_DTYPES = {b"<f2": "<f2", b"<f4": "<f4", b"<f8": "<f8"}
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Return all tensors of the archive by name, as float32."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            # Uncompressed, and not larger than the file in total: no archive that expands in memory.
+            if any(m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 for m in members):
+                raise FormatError(
+                    f"{path}: got a compressed or encrypted archive, must be a plain one. Save it as safetensors"
+                )
+            if sum(m.file_size for m in members) > path.stat().st_size:
+                raise FormatError(f"{path}: its entries declare more bytes than the file has. Copy it again")
+            if len({m.filename for m in members}) < len(members):
+                raise FormatError(f"{path}: two tensors have the same name")
+            return {m.filename.removesuffix(".npy"): _read_npy(archive.read(m), m.filename, path) for m in members}
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise FormatError(f"{path}: is not a complete zip archive: {shown(str(error))}. Copy it again") from None
+
+
+def _read_npy(data: bytes, name: str, path: Path) -> np.ndarray[Any, Any]:
+    where = f"{path}: {shown(name)}"
+    header = _NPY.match(data[:_MAX_NPY_HEADER])
+    if not name.endswith(".npy") or header is None:
+        raise FormatError(f"{where}: is not an array of numbers in NumPy's format")
+    if (dtype := _DTYPES.get(header["descr"])) is None:
+        raise FormatError(
+            f"{where}: got dtype {header['descr']!r}, must be one of <f2, <f4, <f8. Save it as safetensors"
+        )
+    shape = tuple(int(n) for n in header["shape"].split(b",") if n.strip())
+    content = data[header.end() :]
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes != len(content) or not content:
+        raise FormatError(
+            f"{where}: got {len(content)} bytes, but shape {shape} of {dtype} has {num_bytes}. Copy it again"
+        )
+    x = np.frombuffer(content, dtype).reshape(shape, order="F" if header["fortran"] == b"True" else "C")
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32)

@@ -43,7 +43,7 @@ def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
 @command.command("convert")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--to", "layout", type=LAYOUTS, required=True)
+@click.option("--to", "layout", type=LAYOUTS, required=True, help="The layout to write.")
 @click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
 def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
     """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
@@ -63,14 +63,14 @@ def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) ->
 @command.command("import")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--base", metavar="MODEL", help="The base model: its layers decide what the adapter leaves open.")
-@click.option("--repair", is_flag=True, help="Repair each fault that has exactly one right answer, and report it.")
-@click.option("--layout", type=LAYOUTS, default="dual", show_default=True)
+@click.option("--base", metavar="MODEL", help="The base model, whose layers settle what the adapter does not say.")
+@click.option("--repair", is_flag=True, help="Repair and report each fault that has exactly one correct repair.")
+@click.option("--layout", type=LAYOUTS, default="dual", show_default=True, help="The layout to write.")
 @json_option
 def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
     """Read the adapter of another tool in DIRECTORY, damaged or not, and write it to the new directory OUT.
 
-    Exit code 6 if something is wrong: every fault is listed with what --repair would do, and nothing is written.
+    Exit code 6 if there is a fault: each one is listed with what --repair would do, and nothing is written.
     """
     import json
     from dataclasses import replace
@@ -96,7 +96,8 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
     write_adapter(out, adapter, layout=layout, metadata=found.metadata)
     if as_json:
         report = {"source": found.source, "out": str(out), "layout": layout, "warnings": warnings}
-        report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
+        fixed = found.metadata["import"]["fixed"]
+        report |= {"fixed": fixed, "mended": fixed, "notes": found.adapter.notes}  # `mended`: the old name
         say(json.dumps(report, indent=2))
         return
     for fault, how in found.repaired:

@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 
 
 @click.command("lora-backward")
-@click.option("--shapes", type=click.Choice(["seed2"]), default="seed2", show_default=True, help="Which set of shapes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="How often each is timed.")
+@click.option(
+    "--shapes", type=click.Choice(["seed2"]), default="seed2", show_default=True,
+    help="The set of layer shapes to time.",
+)  # fmt: skip
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="How many times each shape is timed."
+)
 @platform_option
 @json_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
@@ -158,20 +163,19 @@ PHASES = {
 
 @click.command("bench", cls=CommandWithOthers, others=[lora_backward_command])
 @config_argument
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many steps to measure.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Number of steps to measure.")
 @click.option(
-    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Steps to run before measuring."
-)
-@click.option(
-    "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="dualtune-bench",
-    show_default=True, help="Where the result and the traces are written.",
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True,
+    help="Number of steps to run before measuring.",
 )  # fmt: skip
 @click.option(
-    "--predict",
-    "machine",
-    metavar="MACHINE",
-    help="Compute what a step would take on a machine such as h100-80, or on this one: nothing is run.",
-)
+    "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="dualtune-bench",
+    show_default=True, help="The directory for the result and the traces.",
+)  # fmt: skip
+@click.option(
+    "--predict", "machine", metavar="MACHINE",
+    help="Predict the time of a step on a machine such as h100-80, or on this one (this), without running anything.",
+)  # fmt: skip
 @platform_option
 @set_option
 @json_option
@@ -189,13 +193,11 @@ def command(
     """Measure real steps of CONFIG: tokens per second, model FLOP utilisation, memory, and where the time goes.
 
     The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
-    --predict computes the time of a step instead, from the limits of a machine, which need not be here.
+    --predict computes the time of a step from the limits of a machine, which need not be this one.
 
-    `dualtune bench lora-backward` times the backward pass of one LoRA layer instead; it has a help of its own.
+    `dualtune bench lora-backward` times the backward pass of one LoRA layer; see its own --help.
     """
     if machine is not None:
-        pass  # MOVED
-
         return predict_for(config, overrides, machine, platform, as_json=as_json)
     import json
     from dataclasses import asdict
@@ -239,7 +241,6 @@ def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) 
 
 def _beside(settings: Config, platform: str, result: BenchResult) -> str:
     """Say what would have been predicted for this machine."""
-    pass  # MOVED
     from dualtune.base.errors import DualtuneError
 
     try:

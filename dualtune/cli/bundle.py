@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add options for the required binding of a bundle; the command gets it as `wanted`."""
 
-    @click.option("--name", metavar="NAME", help="Require a bundle with this name. Default: the name of its file.")
+    @click.option("--name", metavar="NAME", help="Require the bundle to have this name. Default: the name of its file.")
     @click.option("--max-age", metavar="AGE", help="Refuse content that is older than this, such as 90m, 12h, 7d, 2w.")
     @functools.wraps(function)
     def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
@@ -59,20 +59,23 @@ def command() -> None:
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--checkpoint", "step", type=int, metavar="STEP", help="Pack the checkpoint of this step, not the newest."
+    "--checkpoint", "step", type=int, metavar="STEP", help="Pack the checkpoint of this step instead of the newest."
 )
-@click.option("--adapter", is_flag=True, help="Pack the final adapter of the run, not a checkpoint.")
-@click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
+@click.option("--adapter", is_flag=True, help="Pack the final adapter of the run instead of a checkpoint.")
 @click.option(
-    "--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key, into FILE.sig."
+    "--tokenizer", metavar="MODEL", help="Also pack the tokenizer files of this model, a directory or a hub id."
 )
+@click.option(
+    "--sign", "key", type=click.Path(path_type=Path), metavar="KEY",
+    help="Sign the bundle with this SSH key; the signature is written to FILE.sig.",
+)  # fmt: skip
 @click.option("--name", metavar="NAME", help="The name of the bundle, which readers check. Default: that of FILE.")
 def pack_(
     source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None, name: str | None
 ) -> None:
     """Write FILE from SOURCE, a run directory (its newest valid checkpoint) or an adapter directory.
 
-    Paths of this machine are left out, and a file with a secret in it is refused.
+    Paths of this machine are left out, and a file that contains a secret is refused.
     """
     from dualtune.use.transfer.bundles.bundle import inspect
     from dualtune.use.transfer.bundles.pack import pack

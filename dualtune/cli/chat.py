@@ -43,22 +43,24 @@ A message of several lines: paste it, or write three quotation marks before and 
 @click.command("chat")
 @click.argument("model", required=False)
 @click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="[NAME=]DIR",
-    help="An adapter directory of any layout, or a run; repeatable. The first one answers.",
-)
+    "--adapter", "adapters", multiple=True, metavar="[NAME=]DIR",
+    help="An adapter directory in any layout, or a run directory. Repeatable; the first one answers.",
+)  # fmt: skip
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
-@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@click.option(
+    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
+)
 @no_system_option
 @click.option(
-    "--stdin", "is_one", is_flag=True, help="Standard input, to its end, is one message; end after its answer."
+    "--stdin", "is_one", is_flag=True, help="Read one message from all of standard input, answer it and exit."
 )
 @template_option
 @temperature_option
 @top_p_option
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True,
+    help="Maximum number of tokens per answer.",
+)  # fmt: skip
 @seed_option
 @dtype_option
 @quantization_option
@@ -69,10 +71,10 @@ def command(
     template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
     platform: str,
 ) -> None:  # fmt: skip
-    """Talk to MODEL (a directory or a hub id), or to the adapter of a run or a directory with the base that it names.
+    """Talk to MODEL, which is a base model (a directory or a hub id), a run directory or an adapter directory.
 
-    The model is loaded once, and only what is new is computed each turn. Messages are lines of standard input, answers
-    go to standard output. What is pasted is one message, and so are lines between two times three quotation marks.
+    The model is loaded once, and each turn computes only the new tokens. Messages are lines of standard input; answers
+    go to standard output. Pasted text is one message, and so is a text of several lines between triple quotation marks.
     /help lists the commands of the conversation.
     """
     model, adapters = model_or_adapter(model, adapters)

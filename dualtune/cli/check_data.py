@@ -45,15 +45,12 @@ class Stream(NamedTuple):
 
 
 format_option = click.option(
-    "--format", "format", default="auto", show_default=True, help="The format of the rows, as in data.format."
+    "--format", "format", default="auto", show_default=True, help="The format of the rows, a value of data.format."
 )
 column_option = click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="OURS=YOURS",
-    help="A column with another name, such as prompt=question; OURS= leaves one out.",
-)
+    "--column", "columns", multiple=True, metavar="OURS=YOURS",
+    help="Rename a column of the data, such as prompt=question; OURS= ignores one. Repeatable.",
+)  # fmt: skip
 
 
 @click.command("check-data")
@@ -61,12 +58,9 @@ column_option = click.option(
 @format_option
 @column_option
 @click.option(
-    "--list",
-    "listing",
-    metavar="FILE",
-    type=click.File("w", encoding="utf-8"),
+    "--list", "listing", metavar="FILE", type=click.File("w", encoding="utf-8"),
     help="Write every row that cannot be used to FILE; the screen shows only the first of each kind.",
-)
+)  # fmt: skip
 @json_option
 @click.pass_context
 def command(
@@ -77,7 +71,7 @@ def command(
     listing: TextIO | None,
     as_json: bool,
 ) -> None:
-    """Find the rows of TARGET that cannot be used. TARGET is a config, or data: a file, directory or dataset name.
+    """Find the rows of TARGET that cannot be used. TARGET is a config, or data: a file, a directory or a dataset name.
 
     With a config, its template and length limit are checked too. Exit code 3 if a row cannot be used.
     """

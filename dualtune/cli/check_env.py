@@ -16,13 +16,9 @@ METAVAR = "|".join((*KINDS, "BACKEND"))
 
 @click.command("check-env")
 @click.option(
-    "--for",
-    "target",
-    metavar=METAVAR,
-    default="auto",
-    show_default=True,
-    help="The kind of machine, or a backend by its name.",
-)
+    "--for", "target", metavar=METAVAR, default="auto", show_default=True,
+    help="The kind of machine to check for, or the name of a backend.",
+)  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), help="Also check the model and data of this config.")
 @json_option
 @click.pass_context

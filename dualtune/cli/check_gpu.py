@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @click.command("check-gpu")
 @click.option(
-    "--require-memory", "memory", metavar="SIZE", help="Check only whether there is this much GPU memory, such as 12GB."
+    "--require-memory", "memory", metavar="SIZE", help="Check only whether the GPU has this much memory, such as 12GB."
 )
-@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether this config fits.")
+@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether a run of this config fits.")
 @click.option(
     "--machine", "name", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32."
 )
@@ -77,7 +77,7 @@ def _probed(machine: Machine) -> Check:
 def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
     from dataclasses import asdict
 
-    largest = report.largest
+    largest, question = report.largest, report.question
     return {
         "ok": report.exit_code == 0,
         "label": report.label,
@@ -87,8 +87,8 @@ def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
         "config": report.config,
         "largest_model": largest and asdict(largest) | {"total_bytes": largest.estimate.total_bytes},
         "budget": asdict(report.budget),
-        "question": report.question
-        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.fix},
+        "question": question  # `mend`: the old name, as in a check
+        and asdict(question) | {"fits": question.fits, "fix": question.fix, "mend": question.fix},
         "checks": [check.to_json() for check in report.checks],
         "machine": asdict(machine),
     }

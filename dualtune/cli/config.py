@@ -23,8 +23,10 @@ class _Names(click.Group):
 
 
 @click.group("config", cls=_Names, invoke_without_command=True, subcommand_metavar="[NAME | import FILE]")
-@click.option("--list", "as_list", is_flag=True, help="List the examples and what each is for.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema instead, for editors and other programs.")
+@click.option("--list", "as_list", is_flag=True, help="List the example configs and what each is for.")
+@click.option(
+    "--schema", is_flag=True, help="Print the JSON schema of the config instead, for editors and other programs."
+)
 @click.pass_context
 def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
     """Print a commented config with every key and its default: dualtune config > config.yaml
@@ -56,13 +58,12 @@ def _print_example(name: str) -> None:
 @click.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--from",
-    "trainer",
+    "--from", "trainer",
     type=click.Choice(["axolotl", "mlx-lm", "LLaMA-Factory", "TRL", "Unsloth", "axolotl-rs"], case_sensitive=False),
-    help="The trainer of the config. Default: detected by its keys.",
-)
+    help="The trainer that FILE was written for. Default: detected by its keys.",
+)  # fmt: skip
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="Write the config to this new file, not to standard output."
+    "--output", type=click.Path(path_type=Path), help="Write the config to this new file instead of standard output."
 )
 def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     """Translate FILE, a YAML config of axolotl, mlx-lm, LLaMA-Factory, TRL or Unsloth.

@@ -23,21 +23,21 @@ ROLES: tuple[Role, ...] = ("test", "valid", "train")  # in this order, so that a
 
 @click.group("data", cls=SuggestingGroup)
 def command() -> None:
-    """Clean data sets: leave out rows that repeat others, and report personal data."""
+    """Clean data sets: remove duplicate rows, and report personal data."""
 
 
 @command.command("clean")
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory for the clean files.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory for the cleaned files.")
 @click.option(
     "--near", type=click.FloatRange(0.7, 1),
     help="The least similarity of near duplicates: the Jaccard similarity of their sets of 5 characters in sequence."
     "  [default: 0.8]",
 )  # fmt: skip
-@click.option("--exact", is_flag=True, help="Leave out only rows that are equal.")
+@click.option("--exact", is_flag=True, help="Remove only rows that are equal, not near duplicates.")
 @click.option(
     "--keep", type=click.Choice(["first", "longest"]), default="first", show_default=True,
-    help="Which one to keep of rows that repeat each other.",
+    help="Which of several duplicate rows to keep.",
 )  # fmt: skip
 @click.option("--pii", is_flag=True, help="List personal data in the rows that are kept (needs presidio-analyzer).")
 @format_option
@@ -48,11 +48,12 @@ def clean_command(
     sources: tuple[str, ...], out: Path, near: float | None, exact: bool, keep: str, pii: bool, format: str,
     columns: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
-    """Write the rows of each SOURCE (a file, directory or dataset name) without duplicates, as JSON lines, to --out.
+    """Write the rows of each SOURCE (a file, directory or dataset name) without duplicates to --out, as JSON lines.
 
-    Values and order stay. left_out.jsonl lists every other row with its file, line and reason: which row it repeats and
-    how similar it is, or why it cannot be used. Of a directory, rows of its test and valid files are kept before those
-    of train. --pii writes personal.jsonl: mail addresses, phone and card numbers, …, masked; no row is left out for it.
+    Values and order stay the same. left_out.jsonl lists every removed row with its file, line and reason: which row it
+    duplicates and how similar it is, or why it cannot be used. In a directory, a row of the test or valid files is kept
+    rather than its duplicate in train. --pii writes personal.jsonl, with masked mail addresses, phone and card numbers
+    and the like; it removes no row.
     """
     import json
     from dataclasses import asdict

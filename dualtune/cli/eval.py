@@ -110,7 +110,7 @@ class EvalRun:
         return expanded(self._settings.run.dir) / "model"
 
     def _load(self, *, trained: bool) -> LoadedModel:
-        """Load the model with the adapter, or the one that was trained whole; or else the base."""
+        """Load the model with the adapter, the model of full fine-tuning, or the base."""
         model, directory = self._settings.model, self._trained_model
         is_whole = trained and self._settings.adapter.trains_model
         return load_model(
@@ -123,7 +123,7 @@ class EvalRun:
         )  # fmt: skip
 
     def _base_of(self, model: LoadedModel) -> AbstractContextManager[LoadedModel]:
-        """Return the base: the same model with its adapter switched off, or another model if it was trained whole."""
+        """Return the base: the same model with its adapter switched off, or another model after full fine-tuning."""
         if self._settings.adapter.trains_model:
             with self._phase("loading", "loaded", "the base"):
                 return contextlib.nullcontext(self._load(trained=False))
@@ -385,40 +385,48 @@ class EvalOptions:
 @click.command("eval")
 @config_argument
 @click.option(
-    "--adapter", type=click.Path(path_type=Path), help="The adapter directory. Default: that of the config's run."
-)
+    "--adapter", type=click.Path(path_type=Path),
+    help="The adapter directory. Default: the adapter of the config's run.",
+)  # fmt: skip
 @click.option("--base", is_flag=True, help="Measure the base model without an adapter.")
-@click.option("--compare", is_flag=True, help="Measure the base and the adapter, and the differences with intervals.")
+@click.option(
+    "--compare", is_flag=True, help="Measure the base and the adapter, and their differences with confidence intervals."
+)
 @click.option("--data", type=click.Path(path_type=Path), help="A file to evaluate on. Default: the config's data.eval.")
 @click.option(
-    "--exact-match",
-    "exact",
-    is_flag=True,
+    "--exact-match", "exact", is_flag=True,
     help="Also report the share of answers that greedy decoding reproduces exactly.",
-)
-@click.option("--task", type=click.Choice(["gsm8k"]), help="Also generate answers, and report the share that is right.")
+)  # fmt: skip
 @click.option(
-    "--answer-pattern", metavar="REGEX", help="The same with your own pattern: its first group is the answer."
-)
+    "--task", type=click.Choice(["gsm8k"]),
+    help="Also generate answers, and report the share that is correct for this task.",
+)  # fmt: skip
+@click.option(
+    "--answer-pattern", metavar="REGEX",
+    help="Also generate answers, and compare the first group of this pattern in the answer and in the expected one.",
+)  # fmt: skip
 @click.option(
     "--json-field", "json_fields", multiple=True, metavar="NAME",
-    help="The same for a field of the JSON object in the answer; a.b is a field of a field. Repeatable.",
+    help="Also generate answers, and compare this field of their JSON objects; a.b is a nested field. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME",
-    help="The same with a function of your own: module:function, or an entry point of dualtune.metrics. Repeatable.",
+    help="Also generate answers, and score them with a function: module:function, or an entry point of "
+    "dualtune.metrics. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--predictions", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Where prompts and answers are written. Default: predictions.jsonl in the run directory of its own adapter.",
+    help="The file for prompts and answers. Default: predictions.jsonl in the run directory of the adapter.",
 )  # fmt: skip
-@click.option("--harness", metavar="TASKS", help="Run tasks of lm-eval instead: names or files, between commas.")
+@click.option("--harness", metavar="TASKS", help="Run tasks of lm-eval instead: comma-separated names or files.")
 @click.option(
     "--leaks/--no-leaks", default=True, show_default=True,
-    help="Count the held-out rows that are in the training data too, exactly or nearly.",
+    help="Count the held-out rows that are also in the training data, exactly or nearly.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=1), help="Generate answers only for the first rows.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of an answer.  [default: 256]")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Maximum number of rows to generate answers for; the first ones."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum number of tokens per answer.  [default: 256]")
 @platform_option
 @set_option
 @json_option
@@ -426,8 +434,8 @@ class EvalOptions:
 def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bool, **given: object) -> None:
     """Measure the adapter that CONFIG trained: loss and perplexity over the target tokens of the evaluation data.
 
-    With --task, --answer-pattern, --json-field, --metric or --predictions it also generates an answer for each row, and
-    keeps prompts and answers in a file. --answer-pattern compares the last match in the answer with the expected one's.
+    With --task, --answer-pattern, --json-field, --metric or --predictions, an answer is generated for each row, and
+    prompts and answers are saved to a file. --answer-pattern takes the last match in each answer.
     """
     from dualtune.cli.screen import phases
 
@@ -435,7 +443,6 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
     options.check()
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
-        pass  # MOVED
         from dualtune.config import load_config
         from dualtune.train.recovery import explained
         from dualtune.use.scoring.harness import check_installed
@@ -459,7 +466,7 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
 
 
 def _adapter_of(settings: Config, options: EvalOptions) -> Path | None:
-    """Return the adapter to measure. None for the base, and for a config that trains the model whole."""
+    """Return the adapter to measure. None for the base, and for a config of full fine-tuning."""
     from dualtune.base.errors import ConfigError
     from dualtune.model.formats.directory import adapter_directory
 

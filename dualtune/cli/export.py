@@ -33,26 +33,31 @@ TARGETS = (
     "--base", metavar="MODEL",
     help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",
 )  # fmt: skip
-@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="For which program.")
+@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="The program to write the model for.")
 @click.option(
     "--quantize", metavar="KIND",
-    help="gguf, ollama, lmstudio: f32, f16, bf16, or a kind of llama.cpp's such as q4_k_m, q8_0; mlx: affine4, "
-    "affine8, …; hf: nf4  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx, hf none]",
+    help="The format of the weights. gguf, ollama, lmstudio: f32, f16, bf16 or a type of llama.cpp such as "
+    "q4_k_m; mlx: affine4, affine8, …; hf: nf4  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx, hf none]",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
-    help="The precision of the merged weights; auto is that of MODEL's files.",
+    help="The precision of the merged weights; auto is the precision of the base model's files.",
 )  # fmt: skip
-@click.option("--name", help="The name of the model in the names of files.  [default: OUT's, else the run's]")
-@click.option("--system", metavar="TEXT", help="ollama: the system message.  [default: that of the training]")
+@click.option("--name", help="The name of the model in file names.  [default: the name of OUT, else of the run]")
+@click.option(
+    "--system", metavar="TEXT", help="ollama: the system message.  [default: the one that the adapter was trained with]"
+)
 @no_system_option
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
     help="A checkout of llama.cpp, built or not, or an environment of scripts/interop_llama.sh.  [default: what is "
     "installed: pip's gguf, llama-quantize, llama-cpp-python]",
 )  # fmt: skip
-@click.option("--without-loss", is_flag=True, help="Do not evaluate the export on the rows that the run held out.")
-@click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
+@click.option("--without-loss", is_flag=True, help="Skip the evaluation of the export on the held-out rows of the run.")
+@click.option(
+    "--without-base", is_flag=True,
+    help="Skip quantizing the base model as well, which shows what the quantization alone costs.",
+)  # fmt: skip
 @other_base_option
 @platform_option
 @json_option
@@ -62,13 +67,13 @@ def command(
     name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,
     without_base: bool, other_base: bool, platform: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
+    """Write MODEL with the adapter of DIRECTORY, or the model of full fine-tuning, to OUT for another program.
 
-    Without OUT it lies beside the run, with the program in its name: runs/first-gguf for runs/first.
+    The default of OUT lies beside the run and has the program in its name: runs/first-gguf for runs/first.
 
-    The adapter is merged, and the merged model is refused if it is not the function of base and adapter. Then the
-    program's own tools convert and quantize it, the result computes fixed prompts, and a table shows what each step has
-    cost. OUT/export.json records it.
+    The adapter is merged into the base, and the merged model is refused if it does not compute the same function. Then
+    the program's own tools convert and quantize it, the result is run on fixed prompts, and a table shows what each
+    step has cost. OUT/export.json records all of it.
     """
     from dualtune.base.errors import ConfigError
     from dualtune.cli.screen import phases

@@ -41,26 +41,34 @@ ASKED = (
 
 @click.command("generate")
 @click.argument("model", required=False)
-@click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
+@click.option(
+    "--adapter", type=click.Path(path_type=Path), help="An adapter directory in any layout, or a run directory."
+)
 @click.option("--prompt", help="The text to answer or continue; - reads it from standard input.")
 @click.option(
     "--prompts", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Many at once: a .jsonl file of objects with 'prompt' or 'messages', or a text file with one in each line.",
+    help="A file of prompts: .jsonl with objects that have 'prompt' or 'messages', or a text file with one per line.",
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Where the answers to --prompts are written. If the command is stopped, they are kept, and the same command "
-    "continues. Default: standard output, as they come.",
+    help="The file for the answers to --prompts. If the command is interrupted, the same command continues from the "
+    "answers in it. Default: standard output.",
 )  # fmt: skip
-@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@click.option(
+    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
+)
 @no_system_option
 @click.option(
-    "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
-)
+    "--raw", is_flag=True,
+    help="Continue the prompt unchanged, without a chat template; control tokens in it are read as such.",
+)  # fmt: skip
 @template_option
 @temperature_option
 @top_p_option
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True,
+    help="Maximum number of tokens per answer.",
+)  # fmt: skip
 @seed_option
 @dtype_option
 @quantization_option
@@ -74,10 +82,9 @@ def command(
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
 
-    The text goes to standard output.
-
-    On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts,
-    each answer is a row of JSON: the prompt and its number, the answer, its tokens, and whether it ended by itself.
+    The text is written to standard output. On a terminal, its control characters are escaped; a file or a pipe gets it
+    unchanged. With --prompts, each answer is a JSON line with the prompt and its number, the answer, its number of
+    tokens, and whether it ended by itself.
     """
     from dualtune.cli.screen import phases
 

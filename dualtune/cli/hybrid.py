@@ -25,17 +25,21 @@ def command() -> None:
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--task", type=click.Choice(["demo", "digits"]),
-    help="Instead of CONFIG: demo is the model and data of the demo, digits a small network on images of digits.",
+    help="The task instead of CONFIG: the demo's model and data, or a small network that classifies images of digits.",
 )  # fmt: skip
-@click.option("--arms", metavar="NAME,…", help="Compare only these arms, besides the baseline.  [default: all]")
+@click.option("--arms", metavar="NAME,…", help="Comma-separated arms to compare with the baseline.  [default: all]")
 @click.option(
-    "--seeds", type=click.IntRange(min=1), help="How often each arm trains.  [default: 3; with --task digits 5]"
-)
-@click.option("--tune", is_flag=True, help="Find the baseline's learning rate first, and use it for all arms.")
+    "--seeds", type=click.IntRange(min=1),
+    help="Number of runs of each arm, each with another seed.  [default: 3; with --task digits 5]",
+)  # fmt: skip
+@click.option("--tune", is_flag=True, help="Tune the learning rate of the baseline first, and use it for all arms.")
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the result here."
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the result to FILE as JSON.",
+)  # fmt: skip
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the losses to FILE as SVG."
 )
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it, as SVG.")
 @platform_option
 @set_option
 @click.pass_context
@@ -44,12 +48,12 @@ def bench(
     ctx: click.Context, config: Path | None, task: str | None, arms: str | None, seeds: int | None, tune: bool,
     json_file: Path | None, plot_file: Path | None, platform: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Train CONFIG in several ways, and each beside an ordinary run of the same cost.
+    """Train CONFIG in several ways (arms), each beside an ordinary run of the same cost.
 
-    An arm is worth something only if it ends below its control: a run without it, whose whole schedule has as many
-    steps as the arm's cost buys. Losses are those of data.eval, which no arm trains on or probes. Arms: baseline,
-    predict, fast_forward, random (predictions in random directions), freeze (steps that change nothing), schedule_free,
-    average.
+    An arm is useful only if it ends with a lower loss than its control, an ordinary run whose schedule has as many
+    steps as the cost of the arm pays for. Losses are those of data.eval, which no arm trains on or probes. Arms:
+    baseline, predict, fast_forward, random (predictions in random directions), freeze (steps that change nothing),
+    schedule_free, average.
     """
     if (config is None) == (task is None):
         raise click.UsageError("Give either CONFIG or --task.")

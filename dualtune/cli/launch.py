@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dualtune.cli.options import config_argument, platform_option, set_option
+from dualtune.cli.options import config_argument, platform_option, resume_option, set_option
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -32,39 +32,48 @@ _count = click.IntRange(min=1)
 @click.command("launch")
 @config_argument
 @click.option(
-    "--on", "place", type=click.Choice(LAUNCHERS), required=True, help="torchrun, mlx.launch, or a Slurm job."
-)
-@click.option("--procs", type=_count, help="Processes on each machine.  [default: one for each GPU, else 1]")
+    "--on", "place", type=click.Choice(LAUNCHERS), required=True,
+    help="Where to run: torchrun on this machine or several (local), mlx.launch (mlx), or a Slurm job (slurm).",
+)  # fmt: skip
+@click.option("--procs", type=_count, help="Number of processes on each machine.  [default: one per GPU, else 1]")
 @platform_option
 @set_option
-@click.option("--resume", default="auto", show_default=True, metavar="auto|never|PATH", help="As for dualtune train.")
+@resume_option
 @click.option(
     "--max-restarts", type=click.IntRange(min=0),
-    help=f"How often all processes are restarted after one dies.  [default: {MAX_RESTARTS}; 0 with --rendezvous]",
+    help=f"Maximum number of restarts of all processes after one dies.  [default: {MAX_RESTARTS}; 0 with --rendezvous]",
 )  # fmt: skip
-@click.option("--print", "is_shown", is_flag=True, help="Print the command or the script, and start nothing.")
-@click.option("--nodes", type=_count, help="local, slurm: machines.")
-@click.option("--node-rank", type=click.IntRange(min=0), help="local: the number of this machine, from 0.")
+@click.option("--print", "is_shown", is_flag=True, help="Print the command or the batch script, and exit.")
+@click.option("--nodes", type=_count, help="local, slurm: the number of machines.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="local: the rank of this machine, from 0.")
 @click.option(
-    "--rendezvous",
-    metavar="HOST:PORT",
-    help="local: where the machines connect: an address of the machine with --node-rank 0.",
+    "--rendezvous", metavar="HOST:PORT",
+    help="local: the address of the machine with --node-rank 0, where all machines connect.",
+)  # fmt: skip
+@click.option("--hosts", metavar="IP,IP…", help="mlx: comma-separated addresses of the machines, for ssh.")
+@click.option(
+    "--hostfile", type=click.Path(path_type=Path), help="mlx: a file with the machines, in mlx.launch's format."
 )
-@click.option("--hosts", metavar="IP,IP…", help="mlx: the addresses of the machines, for ssh.")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="mlx: the machines, in mlx.launch's own format.")
-@click.option("--gpus-per-node", type=_count, help="slurm: GPUs of each machine, with a process for each.")
+@click.option("--gpus-per-node", type=_count, help="slurm: the number of GPUs of each machine; each has a process.")
 @click.option("--time", metavar="D-HH:MM:SS", help="slurm: the time limit of the job.")
-@click.option("--partition", help="slurm: the partition.")
-@click.option("--account", help="slurm: the account.")
-@click.option("--array", metavar="0-9", help="slurm: a job array, a run per task; %a in --set is the task number.")
+@click.option("--partition", help="slurm: the partition that the job is submitted to.")
+@click.option("--account", help="slurm: the account that the job is charged to.")
+@click.option(
+    "--array", metavar="0-9",
+    help="slurm: the indices of a job array, one run each; %a in --set is replaced by the index.",
+)  # fmt: skip
 @click.option(
     "--grace", "grace_s", type=click.IntRange(min=1), default=120, show_default=True,
-    help="slurm: seconds before the end of --time when the run is saved and requeued.",
+    help="slurm: how many seconds before the end of --time the run is saved and requeued.",
 )  # fmt: skip
 @click.option(
-    "--sbatch-option", "options", multiple=True, metavar="KEY[=VALUE]", help="slurm: any other option of sbatch."
-)
-@click.option("--script", type=click.Path(path_type=Path), help="slurm: where to write the batch script.")
+    "--sbatch-option", "options", multiple=True, metavar="KEY[=VALUE]",
+    help="slurm: another option of sbatch. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--script", type=click.Path(path_type=Path),
+    help="slurm: the file for the batch script. Default: beside the run directory.",
+)  # fmt: skip
 @click.pass_context
 def command(
     ctx: click.Context, config: Path, place: str, platform: str, overrides: tuple[str, ...], resume: str,
@@ -72,7 +81,7 @@ def command(
 ) -> None:  # fmt: skip
     """Train from CONFIG in several processes, with the same result as in one.
 
-    Exit code 75 if the run was preempted and is saved, otherwise that of `dualtune train`.
+    Exit code 75 if the run was preempted and saved, otherwise that of `dualtune train`.
     """
     from dualtune.config import load_config
     from dualtune.train.launch.supervise import Work

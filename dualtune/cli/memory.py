@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 @click.group("memory", cls=SuggestingGroup)
 def command() -> None:
-    """Measure what the ways to save memory save and cost."""
+    """Measure how much memory each technique saves and how much time it costs."""
 
 
 @command.command("ablate")
 @config_argument
 @click.option(
     "--steps", type=click.IntRange(min=1), default=3, show_default=True,
-    help="How many steps to measure, after one that may compile.",
+    help="Number of steps to measure, after a first one that may compile.",
 )  # fmt: skip
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=2, show_default=True,
-    help="How often each technique is measured, in turn, for its time.",
+    help="How many times each technique is timed, in turn.",
 )  # fmt: skip
-@click.option("--only", multiple=True, metavar="NAME", help="Measure only this technique, besides none; repeatable.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the table here.")
+@click.option("--only", multiple=True, metavar="NAME", help="Measure only this technique, besides none. Repeatable.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the table to FILE as JSON."
+)
 @platform_option
 @set_option
 @click.pass_context
@@ -43,8 +45,8 @@ def ablate(
 ) -> None:  # fmt: skip
     """Measure each memory technique alone and all together, with the model and data of CONFIG, against the plan.
 
-    Each measurement is a process of its own; the run directory is not touched. Exit code 0 if every plan is within 10 %
-    of what was measured and, in float32, no loss changes that must not; otherwise 1. What fails is named.
+    Each measurement runs in its own process; the run directory is not touched. Exit code 0 if every plan is within 10 %
+    of the measurement and, in float32, no loss changes that must not; otherwise 1, and the failures are named.
     """
     from dualtune.cli.screen import phases
     from dualtune.doctor.bench import ablation

@@ -24,48 +24,48 @@ class PlatformOption(click.Option):
 
 
 platform_option = click.option(
-    "--platform",
-    cls=PlatformOption,
-    default="auto",
-    show_default=True,
-    envvar="DUALTUNE_DEVICE",
-    show_envvar=True,
+    "--platform", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE", show_envvar=True,
     help="The device to use: a GPU (by number: cuda:1), the CPU, or a backend by its name.",
-)
+)  # fmt: skip
 dtype_option = click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+    help="The precision of the weights and of the computation; auto is the best that the device supports.",
+)  # fmt: skip
 quantization_option = click.option(
-    "--quantization",
-    type=click.Choice(["auto", "none", "nf4", "int8", "affine4", "affine8"]),
-    default="auto",
-    show_default=True,
-)
+    "--quantization", type=click.Choice(["auto", "none", "nf4", "int8", "affine4", "affine8"]), default="auto",
+    show_default=True, help="How the base weights are stored in memory; auto keeps the format of the files.",
+)  # fmt: skip
 template_option = click.option(
-    "--template",
-    default="auto",
-    show_default=True,
-    metavar="auto|none|NAME|FILE",
-    help="The chat template, for all; auto is that of an adapter's training, and the model's own without an adapter.",
-)
+    "--template", default="auto", show_default=True, metavar="auto|none|NAME|FILE",
+    help="The chat template; auto is the one that the adapter was trained with, or without an adapter the model's own.",
+)  # fmt: skip
 temperature_option = click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
-)
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True,
+    help="Sampling temperature; 0 is greedy decoding.",
+)  # fmt: skip
 top_p_option = click.option(
-    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True,
+    help="Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens.",
+)  # fmt: skip
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed of the sampling."
 )
-seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 no_system_option = click.option(
-    "--no-system", is_flag=True, help="Ask without a system message, also if the adapter was trained with one."
+    "--no-system", is_flag=True, help="Send no system message, even if the adapter was trained with one."
 )
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )
+resume_option = click.option(
+    "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
+    help="Resume from the newest checkpoint of the run directory (auto), from none (never), or from a checkpoint "
+    "or run elsewhere (PATH).",
+)  # fmt: skip
 other_base_option = click.option(
-    "--other-base", is_flag=True, help="Accept another base than the one that the adapter was trained on."
+    "--other-base", is_flag=True, help="Accept a base model other than the one that the adapter was trained on."
 )
 config_argument = click.argument("config", type=click.Path(path_type=Path))
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 def to_json(value: Any) -> str:

@@ -44,9 +44,9 @@ def command(
 ) -> None:
     """Plan the memory and time of CONFIG, from the model's shape alone: nothing is downloaded or loaded.
 
-    CONFIG may also be the hub id of a model, such as Qwen/Qwen3-8B: then every other key has its default, or its --set.
+    CONFIG may also be the hub id of a model, such as Qwen/Qwen3-8B; the other keys then have their defaults or --set.
 
-    If it does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
+    If the run does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
     import json
 

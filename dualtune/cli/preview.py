@@ -18,7 +18,8 @@ from dualtune.cli.terminal import say, say_styled
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.data.documents import Data, Documents
-    from dualtune.data.preview import Bar, ShownDocument
+    from dualtune.data.preview import ShownDocument
+    from dualtune.data.survey import Bar
     from dualtune.data.tokens.tokenizer import Tokenizer
 
 BAR_WIDTH = 40
@@ -26,10 +27,10 @@ BAR_WIDTH = 40
 
 @click.command("preview")
 @config_argument
-@click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="How many documents to show.")
+@click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="Number of documents to show.")
 @click.option(
     "--html", "page", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write a page for a browser, with every token.",
+    help="Also write a page for a browser that shows every token to FILE.",
 )  # fmt: skip
 @set_option
 @json_option
@@ -37,7 +38,7 @@ BAR_WIDTH = 40
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and statistics of its data. Nothing is trained.
 
-    Targets are green; without colours, they are between ⟦ and ⟧. ×0.5 is the loss weight of a message.
+    Targets are green, or between ⟦ and ⟧ where there are no colours. ×0.5 is the loss weight of a message.
     """
     import json
     from dataclasses import asdict
@@ -49,7 +50,8 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         from dualtune.base.files import write_file
         from dualtune.config import load_config
         from dualtune.data.order import Order
-        from dualtune.data.preview import by_source, describe, first_documents, samples, survey, warnings
+        from dualtune.data.preview import first_documents, samples
+        from dualtune.data.survey import by_source, describe, survey, warnings
         from dualtune.show.report.preview_page import Page, preview_page
         from dualtune.train.evaluation import layout_of
 

@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 
 @click.command("profile")
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Also write the snapshots as CSV, in MB.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Also write a page with a plot.")
+@click.option(
+    "--csv", "csv_file", type=click.Path(path_type=Path), help="Also write the snapshots to this file as CSV, in MB."
+)
+@click.option(
+    "--html", "html_file", type=click.Path(path_type=Path), help="Also write a page with a plot to this file."
+)
 @click.option(
     "--spike", "threshold_mb", type=click.FloatRange(min=0), default=100.0, show_default=True, metavar="MB",
-    help="Report increases from one snapshot to the next above this.",
+    help="Report an increase between two snapshots of more than this many MB.",
 )  # fmt: skip
 @json_option
 def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, threshold_mb: float, as_json: bool) -> None:
     """Show where the memory of the run directory RUN went: its peak, use by phase, spikes, and whether memory leaks.
 
     A run writes a snapshot at the end of each phase to memory.csv: data, micro-batch, optimizer, evaluation and save.
-    A number is that of the allocator when the phase was queued on the device. 1 MB is 2**20 bytes.
+    The numbers are the allocator's at the time when the phase was queued on the device. 1 MB is 2**20 bytes.
     """
     import json
 

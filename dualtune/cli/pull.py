@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 @click.command("pull")
 @click.argument("target")
 @click.argument("dest", type=click.Path(path_type=Path), required=False)
-@click.option("--keep-packed", is_flag=True, help="Write the verified bundle itself to DEST, not unpacked.")
+@click.option("--keep-packed", is_flag=True, help="Write the verified bundle to DEST without unpacking it.")
 @trust_options
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="How often to retry in a row without progress.",
+    help="Maximum number of consecutive retries without progress.",
 )  # fmt: skip
 def command(
     target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, retries: int
 ) -> None:
     """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
 
-    The default of DEST is the last part of TARGET, in this directory. To resume an interrupted pull, run it again.
+    The default of DEST is the last part of TARGET, in the current directory. To resume an interrupted pull, run it
+    again.
     """
     from dualtune.cli.progress import transferring
     from dualtune.use.transfer.carry import pull

@@ -13,17 +13,21 @@ from dualtune.cli.terminal import say
 @click.argument("target")
 @click.argument("source", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "--checkpoint", "step", type=int, metavar="STEP", help="Push the checkpoint of this step, not the newest."
+    "--checkpoint", "step", type=int, metavar="STEP", help="Push the checkpoint of this step instead of the newest."
 )
-@click.option("--adapter", is_flag=True, help="Push the final adapter of the run; the default, once it has ended.")
-@click.option("--run", "to_resume", is_flag=True, help="Push the newest checkpoint also of a run that has ended.")
-@click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
-@click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key.")
-@click.option("--force", is_flag=True, help="Replace what is there.")
-@click.option("--public", is_flag=True, help="Only for hf://: create a public repository, not a private one.")
+@click.option("--adapter", is_flag=True, help="Push the final adapter of the run; the default if the run has ended.")
+@click.option("--run", "to_resume", is_flag=True, help="Push the newest checkpoint, even if the run has ended.")
+@click.option(
+    "--tokenizer", metavar="MODEL", help="Also push the tokenizer files of this model, a directory or a hub id."
+)
+@click.option(
+    "--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign the bundle with this SSH key."
+)
+@click.option("--force", is_flag=True, help="Replace what TARGET already holds.")
+@click.option("--public", is_flag=True, help="hf:// only: create a public repository instead of a private one.")
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="How often to retry in a row without progress.",
+    help="Maximum number of consecutive retries without progress.",
 )  # fmt: skip
 def command(
     target: str, source: Path | None, step: int | None, adapter: bool, to_resume: bool, tokenizer: str | None,
@@ -31,7 +35,7 @@ def command(
 ) -> None:  # fmt: skip
     """Copy SOURCE to TARGET: a run directory, an adapter directory or a bundle.
 
-    Of a run that has ended the adapter is sent, of another one its newest valid checkpoint, to resume it there.
+    A run that has ended sends its adapter; any other run sends its newest valid checkpoint, to be resumed there.
 
     TARGET is one of
 
@@ -42,7 +46,7 @@ def command(
     s3://bucket/path         and other file systems of fsspec
     hf://owner/name          the Hugging Face hub: the adapter and a model card
 
-    The default of SOURCE is the run in runs/ that was written to last. A TARGET that ends in .tar or .dualtune names
+    The default of SOURCE is the most recently written run in runs/. A TARGET that ends in .tar or .dualtune names
     the bundle; any other is a directory for bundle.tar. To resume an interrupted push, run it again.
     """
     from dualtune.base.text import in_bytes

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @config_argument
-@click.option("--compare", is_flag=True, help="Measure the formats beside each other; the only thing it does so far.")
-@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="How many rows of data.train.")
+@click.option("--compare", is_flag=True, help="Compare the formats; required, because it is the only action so far.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=20, show_default=True,
+    help="Number of rows of data.train to measure on.",
+)  # fmt: skip
 @click.option(
     "--format", "formats", multiple=True, metavar="NAME",
-    help="Measure this value of model.quantization, besides none. Repeatable. Default: all that the backend has.",
+    help="A value of model.quantization to measure, besides none. Repeatable. Default: all that the backend has.",
 )  # fmt: skip
 @platform_option
 @set_option
@@ -32,11 +35,11 @@ def command(
     config: Path, compare: bool, rows: int, formats: tuple[str, ...], platform: str, overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure what the base of CONFIG loses in each quantization: its loss on rows of the config, without an adapter.
+    """Measure the loss of the base model of CONFIG in each quantization, on rows of the config, without an adapter.
 
-    Every number is measured with the weights, none is computed by a formula. If the config's run directory holds a run,
-    the result is kept there (base_formats.json), and its report shows it. A base is quantized when it is loaded, by
-    model.quantization: nothing is written with the weights.
+    Every number is measured, none is estimated. If the config's run directory holds a run, the result is saved there
+    (base_formats.json) and shown in its report. No weights are written: the base is quantized whenever it is loaded, as
+    model.quantization says.
     """
     if not compare:
         raise click.UsageError(

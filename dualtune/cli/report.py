@@ -13,14 +13,14 @@ import click
 @click.option("--open", "opens", is_flag=True, help="Also open the page in the browser.")
 @click.option(
     "--output", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help="Where the page is written. Default: report.html in RUN, or in the directory of all of them, or here.",
+    help="The file for the page. Default: report.html in RUN, in the common directory of several runs, or here.",
 )  # fmt: skip
 def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
-    """Write the run directories RUN as one page: verdict, curves, answers, data, how to repeat it, what to do next.
+    """Write the run directories RUN as one page: verdict, curves, answers, data, how to reproduce it, what to do next.
 
-    Several runs are drawn over each other, with a table of the keys that differ and their losses over each of these
-    keys. A directory of runs stands for all of them. The page is one file that loads nothing. A run writes its own page
-    at its end, unless run.report is false.
+    Several runs share one chart, with a table of the config keys that differ and the loss over each of these keys. A
+    directory of runs stands for all of them. The page is one file that loads nothing else. A run writes its own page at
+    its end, unless run.report is false.
     """
     import webbrowser
 

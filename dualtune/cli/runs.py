@@ -167,26 +167,26 @@ NO_LIMIT = 10_000  # columns, for output to a file or another program
 @click.argument("directory", type=click.Path(path_type=Path), default="runs")
 @click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
 @click.option(
-    "--state", "states", type=click.Choice(STATES), multiple=True, help="Only runs in this state. Repeatable."
+    "--state", "states", type=click.Choice(STATES), multiple=True, help="List only runs in this state. Repeatable."
 )
-@click.option("--model", metavar="TEXT", help="Only runs whose model has this in its name.")
+@click.option("--model", metavar="TEXT", help="List only runs whose model name contains this.")
 @click.option(
     "--where", "conditions", multiple=True, metavar="KEY=VALUE",
-    help="Only runs whose config has this value, e.g. learning_rate=1e-4; also !=, <, <=, >, >=. Repeatable.",
+    help="List only runs whose config has this value, e.g. learning_rate=1e-4; also !=, <, <=, >, >=. Repeatable.",
 )  # fmt: skip
 @json_option
 def command(
     directory: Path, sort: str, states: tuple[str, ...], model: str | None, conditions: tuple[str, ...], as_json: bool
 ) -> None:
-    """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
+    """List the run directories at or below DIRECTORY (default: runs), with their numbers and verdicts.
 
     A run is running, done, preempted or killed (run its command again), failed, or unreadable.
-    `train loss` is that of the last step (a verdict and a report smooth it, and say how), `eval loss` that of the last
-    evaluation, `time` the time spent in steps, `date` the end (the start, if it runs or was killed), `saved` the step
-    of the last checkpoint.
+    `train loss` is that of the last step (verdicts and reports smooth it, and say how), `eval loss` that of the last
+    evaluation, `time` the time spent in steps, `date` the end of the run (its start if it is running or was killed),
+    `saved` the step of the last checkpoint.
 
-    `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
-    more; both have a help of their own.
+    `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is no longer
+    needed; see their own --help.
     """
     import sys
     from dataclasses import asdict

@@ -12,26 +12,30 @@ from dualtune.cli.options import platform_option, write_json
 from dualtune.cli.screen import phases, tell
 
 if TYPE_CHECKING:
+    from dualtune.base.checks import Check
     from dualtune.cli.screen import Phases
-    from dualtune.doctor.selftest.process import CheckResult
 
 
 @click.command("selftest")
 @platform_option
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="The archive to write.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
+    help="The archive to write the result to.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
 )  # fmt: skip
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report here."
-)
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the report to FILE as JSON.",
+)  # fmt: skip
 @click.option(
-    "--only", multiple=True, metavar="CHECK", help="Run the checks whose names begin like this, such as kernels/lora."
+    "--only", multiple=True, metavar="CHECK",
+    help="Run only the checks whose names begin with this, such as kernels/lora. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--show", type=click.Path(path_type=Path), metavar="ARCHIVE", help="Print the report of this archive and exit."
 )
-@click.option("--show", type=click.Path(path_type=Path), metavar="ARCHIVE", help="Show an archive; run nothing.")
 @click.option(
     "--compare", type=(click.Path(path_type=Path), click.Path(path_type=Path)), metavar="ARCHIVE ARCHIVE",
-    help="Show two archives beside each other; run nothing.",
+    help="Print two archives side by side and exit.",
 )  # fmt: skip
 @click.pass_context
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
@@ -41,8 +45,8 @@ def command(
 ) -> None:  # fmt: skip
     """Test what only a device can show: kernels, waits, memory, resumed runs, agreement with other machines, speed.
 
-    Takes minutes, downloads nothing, and writes an archive without names or paths of yours. Exit code 0 if no check
-    failed, 1 if one did, 4 if there is no such device. With --compare: 0 if the losses agree, otherwise 1.
+    Takes minutes, downloads nothing, and writes an archive that holds no names or paths of this machine. Exit code 0 if
+    no check failed, 1 if one did, 4 if there is no such device. With --compare: 0 if the losses agree, otherwise 1.
     """
     if show and compare:
         raise click.UsageError("Give --show or --compare, not both.")
@@ -69,15 +73,15 @@ def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
         kind, checks = selected(choice, only)
         shown.tell(f"platform    {choice.platform}: {choice.reason}; {len(checks)} checks")
         shown.begin("testing", choice.backend)
-        results = run_checks(choice, kind, checks, lambda result: _tell(result, shown))
-    return report(choice, kind, machine, results)
+        rows = run_checks(choice, kind, checks, lambda row: _tell(row, shown))
+    return report(choice, kind, machine, rows)
 
 
-def _tell(result: CheckResult, shown: Phases) -> None:
+def _tell(row: Check, shown: Phases) -> None:
     from dualtune.base.text import in_time
     from dualtune.doctor.selftest.report import anonymous
 
-    shown.tell(f"{result.outcome:<11} {result.name}: {anonymous(result.words)} ({in_time(result.seconds, 1)})")
+    shown.tell(f"{row.verdict:<11} {row.name}: {anonymous(row.found)} ({in_time(row.seconds, 1)})")
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:

@@ -20,25 +20,32 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 @click.command("serve")
 @click.argument("model", required=False)
 @click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="[NAME=]DIR",
-    help="An adapter directory of any layout, or a run; repeatable. Clients choose one by its name, as their model.",
-)
+    "--adapter", "adapters", multiple=True, metavar="[NAME=]DIR",
+    help="An adapter directory in any layout, or a run directory. Repeatable; clients name it as their model.",
+)  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
+    help="The port to listen on; 0 is any free port.",
+)  # fmt: skip
 @no_system_option
 @template_option
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
-)
-@click.option("--max-prompt", type=click.IntRange(min=1), help="The most tokens of a prompt; else as in training.")
-@click.option("--queue", type=click.IntRange(min=1), default=128, show_default=True, help="How many requests may wait.")
+    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True,
+    help="Maximum number of tokens per answer.",
+)  # fmt: skip
 @click.option(
-    "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds of an answer."
+    "--max-prompt", type=click.IntRange(min=1),
+    help="Maximum number of tokens per prompt. Default: the context length of the model.",
+)  # fmt: skip
+@click.option(
+    "--queue", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum number of waiting requests."
 )
-@click.option("--quiet", is_flag=True, help="No line for each request.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True,
+    help="Maximum number of seconds per answer.",
+)  # fmt: skip
+@click.option("--quiet", is_flag=True, help="Do not print a line for each request.")
 @dtype_option
 @quantization_option
 @platform_option
@@ -49,9 +56,9 @@ def command(
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
-    MODEL is by default the base that the adapters name. The model "base" has no adapter. One request is computed at a
-    time, the others wait. Another address than the default needs a key in DUALTUNE_API_KEY, which clients send; nothing
-    is encrypted.
+    The default of MODEL is the base that the adapters name. Clients that ask for the model "base" get it without an
+    adapter. Requests are answered one at a time; the others wait. A --host other than the default needs a key in
+    DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
     """
     from dualtune.base.errors import EnvironmentFault, Preempted
     from dualtune.model.base_model import longest_text, read_config, resolve_model

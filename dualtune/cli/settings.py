@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 SHORT = {
     "model": ("model.name", "The base model: a hub id or a directory."),
     "data": ("data.train", "The training data: a file, a directory or a hub dataset. May be repeated."),
-    "steps": ("train.steps", "How many steps to train, instead of epochs."),
-    "epochs": ("train.epochs", "How often to train on all data."),
+    "steps": ("train.steps", "Number of steps to train, instead of epochs."),
+    "epochs": ("train.epochs", "Number of passes over all training data."),
     "learning_rate": ("train.learning_rate", "The peak learning rate."),
     "rank": ("adapter.rank", "The rank of the adapter."),
-    "max_length": ("data.max_length", "The longest document, in tokens."),
-    "quantization": ("model.quantization", "How the base is stored, such as nf4 or affine4."),
-    "run_dir": ("run.dir", "Where the run is written. Without CONFIG, runs/MODEL-DATA."),
+    "max_length": ("data.max_length", "Maximum length of a document, in tokens."),
+    "quantization": ("model.quantization", "The format in which the base model is stored, such as nf4 or affine4."),
+    "run_dir": ("run.dir", "The run directory. Default without CONFIG: runs/MODEL-DATA."),
 }
 _LITERAL = ("model", "data", "run_dir")  # texts, which are not read as YAML
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @platform_option
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=A,B,C",
-    help="The values of a config key to try; one value is the same in all runs. Repeatable, for a grid. With --trials "
-    "also a range: KEY=LOW..HIGH.",
+    help="Values of a config key to try, or one value for all runs. Repeatable: all combinations are tried. With "
+    "--trials, a value may be a range: KEY=LOW..HIGH.",
 )  # fmt: skip
 @click.option(
     "--halving", is_flag=True,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--dir", "directory", type=click.Path(path_type=Path),
-    help="Where the runs are written, each in a directory of its own. Default: run.dir with -sweep after it.",
+    help="The directory of the sweep, with a run directory for each run. Default: run.dir followed by -sweep.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check every run and show what would be done; load and write nothing.")
 @interrupt.early()
@@ -46,11 +46,11 @@ def command(
     config: Path | None, platform: str, overrides: tuple[str, ...], halving: bool, trials: int | None,
     directory: Path | None, dry_run: bool, **short: str | tuple[str, ...] | None,
 ) -> None:  # fmt: skip
-    """Train CONFIG, or --model and --data, once for each value of some keys, and show which values are best.
+    """Train CONFIG, or --model and --data, once for each value of one or more keys, and show which values are best.
 
     Without values, three learning rates are tried, around the one that "LoRA Without Regret" expects for this model.
-    The base model is loaded once. Runs are compared by the loss of their held-out rows. To resume a sweep that was
-    stopped, run the same command again. To use several GPUs, run the command on each: a run is trained by one of them.
+    The base model is loaded once, and runs are compared by their loss on held-out rows. To resume a sweep that was
+    stopped, run the same command again. To use several GPUs, run the command once on each; they share the runs.
     """
     from dualtune.cli.progress import reading
     from dualtune.config import load_config

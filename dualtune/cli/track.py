@@ -14,10 +14,10 @@ NAMES = ("trackio", "wandb", "mlflow", "tensorboard")  # dualtune.show.trackers,
 
 @click.command("track")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--to", "name", type=click.Choice(NAMES), required=True)
+@click.option("--to", "name", type=click.Choice(NAMES), required=True, help="The tracker to send to.")
 @interrupt.handled(interrupt.TERMINATION)
 def command(run: Path, name: str) -> None:
-    """Send the numbers of RUN, a run directory, to a tracker: those that it does not have yet.
+    """Send those numbers of the run directory RUN to a tracker that it does not have yet.
 
     `run.track: [NAME]` in a config does the same while the run trains. W&B is offline unless WANDB_MODE is online.
     """

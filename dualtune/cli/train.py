@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import backend_for, platform_option, set_option
+from dualtune.cli.options import backend_for, platform_option, resume_option, set_option
 from dualtune.cli.screen import tell
 from dualtune.cli.settings import config_from_options, described, short_options, with_short_options
 from dualtune.cli.terminal import say
@@ -27,23 +27,18 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 @platform_option
 @set_option
 @click.option(
-    "--dry-run",
-    is_flag=True,
+    "--dry-run", is_flag=True,
     help="Check everything (a model from the hub is downloaded) and show what would be done; load and write nothing.",
-)
-@click.option(
-    "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
-    help="Resume from the newest checkpoint of the run directory (auto), from none (never), or from a checkpoint "
-    "or run elsewhere (PATH).",
 )  # fmt: skip
+@resume_option
 @click.option(
     "--hybrid", type=click.Choice(PRESETS),
     help="Train predictively with a preset: short for --set hybrid.enabled=true --set hybrid.preset=…",
 )  # fmt: skip
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
-    help="How often the run is restarted from its last checkpoint, with smaller micro-batches, after a signal has "
-    "killed it, as happens where memory runs out without an error.",
+    help="Maximum number of restarts from the last checkpoint, with smaller micro-batches, after the run was killed by "
+    "a signal, as the system does when memory runs out.",
 )  # fmt: skip
 @click.option("--restart-note", type=click.Path(path_type=Path), hidden=True)  # for the process that is restarted
 @click.pass_context
@@ -53,10 +48,10 @@ def command(
     resume: str, hybrid: str | None, max_restarts: int, restart_note: Path | None,
     **short: str | tuple[str, ...] | None,
 ) -> None:  # fmt: skip
-    """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), or without one from --model and --data.
+    """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), or from --model and --data without a file.
 
-    Every key of a config is an option, such as --adapter.alpha 32. The adapter is saved in <run.dir>/adapter, all keys
-    in <run.dir>/config.yaml. To resume a run that was stopped, run the same command again.
+    Every config key is an option, such as --adapter.alpha 32. The adapter is saved to <run.dir>/adapter and the config
+    to <run.dir>/config.yaml. To resume a run that was stopped, run the same command again.
     """
     from dualtune.cli.screen import phases
 

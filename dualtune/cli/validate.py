@@ -34,8 +34,9 @@ class TierOptions:
 
 @click.command("validate")
 @click.option(
-    "--tier", metavar="quick|convergence|memory|extended|full|all", help="What to test; all is every tier but full."
-)
+    "--tier", metavar="quick|convergence|memory|extended|full|all",
+    help="The tier to run; all runs every tier except full.",
+)  # fmt: skip
 @click.option(
     "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
     show_envvar=True, help="The device to test. On a CPU, each tier trains a tiny model instead.",
@@ -43,17 +44,16 @@ class TierOptions:
 @click.option("--check-memory", is_flag=True, help="Before a tier runs, compare the memory it needs with what is free.")
 @click.option("--keep-going", is_flag=True, help="Run the other tiers after one fails; the exit code still reports it.")
 @click.option(
-    "--random-weights",
-    is_flag=True,
-    help="Random weights of the real shapes, without a download; criteria that need learning are skipped.",
-)
+    "--random-weights", is_flag=True,
+    help="Use random weights of the real shapes, without a download; criteria that need learning are skipped.",
+)  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/validate"), show_default=True,
-    help="The directory of the runs and of report.json; if it exists, a number is added to its name.",
+    help="The directory for the runs and report.json; if it exists, a number is appended to its name.",
 )  # fmt: skip
 @click.option(
     "--write-data", type=click.Path(path_type=Path), metavar="PATH",
-    help="Write the made-up data that the tiers train on, and do nothing else.",
+    help="Write the synthetic data that the tiers train on to PATH, and exit.",
 )  # fmt: skip
 @json_option
 @click.pass_context
@@ -61,7 +61,7 @@ def command(
     ctx: click.Context, tier: str | None, device: str, check_memory: bool, keep_going: bool, random_weights: bool,
     out: Path, write_data: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Test that training works here: train from the config of a tier, and judge the run by the tier's criteria.
+    """Test that training works on this machine: train the config of a tier, and judge the run by the tier's criteria.
 
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """

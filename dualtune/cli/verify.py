@@ -33,10 +33,10 @@ def command(
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 
-    DIR may also be a directory that `dualtune pull` unpacked: then the name and the date of its bundle are shown.
+    DIR may also be a directory that `dualtune pull` unpacked; the name and date of its bundle are then shown.
 
-    Exit code 0 if it is the same function, within what the precisions allow, and 6 if it is not, or if there is
-    nothing to compare with.
+    Exit code 0 if it is the same function within the tolerance of the precisions, 6 if it is not or if there is nothing
+    to compare with.
     """
     import json
 

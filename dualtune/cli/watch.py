@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, metavar="SECONDS",
-    help="How often the files are read.",
+    help="Seconds between two reads of the files.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Show the present state and end.")
-@click.option("--wait", is_flag=True, help="Go on when the run has stopped, until it is resumed; Ctrl-C ends.")
+@click.option("--once", is_flag=True, help="Print the current state and exit.")
+@click.option("--wait", is_flag=True, help="Keep watching after the run has stopped, until Ctrl-C: it may be resumed.")
 @click.option("--serve", is_flag=True, help="Also serve the page of `dualtune report` to a browser on this machine.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="0: any that is free.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8100, show_default=True,
+    help="The port of --serve; 0 is any free port.",
+)  # fmt: skip
 def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: int) -> None:
     """Show the run in the directory RUN: its curve, evaluations, memory, checkpoint, samples, and the time left.
 
-    Only files of the directory are read, so this works from another terminal, over ssh, and on a network file system.
-    It ends with the run, and exits with 0 however the run has ended.
+    Only files of the directory are read, so this works from another terminal, over ssh and on a network file system.
+    The command ends with the run; its exit code is 0 however the run ended.
     """
     if once and (wait or serve):
         raise click.UsageError("Give --once alone: --wait and --serve go on.")

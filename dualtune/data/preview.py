@@ -1,280 +1,32 @@
-"""Split a document's text into its messages, to show it to a person.
-
-The content of each message is found by rendering the conversation again with marks around the contents. The rest is
-what the template adds.
-"""
+"""A run's documents as a person sees them: tokens as text, samples of several kinds, and the messages in them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from dualtune.base.redaction import redact
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout, fill, plan
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
-from dualtune.data.documents import REASONS, Data, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
+from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.order import Order
 from dualtune.data.sources.rows import RowError
-from dualtune.data.tokens.control_tokens import control_token_warning
+from dualtune.data.survey import Survey, duplicates, first_indices, histogram, lengths_of
 from dualtune.data.tokens.store import Document
-from dualtune.data.tokens.tokenize import State
 from dualtune.data.tokens.tokenizer import Tokenizer
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A summary of a run's data before training: statistics, warnings, and documents as text.
-
-BARS = 10  # the most bars of the histogram
-OUTLIERS = 0.02  # the share of the documents that may be length outliers
-MEASURED_STEPS = 200  # steps to measure padding over; more take long and give the same result
-PROBED_DOCUMENTS = 1000  # documents per source to check for an end token
-MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares that give a warning
-LEAST_TARGETS = 0.005  # a smaller share is shown as 0 %
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Statistics of the tokens per document."""
-
-    min: int
-    median: float
-    mean: float
-    p90: int  # the 90th percentile: nine in ten documents do not exceed it
-    max: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A histogram bar: the number of documents with `first` to `last` tokens, both included."""
-
-    first: int
-    last: int
-    documents: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceNumbers:
-    """Statistics of the documents of one source."""
-
-    path: str
-    documents: int
-    tokens: int
-    trained_tokens: int
-    lengths: Lengths | None  # None: no document
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Statistics of a run's training data; `dualtune preview --json` prints them under these names."""
-
-    rows: int  # training rows, including dropped ones
-    bad_rows: int  # skipped rows, including those of the evaluation data
-    first_bad_rows: list[str]  # path:line: reason
-    dropped: dict[str, int]  # reason -> rows
-    control_text_rows: int  # rows with a control token in their content, including evaluation data
-    first_control_text_row: str | None
-    documents: int
-    tokens: int
-    trained_tokens: int
-    trained_share: float
-    message_weights: bool  # whether a message has a weight that is neither 0 nor 1
-    lengths: Lengths
-    histogram: list[Bar]
-    max_length: int
-    over_long: int  # rows of more than max_length tokens that have targets: cut, split, or else dropped
-    cut: int
-    split: int
-    longest_row: int  # tokens of the longest row that was read, before truncation
-    left_out: dict[str, int]  # duplicates that data.dedup left out: kind -> rows
-    duplicates: int  # documents with the same tokens as an earlier one
-    first_duplicate: list[str] | None  # path:line of the first one, and of the earlier document
-    eval_rows: int
-    eval_documents: int
-    eval_in_training: int  # evaluation documents that are training documents too
-    first_eval_in_training: list[str] | None  # path:line in the evaluation data, and in the training data
-    steps: int
-    steps_per_epoch: int
-    packing: bool  # whether the config enables packing
-    fill_packed: float  # the share of the micro-batches' cells that contain a token, with packing…
-    fill_alone: float  # …and without
-    fill_steps: int  # the number of steps measured, from the first one on
-
-
-def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: SequenceLayout) -> Survey:
-    """Measure the documents of a run. There must be at least one training document."""
-    per_epoch = steps_per_epoch(order)
-    measured = range(min(per_epoch, MEASURED_STEPS))
-    steps = [order.step(step).documents.tolist() for step in measured]
-    packed, alone = (
-        fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, each)])
-        for each in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
-    )
-    control = train.with_control_text() + eval_.with_control_text()
-    repeated = duplicates(train.digests())
-    leaks = first_indices(train.digests(), eval_.digests())
-    leaked = np.flatnonzero(leaks >= 0)
-    stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
-    return Survey(
-        rows=train.num_rows,
-        bad_rows=sum(store.num_bad for store in stores),
-        first_bad_rows=[reason for store in stores for reason in store.bad],
-        dropped=train.dropped,
-        control_text_rows=len(control),
-        first_control_text_row=control[0] if control else None,
-        documents=len(train),
-        tokens=train.num_tokens,
-        trained_tokens=train.num_targets,
-        trained_share=train.num_targets / train.num_tokens,
-        message_weights=train.has_message_weights,
-        lengths=lengths_of(train.lengths),
-        histogram=histogram(train.lengths),
-        max_length=config.data.max_length,
-        over_long=train.num_truncated + train.num_split + train.dropped.get(REASONS[State.TOO_LONG], 0),
-        cut=train.num_truncated,
-        split=train.num_split,
-        longest_row=max(int(store.index["row_length"].max(initial=0)) for store in train.stores),
-        left_out=dict(train.left_out),
-        duplicates=len(repeated),
-        first_duplicate=[train[i].where for i in repeated[0]] if repeated else None,
-        eval_rows=eval_.num_rows,
-        eval_documents=len(eval_),
-        eval_in_training=len(leaked),
-        first_eval_in_training=(
-            [eval_[int(leaked[0])].where, train[int(leaks[leaked[0]])].where] if len(leaked) else None
-        ),
-        steps=order.num_steps,
-        steps_per_epoch=per_epoch,
-        packing=layout.row_length is not None,
-        fill_packed=packed,
-        fill_alone=alone,
-        fill_steps=len(measured),
-    )
-
-
-def warnings(
-    found: Survey,
-    config: Config,
-    sources: Sequence[OpenedSource],
-    train: Documents,
-    tokenizer: Tokenizer,
-    eval_: Documents | None = None,
-) -> list[str]:
-    """Return warnings about what would silently ruin a training. The documents come from these sources."""
-    texts: list[str] = []
-    masked = train.lengths - 1 - train.targets  # the first token has no context, so it is never a target
-    for s, opened in enumerate(sources):
-        source = opened.source
-        mine = np.flatnonzero(train.sources == s)
-        if not len(mine):
-            texts.append(f"{source.path}: no row can be trained on")
-            continue
-        if train.targets[mine].sum() < LEAST_TARGETS * train.lengths[mine].sum():
-            texts.append(f"{source.path}: 0 % of the tokens are targets; check data.loss_on and the template")
-        if opened.format() == "text":
-            continue
-        if tokenizer.template is not None and config.data.loss_on != "all" and not masked[mine].any():
-            texts.append(f"{source.path}: 100 % of the tokens are targets, prompts too; check the template")
-        if not any(_ends(train[int(i)], tokenizer) for i in mine[:PROBED_DOCUMENTS]):
-            advice = "check the template and data.max_length"
-            texts.append(f"{source.path}: no end token is a target, so the model would not learn to stop; {advice}")
-    if tokenizer.warning is not None:
-        texts.append(tokenizer.warning)
-    texts += notices(*([train] if eval_ is None else [train, eval_]))
-    texts += unused_valid(config.data)
-    if found.first_control_text_row is not None:
-        policy = config.data.special_tokens_in_text
-        texts.append(control_token_warning(found.control_text_rows, found.first_control_text_row, policy))
-    if found.cut > MOST_CUT * found.rows:
-        texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
-    if found.duplicates > MOST_DUPLICATES * found.documents:
-        share = f"{found.duplicates / found.documents:.0%} of the documents are duplicates"
-        texts.append(f"{share}; remove them, or set data.dedup: exact")
-    if found.eval_in_training:
-        texts.append(
-            f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data, "
-            "so the evaluation loss would be too low; remove them from one of the two"
-        )
-    return texts
-
-
-def by_source(sources: Sequence[OpenedSource], documents: Documents) -> list[SourceNumbers]:
-    """Return the statistics of each source; the documents come from these sources."""
-    found: list[SourceNumbers] = []
-    for s, opened in enumerate(sources):
-        mine = documents.sources == s
-        lengths = documents.lengths[mine]
-        numbers = len(lengths), int(lengths.sum()), int(documents.targets[mine].sum())
-        found.append(SourceNumbers(opened.source.path, *numbers, lengths_of(lengths) if len(lengths) else None))
-    return found
-
-
-def describe(found: Survey) -> list[tuple[str, str]]:
-    """Return the statistics as text: rows of (label, value)."""
-    lengths = found.lengths
-    dropped = ", ".join(f"{number} dropped: {reason}" for reason, number in found.dropped.items())
-    rows = [
-        ("rows", f"{found.rows} to train on, {found.eval_rows} to evaluate on, {found.bad_rows} bad ones left out"),
-        *(("", reason) for reason in found.first_bad_rows),
-        ("documents", f"{found.documents}{f'; {dropped}' if dropped else ''}"),
-        ("tokens", f"{found.tokens}, {found.trained_tokens} of them targets ({found.trained_share:.1%})"),
-        (
-            "lengths",
-            f"{lengths.min} to {lengths.max} tokens, median {lengths.median:g}, mean {lengths.mean:.1f}, "
-            f"90 % up to {lengths.p90}",
-        ),
-        ("over-long", _over_long(found)),
-        *([("left out", duplicates_left_out(found.left_out))] if found.left_out else []),
-        ("duplicates", _with_pair(f"{found.duplicates} of the documents", found.first_duplicate)),
-    ]
-    if found.eval_documents:
-        text = f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data"
-        rows.append(("leaks", _with_pair(text, found.first_eval_in_training)))
-    if found.message_weights:
-        rows.append(("weights", "messages have loss weights: the loss is the weighted mean over the targets"))
-    measured = "" if found.fill_steps == found.steps_per_epoch else f", in the first {found.fill_steps} steps"
-    return [
-        *rows,
-        ("steps", f"{found.steps_per_epoch} in an epoch, {found.steps} in all"),
-        (
-            "filled",
-            f"{found.fill_packed:.1%} of the cells contain a token with packing (which is "
-            f"{'on' if found.packing else 'off'}), {found.fill_alone:.1%} without{measured}",
-        ),
-    ]
-
-
-def steps_per_epoch(order: Order) -> int:
-    end = 1
-    while order.step(end - 1).epoch < 1:
-        end *= 2
-    return bisect_right(range(end), 1.0, key=lambda step: order.step(step).epoch)
-
-
-def histogram(lengths: np.ndarray) -> list[Bar]:
-    """Return bars of equal width, from the shortest document to the longest.
-
-    A few documents that are far longer than all others share a wider last bar; otherwise all others would fall into the
-    first bar.
-    """
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    usual = int(np.percentile(lengths, 100 * (1 - OUTLIERS), method="inverted_cdf"))
-    has_outliers = longest - shortest > 2 * (usual - shortest + 1)
-    end, bars = (usual, BARS - 1) if has_outliers else (longest, BARS)
-    width = -(-(end - shortest + 1) // bars)
-    starts = np.arange(shortest, end + 1, width)
-    if has_outliers:
-        starts = np.append(starts, starts[-1] + width)
-    counts = np.bincount(np.searchsorted(starts, lengths, "right") - 1, minlength=len(starts))
-    ends = [*(starts[1:] - 1).tolist(), longest]
-    return [Bar(*bar) for bar in zip(starts.tolist(), ends, counts.tolist(), strict=True)]
-
-
-# --- documents as text -----------------------------------------------------------------------------------------------
+TurnKind = Literal["content", "frame", "call", "tools"]
+MARK = "\ue000\ue001\ue000"  # private-use characters; no template handles them specially
+HEAD = 64  # characters used to find the text after what the tokenizer puts before it
+# Of a sample row, in characters: what is context, at each end of a part; a part that is target; all of it.
+CONTEXT, TARGET, SAMPLE = 200, 8_000, 20_000
+SAMPLE_TOKENS = 8192  # that are decoded for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,67 +76,20 @@ def show_document(
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return the text of each token; joined, they give the whole text. A character of several tokens is in the last."""
-    found: list[str] = []
+    texts: list[str] = []
     start = done = 0  # ids[start:done] are decoded, and are the context for the next ones
     for end in range(1, len(ids) + 1):
         text = decode(ids[start:end])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            found.append("")
+            texts.append("")
             continue
-        found.append(text[len(decode(ids[start:done])) :])
+        texts.append(text[len(decode(ids[start:done])) :])
         start, done = done, end
-    return found
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def lengths_of(lengths: np.ndarray) -> Lengths:
-    """Return the statistics of at least one length."""
-    p90 = int(np.percentile(lengths, 90, method="inverted_cdf"))
-    return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
-
-
-def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
-    """Return (document, the first one equal to it) for each repeated document."""
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    first = first[inverse]
-    again = np.flatnonzero(first != np.arange(len(digests)))
-    return list(zip(again.tolist(), first[again].tolist(), strict=True))
-
-
-def first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return int64 [N of wanted]: the index of each in `digests`, or -1."""
-    known, first = np.unique(digests, return_index=True)
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, first[at], -1)
-
-
-def _ends(document: Document, tokenizer: Tokenizer) -> bool:
-    """Return whether the last targets end an answer."""
-    targets = document.tokens[np.flatnonzero(document.loss_mask)].tolist()
-    if targets[-1] in tokenizer.stop_ids:
-        return True
-    stop = tokenizer.stop_text
-    return bool(stop) and tokenizer.decode_all(targets[-4 * len(stop) :]).rstrip().endswith(stop)
-
-
-def _over_long(found: Survey) -> str:
-    if not found.over_long:
-        return f"no row has more than {found.max_length} tokens"
-    rest = found.over_long - found.cut - found.split
-    parts = (f"{found.cut} cut", f"{found.split} split", f"{rest} dropped")
-    became = ", ".join(part for part in parts if not part.startswith("0 "))
-    longest = f"the longest has {found.longest_row}"
-    return f"{found.over_long} of the rows have more than {found.max_length} tokens, {longest}; {became}"
-
-
-def _with_pair(text: str, pair: list[str] | None) -> str:
-    return f"{text}, the first: {pair[0]} equals {pair[1]}" if pair else text
+    return texts
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sample rows of a run's data for a person to look at: the first ones, and notable ones of several kinds.
+# Samples: the documents that are trained first, and notable ones of several kinds, each with its messages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,16 +114,16 @@ class Sample:
     original: str | None  # path:line of the document that it repeats
 
 
-def kinds_of(found: Survey) -> list[SampleKind]:
+def kinds_of(numbers: Survey) -> list[SampleKind]:
     """Return the kinds in display order."""
     return [
-        SampleKind("first", "Trained first", found.documents),
-        SampleKind("bad", "Bad", found.bad_rows),
-        SampleKind("cut", "Cut", found.cut),
-        SampleKind("duplicate", "Duplicates", found.duplicates),
-        SampleKind("longest", "Longest", found.documents),
-        SampleKind("control", "Control tokens in text", found.control_text_rows),
-        SampleKind("evaluation", "Evaluation", found.eval_documents),
+        SampleKind("first", "Trained first", numbers.documents),
+        SampleKind("bad", "Bad", numbers.bad_rows),
+        SampleKind("cut", "Cut", numbers.cut),
+        SampleKind("duplicate", "Duplicates", numbers.duplicates),
+        SampleKind("longest", "Longest", numbers.documents),
+        SampleKind("control", "Control tokens in text", numbers.control_text_rows),
+        SampleKind("evaluation", "Evaluation", numbers.eval_documents),
     ]
 
 
@@ -457,24 +162,22 @@ def _sample(
     return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original)
 
 
-def _examples(sources: Sequence[OpenedSource], wanted: Iterable[str]) -> dict[str, Example]:
-    """Read the examples at these locations (path:line) again."""
-    missing, found = set(wanted), dict[str, Example]()
+def _examples(sources: Sequence[OpenedSource], places: Iterable[str]) -> dict[str, Example]:
+    """Read the examples at these places (path:line) again."""
+    missing, examples = set(places), dict[str, Example]()
     for opened in sources:
         for example in opened.examples():
             if not missing:
-                return found
+                return examples
             if isinstance(example, Example) and example.where in missing:
-                found[example.where] = example
+                examples[example.where] = example
                 missing.remove(example.where)
-    return found
+    return examples
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# frame: what the template adds; call: an assistant's tool calls; tools: the functions that are offered
-TurnKind = Literal["content", "frame", "call", "tools"]
-MARK = "\ue000\ue001\ue000"  # private-use characters; no template handles them specially
-HEAD = 64  # characters used to find the text after what the tokenizer puts before it
+# The messages of a document. The content of each is found by rendering the conversation again with marks around the
+# contents; the rest is what the template adds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,3 +334,74 @@ def _kind_after(message: Message, example: Example) -> TurnKind:
     if message.extra.get("tool_calls"):
         return "call"
     return "tools" if message.role == "system" and example.tools else "frame"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What each run records of its documents in environment.json: cheap enough for every run, and read without a tokenizer.
+
+
+def counts(
+    config: Config, train: Documents, eval_: Documents, decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """Return what environment.json records of the data; of no training document, nothing.
+
+    `decode` gives the text of token ids: a few sample rows are recorded, without secrets, their targets whole.
+    """
+    if not len(train):
+        return {}
+    digests = train.digests()
+    return {
+        "rows": train.num_rows,
+        "bad_rows": train.num_bad,
+        "dropped": train.dropped,
+        "cut": train.num_truncated,
+        "split": train.num_split,
+        "documents": len(train),
+        "tokens": train.num_tokens,
+        "trained_tokens": train.num_targets,
+        "lengths": asdict(lengths_of(train.lengths)),
+        "histogram": [asdict(bar) for bar in histogram(train.lengths)],
+        "left_out": dict(train.left_out),
+        "duplicates": len(digests) - len(np.unique(digests)),
+        "eval_documents": len(eval_),
+        "eval_in_training": int((first_indices(digests, eval_.digests()) >= 0).sum()),
+        "sources": [
+            {"path": source.path, **_of_source(train, number)} for number, source in enumerate(config.data.sources())
+        ],
+        "samples": [sample_row(train, i, decode) for i in sorted({0, len(train) // 2, len(train) - 1})],
+    }
+
+
+def sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return a document to be shown: its place, its text, and [start, end) of each run of targets in the text.
+
+    Long context loses its middle, so that the targets are there whole. A text with a secret has no targets: without the
+    secret, the places in it are others.
+    """
+    document = documents[i]
+    tokens, loss_mask = document.tokens[:SAMPLE_TOKENS], document.loss_mask[:SAMPLE_TOKENS]
+    runs = [*show_document(replace(document, tokens=tokens, loss_mask=loss_mask, weights=None), decode).runs()]
+    whole = "".join(part for _, part in runs)
+    if (shown := redact(whole)) != whole:
+        return {"where": document.where, "text": _without_middle(shown, TARGET // 2), "targets": []}
+    text, targets = "", list[tuple[int, int]]()
+    for weight, part in runs:
+        if len(text) >= SAMPLE:
+            break
+        part = _without_middle(part, TARGET // 2 if weight else CONTEXT)
+        if weight:
+            targets.append((len(text), len(text) + len(part)))
+        text += part
+    is_whole = len(document.tokens) <= SAMPLE_TOKENS and len(text) < SAMPLE
+    return {"where": document.where, "text": text if is_whole else f"{text}…", "targets": targets}
+
+
+def _without_middle(text: str, end: int) -> str:
+    """Return a text of which at most `end` characters at both ends are left."""
+    return text if len(text) <= 2 * end else f"{text[:end]} … {text[-end:]}"
+
+
+def _of_source(documents: Documents, number: int) -> dict[str, int]:
+    mine = documents.sources == number
+    tokens, targets = (int(numbers[mine].sum()) for numbers in (documents.lengths, documents.targets))
+    return {"documents": int(mine.sum()), "tokens": tokens, "trained_tokens": targets}

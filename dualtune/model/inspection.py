@@ -208,17 +208,16 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
 
     FormatError only for what cannot be read as an adapter at all.
     """
-    contents = open_directory(path)
-    changed = (
-        integrity_problems(contents.directory, contents.manifest, FILES) if contents.manifest is not None else None
-    )
-    adapter = load(contents)
-    disagreements = agreement_problems(contents, adapter) if contents.layout == "dual" else None
-    spec, pairs = adapter.spec, canonical.to_pairs(adapter.tensors, contents.directory)
-    names = [name for name in (*FILES, MANIFEST_FILE) if (contents.directory / name).is_file()]
+    with open_directory(path) as contents:
+        directory, manifest = contents.directory, contents.manifest
+        changes = None if manifest is None else integrity_problems(directory, manifest, contents.files)
+        adapter = load(contents)
+        disagreements = agreement_problems(contents, adapter) if contents.layout == "dual" else None
+    spec, pairs = adapter.spec, canonical.to_pairs(adapter.tensors, directory)
+    names = [name for name in (*FILES, MANIFEST_FILE) if (directory / name).is_file()]
     return AdapterReport(
-        path=str(contents.directory),
-        layout=contents.layout,
+        path=str(directory),
+        layout=adapter.layout,
         base_model=adapter.base_model,
         rank=spec.rank,
         alpha=spec.alpha,
@@ -230,12 +229,12 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         template=describe_template(adapter.template, adapter.metadata),
         num_modules=len(pairs),
         num_parameters=sum(x.size for x in adapter.tensors.values()),
-        file_bytes={name: (contents.directory / name).stat().st_size for name in names},
+        file_bytes={name: (directory / name).stat().st_size for name in names},
         projections=_projections(pairs, spec.scale),
         notes=(*adapter.notes, *adapter.naming.notes),
         flags=tuple(_flags(adapter, pairs)),
-        problems=(*(changed or ()), *canonical.value_problems(adapter.tensors), *(disagreements or ())),
-        hashes_ok=None if changed is None else not changed,
+        problems=(*(changes or ()), *canonical.value_problems(adapter.tensors), *(disagreements or ())),
+        hashes_ok=None if changes is None else not changes,
         files_agree=None if disagreements is None else not disagreements,
     )
 

@@ -6,7 +6,7 @@ import json
 
 from dualtune.base.files import write_file
 from dualtune.config import to_yaml
-from dualtune.data.counts import counts
+from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
 from dualtune.model.base_model import ignored_code, read_config, untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE

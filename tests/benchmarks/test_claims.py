@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md and docs/claims.md are those of the results; each claim has its commands."""
+"""The figures of docs/performance.md and claims.md are those of the results; each claim has its commands."""
 
 import json
 import re
@@ -39,11 +39,11 @@ def test_all_figures_are_of_the_same_kind_of_machine():
     assert len(cpus) == 1 and "amx_bf16" in cpus.pop()
 
 
-# --- docs/claims.md ---
+# --- claims.md ---
 
 CLAIMS = [
     tuple(cell.strip() for cell in line.strip("| ").rsplit(" | ", 1))
-    for line in (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "benchmarks" / "results" / "claims.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and not line.startswith("| claim |")
 ]
 

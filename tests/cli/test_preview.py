@@ -14,7 +14,7 @@ import pytest
 from dualtune.config import load_config
 from dualtune.data.documents import Data
 from dualtune.data.order import Order
-from dualtune.data.preview import Survey
+from dualtune.data.survey import Survey
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 EVIL = "<script>alert(1)</script> & \"x\" '</div>' \x1b[31m é日"

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from dualtune.data.counts import counts
 from dualtune.data.documents import Data
+from dualtune.data.preview import counts
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 TEXT = "The harbour was quiet that morning, and the gulls sat in rows along the wall"

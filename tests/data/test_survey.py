@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from dualtune.base.text import visible
 from dualtune.config import parse_config
-from dualtune.data import preview as module
+from dualtune.data import survey as module
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, tokenize
 from dualtune.data.order import Order
-from dualtune.data.preview import first_documents, histogram, pieces, show_document, steps_per_epoch, survey
-from dualtune.data.preview import warnings as warnings_of
+from dualtune.data.preview import first_documents, pieces, show_document
+from dualtune.data.survey import histogram, steps_per_epoch, survey
+from dualtune.data.survey import warnings as warnings_of
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.evaluation import layout_of

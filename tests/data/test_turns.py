@@ -6,7 +6,8 @@ import pytest
 
 from dualtune.data.documents import Data
 from dualtune.data.order import Order
-from dualtune.data.preview import by_source, kinds_of, samples, survey
+from dualtune.data.preview import kinds_of, samples
+from dualtune.data.survey import by_source, survey
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.evaluation import layout_of
 

@@ -22,7 +22,8 @@ from dualtune.config import load_config
 from dualtune.config.importing.translate import import_config
 from dualtune.config.schema import sections
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
+FOLDERS = ("docs", "examples", "benchmarks/results")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}
 TARGETS = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 # Not the changes and the decisions: their text tells what was.

@@ -7,7 +7,8 @@ import pytest
 from pages import ROOT, anchors, links
 from reference import PAGES as GENERATED
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
+FOLDERS = ("docs", "examples", "benchmarks/results")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 FOREIGN = ("http:", "https:", "mailto:")
 
 

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dualtune.data.preview import Bar, Lengths, Sample, ShownToken, SourceNumbers, Survey, Turn, TurnPart
+from dualtune.data.preview import Sample, ShownToken, Turn, TurnPart
+from dualtune.data.survey import Bar, Lengths, SourceNumbers, Survey
 from dualtune.show.report.preview_page import FOLDED, Page, preview_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\" ' & </style> \x1b[31m"

@@ -16,7 +16,7 @@ import pytest
 
 from dualtune.cli.main import cli
 from dualtune.config import load_config
-from dualtune.data.counts import _sample_row
+from dualtune.data.preview import sample_row
 from dualtune.data.tokens.store import Document
 from dualtune.show.report import curves as curves_module
 from dualtune.show.report import run_files
@@ -181,7 +181,7 @@ def test_sample_rows_mark_the_targets(plain):
 def test_a_sample_row_shows_its_targets_whole_behind_long_context():
     words = ["c" * 3000, "the answer, ", "all of it", "d" * 3000, "and the next"]
     document = Document(np.arange(5), np.array([False, True, True, False, True]), "f:1")
-    row = _sample_row([document], 0, lambda ids: "".join(words[i] for i in ids))
+    row = sample_row([document], 0, lambda ids: "".join(words[i] for i in ids))
     assert [row["text"][slice(*span)] for span in row["targets"]] == ["the answer, all of it", "and the next"]
     assert row["text"].startswith(f"{'c' * 200} … {'c' * 200}the answer") and len(row["text"]) < 1000
 
@@ -189,7 +189,7 @@ def test_a_sample_row_shows_its_targets_whole_behind_long_context():
 def test_a_sample_row_with_a_secret_has_no_marks():
     texts = dict(enumerate(["key: ", f"hf_{'a' * 34}", "!"]))
     document = Document(np.arange(3), np.array([False, True, True]), "f:1")
-    found = _sample_row([document], 0, lambda ids: "".join(texts[i] for i in ids))
+    found = sample_row([document], 0, lambda ids: "".join(texts[i] for i in ids))
     assert "aaa" not in found["text"] and found["text"].startswith("key: ") and found["targets"] == []
 
 

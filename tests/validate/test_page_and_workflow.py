@@ -1,4 +1,4 @@
-"""docs/GPU_TIERS.md is what its data say, and the workflow runs what exists, where and when it should."""
+"""gpu_tiers.md is what its data say, and the workflow runs what exists, where and when it should."""
 
 import json
 import re

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +39,13 @@ def read_template(directory: Path) -> str | None:
         return None
     path = file_in(directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
     with open_file(path) as file:
-        data = file.read(MAX_TEMPLATE_BYTES + 1)
+        return template_in(file, path)
+
+
+def template_in(file: BufferedReader, path: Path) -> str:
+    """Return the template in an open file."""
+    file.seek(0)
+    data = file.read(MAX_TEMPLATE_BYTES + 1)
     if len(data) > MAX_TEMPLATE_BYTES:
         raise FormatError(f"{path}: got a larger file, must be at most {MAX_TEMPLATE_BYTES} bytes for a chat template")
     try:

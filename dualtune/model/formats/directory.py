@@ -4,7 +4,7 @@
     adapter_model.safetensors   PEFT's names and orientation; canonical
     adapters.safetensors        mlx-lm's; contiguous transposes of the same numbers
     chat_template.jinja         the chat template of the training, if it had one
-    dualtune.json               ours: schema version, size and sha256 of each other file, metadata
+    dualtune.json               ours: size and sha256 of each other file, and metadata of the writer
 
 A directory is written whole or not at all. On reading, the files are checked against dualtune.json if there is one;
 otherwise the two weight files are checked against each other.
@@ -12,93 +12,35 @@ otherwise the two weight files are checked against each other.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
-from dualtune.base.files import Content, Pieces, json_bytes, listing, write_directory
+from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, write_directory
 from dualtune.base.tensors import safetensors_pieces
-from dualtune.base.untrusted import LFS_ADVICE, is_lfs_pointer, read_json, read_safetensors, sha256_of
+from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
 from dualtune.model.formats import canonical, mlx_lm, peft
-from dualtune.model.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
+from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
-from dualtune.model.weight_files import INDEX_FILE, NPZ_FILE
 
-# ----------------------------------------------------------------------------------------------------------------------
-# dualtune.json: the files of an adapter directory when it was written, and all other recorded facts.
-#
-#     {"schema_version": 1, "files": {"<name>": {"bytes": …, "sha256": …}, …}, "notes": [what was converted], …}
-#
-# The other keys are metadata of the writer: fingerprints of the base model, a summary of the training.
-
-MANIFEST_FILE = "dualtune.json"
-SCHEMA_VERSION = 1
-MAX_BYTES = 1 << 20
-
-
-def make_manifest(files: Mapping[str, Content], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of dualtune.json for these files. Metadata from another directory may be passed as it is."""
-    return {
-        **metadata,
-        "schema_version": SCHEMA_VERSION,
-        "files": listing(files),
-        "notes": [*(metadata.get("notes") or []), *notes],
-    }
-
-
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the content of dualtune.json, None if there is none."""
-    path = directory / MANIFEST_FILE
-    if not path.is_file():
-        return None
-    manifest = read_json(path, max_bytes=MAX_BYTES)
-    if (version := fields.rank(manifest, "schema_version", path)) > SCHEMA_VERSION:
-        raise FormatError(f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}. Update dualtune.")
-    fields.texts(manifest, "notes", path)
-    return manifest
-
-
-def integrity_problems(directory: Path, manifest: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return where the `known` files differ from the manifest. Other names are refused and never read."""
-    listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
-    problems = [
-        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
-        for name in listed
-        if name not in known
-    ]
-    for name in known:
-        path = directory / name
-        if name not in listed:
-            problems += [f"{name} is not listed in {MANIFEST_FILE}: it was added later"] if path.exists() else []
-        elif not path.is_file():
-            problems.append(f"{name} is missing, though {MANIFEST_FILE} lists it")
-        else:
-            entry = fields.subtable(listed, name, directory / MANIFEST_FILE)
-            problems += _file_problems(path, num_bytes=entry.get("bytes"), sha256=entry.get("sha256"))
-    return problems
-
-
-def _file_problems(path: Path, *, num_bytes: Any, sha256: Any) -> list[str]:
-    if is_lfs_pointer(path):
-        return [f"{path.name} {LFS_ADVICE}"]
-    if (size := path.stat().st_size) != num_bytes:
-        expected = fields.shown(fields.text_of(num_bytes))
-        return [f"{path.name} has {size} bytes, expected {expected}: truncated or replaced. Copy it again."]
-    if sha256_of(path) != sha256:
-        return [f"{path.name} was changed: its sha256 is not the one in {MANIFEST_FILE}. Copy it again."]
-    return []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 CONFIG_FILE = peft.CONFIG_FILE
+MANIFEST_FILE = "dualtune.json"
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
-LAYOUTS = ("dual", "peft", "mlx")
+# Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
+INDEX_FILE, NPZ_FILE = "adapter_model.safetensors.index.json", "adapters.npz"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+LAYOUTS = ("dual", "peft", "mlx")
+SCHEMA_VERSION = 1
+MAX_BYTES = 1 << 20  # of dualtune.json
 MAX_CONFIG_BYTES = 1 << 20
 SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
 
@@ -127,24 +69,154 @@ class Adapter:
         return recorded_hash(self.template, self.metadata)
 
 
-class Contents(NamedTuple):
-    """A directory that looks like an adapter. So far only dualtune.json is read: hashes are checked first."""
+@dataclass(frozen=True)
+class Contents:
+    """An adapter directory with its files open: each is opened once, so what is hashed is what is read."""
 
     directory: Path
     layout: str
     manifest: dict[str, Any] | None
+    files: Mapping[str, BufferedReader]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return json_in(self.files[CONFIG_FILE], self.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+
+    @cached_property
+    def naming(self) -> Naming:
+        return read_naming(self.manifest or {}, self.directory / MANIFEST_FILE)
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Return the adapter of a directory in any of the three layouts, converted exactly, or raise FormatError."""
-    contents = open_directory(path)
-    if contents.manifest is not None:
-        _refuse(contents, integrity_problems(contents.directory, contents.manifest, FILES))
-    adapter = load(contents)
-    _refuse(contents, canonical.value_problems(adapter.tensors))
-    if contents.layout == "dual" and contents.manifest is None:
-        _refuse(contents, agreement_problems(contents, adapter))
-    return adapter
+    with open_directory(path) as contents:
+        if contents.manifest is not None:
+            _refuse(contents, integrity_problems(contents.directory, contents.manifest, contents.files))
+        adapter = load(contents)
+        _refuse(contents, canonical.value_problems(adapter.tensors))
+        if contents.layout == "dual" and contents.manifest is None:
+            _refuse(contents, agreement_problems(contents, adapter))
+        return adapter
+
+
+def _refuse(contents: Contents, problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise FormatError(f"{contents.directory}: {'; '.join(problems[:3])}{more}")
+
+
+def adapter_directory(path: str | os.PathLike[str]) -> Path:
+    """Return the directory of an adapter: the given one, or the adapter in it if it is a run directory."""
+    named = Path(path)
+    result = named / "adapter"
+    return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
+
+
+@contextlib.contextmanager
+def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
+    """Open a directory; for a run directory, its adapter. FormatError lists the contents if there is no adapter."""
+    directory = adapter_directory(path)
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise FormatError(
+            f"{directory}: {error.strerror}. An adapter is a directory with {CONFIG_FILE} and its weights."
+        ) from None
+    has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
+    if not (has_peft or has_mlx):
+        raise FormatError(_no_adapter(directory, names))
+    if not (directory / CONFIG_FILE).is_file():
+        raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
+    layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
+    manifest = read_manifest(directory)
+    with open_files(directory) as files:
+        yield Contents(directory, layout, manifest, files)
+
+
+@contextlib.contextmanager
+def open_files(directory: Path) -> Generator[dict[str, BufferedReader]]:
+    """Open those of FILES that are in a directory."""
+    with contextlib.ExitStack() as stack:
+        present = [directory / name for name in FILES if (directory / name).is_file()]
+        yield {file.name: stack.enter_context(open_file(file)) for file in present}
+
+
+def _no_adapter(directory: Path, names: list[str]) -> str:
+    if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+        return (
+            f"{directory}: {pickles[0]!r} is a pickle, which can run code when it is opened. If you trust it, load it "
+            f"with PEFT and save it as {peft.WEIGHTS_FILE}: model.save_pretrained(path, safe_serialization=True)."
+        )
+    if others := {INDEX_FILE, NPZ_FILE} & {*names}:
+        return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
+    for model in (directory / "model", directory):
+        if (model / "config.json").is_file():
+            return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
+    if (directory / "checkpoints").is_dir():
+        return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
+    listing = ", ".join(map(repr, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}. It contains: {listing or 'nothing'}"
+    )
+
+
+def load(contents: Contents) -> Adapter:
+    """Return the adapter of an open directory, from PEFT's file if there are two. Values are not checked."""
+    parts = _parse(contents, "mlx" if contents.layout == "mlx" else "peft")
+    template = None
+    if os.path.lexists(contents.directory / TEMPLATE_FILE):
+        path = file_in(contents.directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
+        template = template_in(contents.files[TEMPLATE_FILE], path)
+    return Adapter(
+        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes, template,
+        contents.naming, parts.fan_in_fan_out,
+    )  # fmt: skip
+
+
+def _parse(contents: Contents, layout: str) -> canonical.Parts:
+    """Return the adapter in one of the weight files, by its canonical names."""
+    directory = contents.directory
+    name = peft.WEIGHTS_FILE if layout == "peft" else mlx_lm.WEIGHTS_FILE
+    tensors = tensors_in(contents.files[name], directory / name)
+    if layout == "peft":
+        parts = peft.read_peft(contents.config, tensors, directory, contents.naming)
+    else:
+        parts = mlx_lm.read_mlx(contents.config, tensors, directory)
+    tensors, spec = _in_names(parts.spec, parts.tensors, reversed_(contents.naming.prefixes(layout)))
+    return parts._replace(spec=_as_recorded(spec, contents), tensors=tensors)
+
+
+def _as_recorded(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
+    """Return the spec with what only dualtune.json records: see `_recorded`."""
+    where = f"{contents.directory / MANIFEST_FILE}: adapter"
+    facts = fields.subtable(contents.manifest or {}, "adapter", where)
+    if "dropout" in facts:
+        spec = replace(spec, dropout=fields.probability(facts, "dropout", where))
+    if contents.layout == "mlx" and facts == {"method": spec.method, "scaling": "rank_stabilized"}:
+        return canonical.rescaled(spec, "rank_stabilized")
+    return spec
+
+
+def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
+    """Return where mlx-lm's file of a dual directory computes another function than the adapter from PEFT's file."""
+    other = _parse(contents, "mlx")
+    ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
+    theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
+    problems = [f"{module} is adapted in one weight file only" for module in sorted(ours.keys() ^ theirs.keys())]
+    for module in sorted(ours.keys() & theirs.keys()):
+        if ours[module].delta_shape != theirs[module].delta_shape:
+            problems.append(f"{module}: the weight files adapt matrices of different shapes")
+            continue
+        distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
+        if distance > SAME_FUNCTION:
+            problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
+    extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.extras_distance(*extras) > SAME_FUNCTION:
+        method = adapter.spec.method_spec
+        problems.append(
+            f"the two weight files differ in the parameters that {method.title} trains in addition to A and B"
+        )
+    return problems
 
 
 def write_adapter(
@@ -190,9 +262,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     files[CONFIG_FILE] = json_bytes(config)
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
-    facts: dict[str, Any] = {"adapter": _kind(spec)}
-    if spec.dropout and "target_parameters" in config:
-        facts["adapter"]["dropout"] = spec.dropout
+    facts: dict[str, Any] = {"adapter": _recorded(spec, config)}
     if naming != PLAIN:
         facts["naming"] = naming.as_json()
     files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, **facts}))
@@ -215,124 +285,12 @@ def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[
     return rename_tensors(tensors, prefixes), replace(spec, targets=targets)
 
 
-def adapter_directory(path: str | os.PathLike[str]) -> Path:
-    """Return the directory of an adapter: the given one, or the adapter in it if it is a run directory."""
-    named = Path(path)
-    result = named / "adapter"
-    return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
-
-
-def open_directory(path: str | os.PathLike[str]) -> Contents:
-    """Open a directory; for a run directory, its adapter. FormatError lists the contents if there is no adapter."""
-    directory = adapter_directory(path)
-    try:
-        found = sorted(entry.name for entry in directory.iterdir())
-    except OSError as error:
-        raise FormatError(
-            f"{directory}: {error.strerror}. An adapter is a directory with {CONFIG_FILE} and its weights."
-        ) from None
-    has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
-    if not (has_peft or has_mlx):
-        raise FormatError(_nothing_found(directory, found))
-    if CONFIG_FILE not in found:
-        raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
-    layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
-    return Contents(directory, layout, read_manifest(directory))
-
-
-def load(contents: Contents) -> Adapter:
-    """Return the adapter of the directory, from PEFT's file if there are two. Values are not checked."""
-    layout = "mlx" if contents.layout == "mlx" else "peft"
-    parts = _parse(contents, layout)
-    return Adapter(
-        _with_scaling(parts.spec, contents), parts.tensors, parts.base_model, contents.layout, contents.manifest or {},
-        parts.notes, read_template(contents.directory), _naming(contents), parts.fan_in_fan_out,
-    )  # fmt: skip
-
-
-def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
-    """Return where mlx-lm's file of a dual directory computes another function than the adapter from PEFT's file."""
-    other = _parse(contents, "mlx")
-    ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
-    theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
-    problems = [f"{module} is adapted in one weight file only" for module in sorted(ours.keys() ^ theirs.keys())]
-    for module in sorted(ours.keys() & theirs.keys()):
-        if ours[module].delta_shape != theirs[module].delta_shape:
-            problems.append(f"{module}: the weight files adapt matrices of different shapes")
-            continue
-        distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
-        if distance > SAME_FUNCTION:
-            problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
-    extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
-    if canonical.extras_distance(*extras) > SAME_FUNCTION:
-        method = adapter.spec.method_spec
-        problems.append(
-            f"the two weight files differ in the parameters that {method.title} trains in addition to A and B"
-        )
-    return problems
-
-
-def _kind(spec: AdapterSpec) -> dict[str, Any]:
-    """Return method and scaling for dualtune.json; mlx-lm's config has no key for the scaling."""
-    return {"method": spec.method, "scaling": spec.scaling}
-
-
-def _with_scaling(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
-    """Return the spec with the original alpha: the config of our mlx-lm directories has only the scale."""
-    kind = (contents.manifest or {}).get("adapter")
-    if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:
-        return spec
-    return canonical.rescaled(spec, "rank_stabilized")
-
-
-def _parse(contents: Contents, layout: str) -> canonical.Parts:
-    """Return the adapter in one of the files, by its canonical names."""
-    config = read_json(contents.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-    naming = _naming(contents)
-    if layout == "peft":
-        tensors = read_safetensors(contents.directory / peft.WEIGHTS_FILE)
-        parts = peft.read_peft(config, tensors, contents.directory, naming)
-    else:
-        tensors = read_safetensors(contents.directory / mlx_lm.WEIGHTS_FILE)
-        parts = mlx_lm.read_mlx(config, tensors, contents.directory)
-    named, spec = _in_names(parts.spec, parts.tensors, reversed_(naming.prefixes(layout)))
-    return parts._replace(spec=_with_dropout(spec, contents), tensors=named)
-
-
-def _naming(contents: Contents) -> Naming:
-    return read_naming(contents.manifest or {}, contents.directory / MANIFEST_FILE)
-
-
-def _with_dropout(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
-    """Return the spec with the dropout of the training, which PEFT's config must deny for adapted parameters."""
-    where = f"{contents.directory / MANIFEST_FILE}: adapter"
-    kind = fields.subtable(contents.manifest or {}, "adapter", where)
-    return replace(spec, dropout=fields.probability(kind, "dropout", where)) if "dropout" in kind else spec
-
-
-def _nothing_found(directory: Path, found: list[str]) -> str:
-    if pickles := [name for name in found if name.endswith(PICKLE_SUFFIXES)]:
-        return (
-            f"{directory}: {pickles[0]!r} is a pickle, which can run code when it is opened. If you trust it, load it "
-            f"with PEFT and save it as {peft.WEIGHTS_FILE}: model.save_pretrained(path, safe_serialization=True)."
-        )
-    if others := {INDEX_FILE, NPZ_FILE} & {*found}:
-        return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
-    for model in (directory / "model", directory):
-        if (model / "config.json").is_file():
-            return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
-    if (directory / "checkpoints").is_dir():
-        return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
-    listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
-    return (
-        f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}. It contains: {listing or 'nothing'}"
-    )
-
-
-def _refuse(contents: Contents, problems: list[str]) -> None:
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise FormatError(f"{contents.directory}: {'; '.join(problems[:3])}{more}")
+def _recorded(spec: AdapterSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the config cannot say: mlx-lm's has no scaling, PEFT's no dropout for adapted parameters."""
+    facts: dict[str, Any] = {"method": spec.method, "scaling": spec.scaling}
+    if spec.dropout and "target_parameters" in config:
+        facts["dropout"] = spec.dropout
+    return facts
 
 
 def _check_values(tensors: Tensors) -> None:
@@ -345,3 +303,66 @@ def _check_values(tensors: Tensors) -> None:
 def _safetensors(tensors: Tensors, framework: str) -> Pieces:
     """Add `format` to the header, where transformers and PEFT look for it."""
     return safetensors_pieces(tensors, {"format": framework})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dualtune.json: the files of the directory when it was written, and all other recorded facts.
+#
+#     {"schema_version": 1, "files": {"<name>": {"bytes": …, "sha256": …}, …}, "notes": [what was converted], …}
+#
+# The other keys are metadata of the writer: fingerprints of the base model, a summary of the training.
+
+
+def make_manifest(files: Mapping[str, Content], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of dualtune.json for these files. Metadata from another directory may be passed as it is."""
+    return {
+        **metadata,
+        "schema_version": SCHEMA_VERSION,
+        "files": listing(files),
+        "notes": [*(metadata.get("notes") or []), *notes],
+    }
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the content of dualtune.json, None if there is none."""
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    manifest = read_json(path, max_bytes=MAX_BYTES)
+    if (version := fields.rank(manifest, "schema_version", path)) > SCHEMA_VERSION:
+        raise FormatError(f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}. Update dualtune.")
+    fields.texts(manifest, "notes", path)
+    return manifest
+
+
+def integrity_problems(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, BufferedReader]) -> list[str]:
+    """Return where the open files differ from the manifest. Names that are not in FILES are refused and never read."""
+    listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
+    problems = [
+        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
+        for name in listed
+        if name not in FILES
+    ]
+    for name in FILES:
+        if name not in listed:
+            exists = (directory / name).exists()
+            problems += [f"{name} is not listed in {MANIFEST_FILE}: it was added later"] if exists else []
+        elif name not in files:
+            problems.append(f"{name} is missing, though {MANIFEST_FILE} lists it")
+        else:
+            entry = fields.subtable(listed, name, directory / MANIFEST_FILE)
+            problems += _file_problems(name, files[name], entry)
+    return problems
+
+
+def _file_problems(name: str, file: BufferedReader, entry: Mapping[str, Any]) -> list[str]:
+    file.seek(0)
+    if file.read(len(LFS_MAGIC)) == LFS_MAGIC:
+        return [f"{name} {LFS_ADVICE}"]
+    if (size := os.fstat(file.fileno()).st_size) != entry.get("bytes"):
+        expected = fields.shown(fields.text_of(entry.get("bytes")))
+        return [f"{name} has {size} bytes, expected {expected}: truncated or replaced. Copy it again."]
+    file.seek(0)
+    if hashlib.file_digest(file, "sha256").hexdigest() != entry.get("sha256"):
+        return [f"{name} was changed: its sha256 is not the one in {MANIFEST_FILE}. Copy it again."]
+    return []

@@ -20,19 +20,21 @@ from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnkn
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
-from dualtune.base.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_safetensors
+from dualtune.base.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_npz, read_safetensors
 from dualtune.model.adapter import OUTPUT_HEAD, PREFIX, Tensors, is_module_path, position_of
 from dualtune.model.formats import mlx_lm, naming, peft
 from dualtune.model.formats.canonical import Pair, Pairs
 from dualtune.model.formats.directory import (
     CONFIG_FILE,
-    FILES,
+    INDEX_FILE,
     MAX_CONFIG_BYTES,
+    NPZ_FILE,
     integrity_problems,
     open_directory,
+    open_files,
     read_manifest,
 )
-from dualtune.model.weight_files import INDEX_FILE, NPZ_FILE, StoredTensor, check_shard, read_npz, shards_of, weights_in
+from dualtune.model.weight_files import StoredTensor, check_shard, shards_of, weights_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The orientation of each module's two matrices, decided only by their shapes.
@@ -194,9 +196,14 @@ def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], di
     if not files and (save := _intermediate_save(path)):
         files = {"mlx": save}
         findings.append(Finding(f"{save.name} is an intermediate save of an unfinished mlx-lm run", "uses it"))
-    manifest = read_manifest(path) if files and not usual else open_directory(path).manifest
-    if manifest is not None and (problems := integrity_problems(path, manifest, FILES)):
-        raise FormatError(f"{path}: {'; '.join(problems[:3])}")
+    if not files or usual:
+        with open_directory(path):
+            pass  # it names what is wrong with the directory
+    if (manifest := read_manifest(path)) is not None:
+        with open_files(path) as opened:
+            problems = integrity_problems(path, manifest, opened)
+        if problems:
+            raise FormatError(f"{path}: {'; '.join(problems[:3])}")
     config = read_json(path / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     weights = {layout: _read_names(*_read(file, findings), layout, file, findings) for layout, file in files.items()}
     return config, weights, manifest or {}

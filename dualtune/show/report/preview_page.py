@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dualtune.data.preview import Bar, Sample, SampleKind, ShownToken, SourceNumbers, Survey, Turn, TurnPart, kinds_of
+from dualtune.data.preview import Sample, SampleKind, ShownToken, Turn, TurnPart, kinds_of
+from dualtune.data.survey import Bar, SourceNumbers, Survey
 from dualtune.show.report.page import as_text as _text
 from dualtune.show.report.page import asset, histogram, scrolling, whole_page
 
