@@ -70,8 +70,8 @@ def command(
         checked = check_plan(plan, backend, show)
     tell("\n".join(_described(plan, checked)))
     if dry_run:
-        for each in checked:
-            tell("\n".join([f"run         {each.trial.name}, {each.num_steps} steps", *each.memory]))
+        for run in checked:
+            tell("\n".join([f"run         {run.trial.name}, {run.num_steps} steps", *run.memory]))
         return tell("dry run     nothing was loaded or written")
     attempt = Attempts(_trainer(backend), tell)
     results = ranked([result_of(trial) for trial in carry_out(plan, checked, attempt, tell)])

@@ -158,9 +158,9 @@ def _redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list):
-        return [_redacted(each) for each in cast("list[Any]", value)]
+        return [_redacted(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _redacted(each) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _redacted(item) for key, item in cast("dict[str, Any]", value).items()}
     return value
 
 

@@ -52,10 +52,10 @@ class Followed:
         if not os.path.lexists(self._path):
             return iter(()), False
         file = open_file(self._path, max_bytes=MAX_BYTES, is_own=True)
-        found = os.fstat(file.fileno())
-        is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
+        status = os.fstat(file.fileno())
+        is_new = self._offset is None or self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset
         if is_new:
-            self._offset, self._file = self._start(found.st_size), (found.st_dev, found.st_ino)
+            self._offset, self._file = self._start(status.st_size), (status.st_dev, status.st_ino)
         return self._lines(file), is_new
 
     def _lines(self, file: BufferedReader) -> Iterator[str]:
