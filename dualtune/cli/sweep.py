@@ -129,7 +129,7 @@ def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory:
 
 
 def _write_page(runs: Sequence[Path], directory: Path) -> None:
-    """Write the page that compares the runs. They are trained, so a page that cannot be written is no failure."""
+    """Write the page that compares the runs. They are trained, so failing to write it does not fail the sweep."""
     from dualtune.base.files import write_file
     from dualtune.show.report.run_page import run_page
     from dualtune.train.state.run_dir import REPORT

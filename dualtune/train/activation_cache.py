@@ -253,7 +253,7 @@ def check_engine(engine: Engine) -> None:
     """Raise ConfigError if the base is split, so that every layer needs all processes."""
     if engine.description.sharding == "full":
         raise ConfigError(
-            f"{KEY}: got disk, but the base is split among the processes ({engine.description.sharding_reason}); "
+            f"{KEY}: got disk, but the base is sharded among the processes ({engine.description.sharding_reason}); "
             f"set memory.sharding=none, or {KEY}=none"
         )
 

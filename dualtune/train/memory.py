@@ -259,7 +259,7 @@ def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, 
     has = within(budget(detect(), name), config.memory.limit_bytes)
     decoder, reason = _shape(backend.name, device.kind, model_dir)
     if config.memory.sharding == "full":
-        decoder, reason = None, f"the base is split among {num_processes} processes"
+        decoder, reason = None, f"the base is sharded among {num_processes} processes"
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
     plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)

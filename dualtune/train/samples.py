@@ -48,10 +48,10 @@ def check_samples(
 
 
 def check_not_split(engine: Engine) -> None:
-    """Raise ConfigError if the base is split among processes: only the first one answers."""
+    """Raise ConfigError if the base is sharded among processes: only the first one answers."""
     if engine.description.sharding == "full":
         raise ConfigError(
-            "run.sample_prompts: the base is split among the processes, which would have to answer together. Remove "
+            "run.sample_prompts: the base is sharded among the processes, which would have to answer together. Remove "
             "the prompts, or set memory.sharding to none"
         )
 

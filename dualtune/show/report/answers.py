@@ -26,7 +26,8 @@ T = TypeVar("T")
 def read_lines(path: Path, parse: Callable[[bytes, str], T], *, max_bytes: int, max_line: int) -> tuple[list[T], str]:
     """Return the rows, and a notice as HTML on what is left out, empty if nothing is.
 
-    `parse(line, where)` raises FormatError for a line that is no row. A line of more than `max_line` bytes is several.
+    `parse(line, where)` raises FormatError for a line that is not a row. Longer lines than `max_line`
+    bytes count as several.
     """
     rows: list[T] = []
     problem, num_problems = "", 0
@@ -105,7 +106,7 @@ def answers(run_dir: Path) -> str:
 
 
 def prediction(line: bytes, where: str) -> KeptAnswer:
-    """Return a row of predictions.jsonl. FormatError for what is none."""
+    """Return a row of predictions.jsonl. FormatError if the line is not one."""
     try:
         value: Any = json.loads(line)
     except (ValueError, RecursionError):
@@ -170,7 +171,7 @@ def samples(run_dir: Path) -> str:
 
 
 def sample(line: bytes, where: str) -> SampleRecord:
-    """Return a row of samples.jsonl, its texts cut to MAX_TEXT characters. FormatError for what is none."""
+    """Return a row of samples.jsonl, its texts cut to MAX_TEXT characters. FormatError if the line is not one."""
     row = parse_object(line, where)
     step, prompt, answer = (row.get(key) for key in ("step", "prompt", "answer"))
     if type(step) is not int or not isinstance(prompt, str) or not isinstance(answer, str):

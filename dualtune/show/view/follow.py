@@ -38,7 +38,7 @@ class Followed:
     """The lines that are added to a file. One that is replaced, as a resumed run does, is read from its start."""
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
-        """`tail`: begin at most so many bytes before the end."""
+        """`tail`: begin at most this many bytes before the end."""
         self._path, self._tail = path, tail
         self._offset: int | None = None
         self._file: tuple[int, int] | None = None  # device and inode
@@ -94,7 +94,7 @@ class WatchedRun:
         self.lines = self._begin({}, {})
 
     def read(self) -> None:
-        """Read what is new. FormatError if a file is no file of a run; a damaged row is left out."""
+        """Read what is new. FormatError if a file does not belong to a run; a damaged row is left out."""
         try:
             self._read()
         except OSError as error:

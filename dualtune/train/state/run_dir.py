@@ -169,7 +169,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def check_is_run(path: Path) -> None:
-    """Raise ConfigError if a directory is no run directory."""
+    """Raise ConfigError if a directory is not a run directory."""
     if not is_run_dir(path):
         raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
 

@@ -84,7 +84,7 @@ def _check_same(saved: Checkpoint, config: Config) -> None:
     """Raise ConfigError if a run began with other values: it would be trained with both, and not be comparable."""
     if changes := effective_changes(saved, as_recorded(saved, config)):
         raise ConfigError(
-            f"{saved.path}: was trained with other values, so it is no run of this sweep.\n{table(changes)}\n"
+            f"{saved.path}: was trained with other values, so it is not a run of this sweep.\n{table(changes)}\n"
             "Give these values again, or another directory: --dir DIR"
         )
 
