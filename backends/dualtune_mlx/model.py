@@ -21,7 +21,7 @@ from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
 from dualtune.model.spellings import complete
 from dualtune_mlx import int8
-from dualtune_mlx.card.chips import emulates_bfloat16
+from dualtune_mlx.card.checks import emulates_bfloat16
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.int8 import Int8Linear

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune_mlx.card.chips import TF32, tf32_setting
+from dualtune_mlx.card.checks import TF32, tf32_setting
 from dualtune_mlx.card.memory import METAL_RESERVE
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.model.adapter import more_than_states, num_below
+from dualtune.engine.backend import num_layers_below, returns_more_than_states
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.host.inputs import to_device
 
@@ -28,7 +28,7 @@ class FrozenLayers:
         """There are none if anything but a layer or the output head is adapted, or transformers lists no layers."""
         layers = list((decoder_layers(model) or nn.ModuleList())._modules.values())
         modules = (layer.modules() for layer in layers if layer is not None)
-        self._layers: list[Any] = layers[: num_below(modules, adapted, model.get_output_embeddings())]
+        self._layers: list[Any] = layers[: num_layers_below(modules, adapted, model.get_output_embeddings())]
         self._above: list[Any] = layers[len(self._layers) :]
         self._device = model.device
 
@@ -56,7 +56,7 @@ class FrozenLayers:
         finally:
             hook.remove()
         if len(found) != 1 or not isinstance(found[0], Tensor):
-            raise more_than_states(type(self._layers[-1]).__name__)
+            raise returns_more_than_states(type(self._layers[-1]).__name__)
         return _to_numpy(found[0])
 
 

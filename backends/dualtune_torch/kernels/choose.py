@@ -16,8 +16,8 @@ from dualtune_torch.card.memory import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
-from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
+from dualtune_torch.lora import LoRAPieces
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, num_parameters

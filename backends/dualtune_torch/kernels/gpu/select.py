@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from dualtune.base.errors import ConfigError
 from dualtune_torch.card.memory import FEATURES_IN_REGISTERS
 from dualtune_torch.kernels import allocator
-from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import largest_gap
-from dualtune_torch.lora import LoRALinear, drop_rule
+from dualtune_torch.lora import LoRALinear, LoRAPieces, drop_rule
 from dualtune_torch.sharding import is_split
 from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import AffineLayer, Packed, dequantize
