@@ -217,8 +217,8 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
 
 def _num_weights(module: nn.Module) -> int:
     total = 0
-    found: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
-    for name, value in found:
+    arrays: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
+    for name, value in arrays:
         if "." in name:
             continue  # a child's, which is counted there
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name == "weight":

@@ -178,8 +178,8 @@ class Averaged:
         before = self._flat.detach().clone()
         self._inner.step(lr, is_good)
         # Without an update both differences are exactly zero, and a factor of one keeps the offset bitwise.
-        kept = torch.where(is_good, 1 - self._share(), 1.0)
-        self._offset.add_(before.sub_(self._flat)).mul_(kept)
+        factor = torch.where(is_good, 1 - self._share(), 1.0)
+        self._offset.add_(before.sub_(self._flat)).mul_(factor)
 
     def _share(self) -> Tensor:
         """As `Averaging.share` after the update that was counted last, on the device."""

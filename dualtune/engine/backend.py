@@ -157,7 +157,7 @@ class EngineDescription:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that are known, as JSON values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 

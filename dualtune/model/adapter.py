@@ -154,18 +154,18 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
     """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
-    given, uniform = tuple(targets), uniform_names(modules)
-    if given == (ALL_LINEAR,):
+    names, uniform = tuple(targets), uniform_names(modules)
+    if names == (ALL_LINEAR,):
         return short_targets(modules)
 
     def is_exact(module: str) -> bool:
         position = position_of(module)
-        return module in given or (is_target(module, given) and (position is None or position.name in uniform))
+        return module in names or (is_target(module, names) and (position is None or position.name in uniform))
 
     # A number as a name, such as that of the first layer of an MLP in a list, would also select a whole decoder layer.
-    is_name = not any(target.isdigit() for target in given)
-    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in given)
-    return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
+    is_name = not any(target.isdigit() for target in names)
+    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in names)
+    return names if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:

@@ -26,15 +26,15 @@ def problems(machine: Machine) -> list[Check]:
 def environment(machine: Machine) -> list[Check]:
     """Return the rows of `dualtune check-env` for a Mac with Apple silicon."""
     system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
-    found, native = problems(machine), Check("bfloat16", "ok", f"{machine.cpu} computes it")
-    return [row_or_problem(system, "macOS", found), row_or_problem(native, "bfloat16", found), _float32()]
+    rows, native = problems(machine), Check("bfloat16", "ok", f"{machine.cpu} computes it")
+    return [row_or_problem(system, "macOS", rows), row_or_problem(native, "bfloat16", rows), _float32()]
 
 
 def _float32() -> Check:
     if tf32_setting() == "0":
         return Check("float32", "ok", f"its products are exact ({TF32}=0)")
-    found = f"{TF32}={os.environ.get(TF32)}: an M5 rounds the factors of float32 products"
-    return Check("float32", "advice", found, f"unset {TF32}, and dualtune sets it to 0")
+    text = f"{TF32}={os.environ.get(TF32)}: an M5 rounds the factors of float32 products"
+    return Check("float32", "advice", text, f"unset {TF32}, and dualtune sets it to 0")
 
 
 def _rosetta(machine: Machine) -> str | None:

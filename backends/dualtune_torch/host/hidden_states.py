@@ -41,9 +41,9 @@ class FrozenLayers:
         if hidden_BTD is None:
             yield
             return
-        given = _to_device(hidden_BTD, self._device)
+        hidden = _to_device(hidden_BTD, self._device)
         with _passing(self._layers):
-            self._layers[-1].forward = lambda hidden_states, *args, **options: given
+            self._layers[-1].forward = lambda hidden_states, *args, **options: hidden
             yield
 
     def computed(self, run: Callable[[], object]) -> np.ndarray:
@@ -84,5 +84,5 @@ def _to_numpy(x: Tensor) -> np.ndarray:
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
     is_bfloat16 = array.dtype == np.uint16
-    (given,) = to_device([array.view(np.int16) if is_bfloat16 else array], device)
-    return given.view(torch.bfloat16) if is_bfloat16 else given
+    (tensor,) = to_device([array.view(np.int16) if is_bfloat16 else array], device)
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
