@@ -20,7 +20,7 @@
 # make docs    the site of the documentation, in build/docs/site; a broken link is an error
 # make families   every family of transformers, tiny, through all that is promised of it, and benchmarks/results/families.md anew
 #              (FAMILIES="gemma3 qwen3_5" for some); it goes on where it was stopped
-# make reliability   inject every fault that docs/reliability.md lists, and write its table anew
+# make reliability   inject every fault that benchmarks/results/faults.md lists, and write its table anew
 
 PYTHON ?= python3
 JOBS ?= 2

@@ -79,7 +79,7 @@ Next:
   dualtune config training_config_m4 > config.yaml              then set data.train in it
   dualtune check-config config.yaml                             does it fit this Mac?
   dualtune train config.yaml
-docs/SETUP_M4.md has the details, and what to do if memory is short.
+docs/setup.md has the details, and what to do if memory is short.
 EOF
 }
 

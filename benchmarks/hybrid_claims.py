@@ -78,7 +78,8 @@ CLAIMS = (
         "quality within 2 % of the baseline", GOALS,
         "Possible, but it proves little: a run with somewhat fewer steps can pass as well. So the control of equal "
         "cost is the test",
-        "each arm beside its control: [below](#measured); on a language model: [hybrid.md](../../docs/hybrid.md#measured)",
+        "each arm beside its control: [below](#measured); on a language model: "
+        "[hybrid.md](../../docs/hybrid.md#measured)",
     ),
     (
         "50 to 85 % less memory while it predicts", f"{GOALS}; {STATUS}",

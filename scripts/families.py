@@ -1,4 +1,4 @@
-"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write benchmarks/results/families.md.
+"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write results/families.md.
 
     .venv/bin/python scripts/families.py [--again] [--only check,train,base] [--build DIR] [--page FILE] [FAMILY …]
     .venv/bin/python scripts/families.py --page-only     # from the results that are there

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualtune.doctor.selftest.case import SIZES, Site
 from dualtune.doctor.selftest.correctness import RECORDED, record
-from dualtune.doctor.selftest.process import DEMO
+from dualtune.doctor.selftest.run import DEMO
 from dualtune.engine.backend import get_backend
 from dualtune.engine.card import card_of
 

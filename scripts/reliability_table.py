@@ -1,8 +1,9 @@
-"""Write the tables in docs/reliability.md: run tests/faults, record how each fault ended, and show two results.
+"""Write what reliability rests on: run tests/faults, record how each fault ended, and show two results.
 
-The results are those of `make chaos` and benchmarks/checkpoint_overhead.py, stored in benchmarks/results. A line of the
-first table is a fault that tests declare (@pytest.mark.fault); several tests, and several parameters of one, may share
-it. `make reliability` runs this; `--check` runs nothing and compares.
+The faults are the table of benchmarks/results/faults.md; each line is a fault that tests declare (@pytest.mark.fault),
+and several tests, and several parameters of one, may share it. The results, in docs/reliability.md, are those of
+`make chaos` and benchmarks/checkpoint_overhead.py, stored in benchmarks/results. `make reliability` runs this;
+`--check` runs nothing and compares.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "benchmarks" / "results"
+FAULTS = RESULTS / "faults.md"
 BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
 HEAD = ["| row | fault | injection | what happens | result |", "|---:|---|---|---|---|"]
 
@@ -75,7 +77,7 @@ def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     figures = {"chaos": chaos_table(), "overhead": overhead_table()}
     if check:
-        table = page.partition(BEGIN)[2].partition(END)[0]
+        table = FAULTS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         stale = [name for name, lines in figures.items() if _with(page, name, lines) != page]
         print("\n".join(f"differs from benchmarks/results: {name}" for name in stale))
         declared = [line for line, _ in collector.lines()]
@@ -83,7 +85,8 @@ def main() -> int:
         for line in sorted({*declared} ^ {*listed}):
             print(("not in the table: " if line in declared else "only in the table: ") + line)
         return int(code) or int(declared != listed or bool(stale))
-    figures["faults"] = [*HEAD, *(f"| {fault} | {result} |" for fault, result in collector.lines())]
+    rows = [*HEAD, *(f"| {fault} | {result} |" for fault, result in collector.lines())]
+    FAULTS.write_text(_with(FAULTS.read_text(encoding="utf-8"), "faults", rows), encoding="utf-8")
     for name, lines in figures.items():
         page = _with(page, name, lines)
     PAGE.write_text(page, encoding="utf-8")

@@ -116,7 +116,7 @@ EOF
   dualtune check-gpu                               which model fits, and which config to take
   dualtune check-config configs/rtx_16gb.yaml      does it fit this machine?
   dualtune validate --tier quick                   the whole pipeline, on this machine
-docs/SETUP_H100.md and docs/SETUP_RTX.md say more.
+docs/setup.md says more.
 EOF
   fi
 }

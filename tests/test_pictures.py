@@ -1,4 +1,4 @@
-"""The pictures of README.md: what their scripts draw from the files beside them, nothing private, no script in them."""
+"""The pictures of the documentation: what their scripts draw from the files beside them, and nothing private in it."""
 
 import importlib.util
 import json
@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def script(name: str):
@@ -59,8 +58,9 @@ def test_no_path_of_a_machine_shows(path):
     assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr|var)\b", text)
 
 
-def test_the_readme_shows_every_picture():
-    shown = set(re.findall(r"docs/pictures/([\w.]+)", README))
+def test_every_picture_is_shown():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"pictures/([\w.]+)", page.read_text(encoding="utf-8"))}
     assert shown == {path.name for path in PICTURES.iterdir()}
 
 

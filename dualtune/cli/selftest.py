@@ -12,8 +12,8 @@ from dualtune.cli.options import platform_option, write_json
 from dualtune.cli.screen import phases, tell
 
 if TYPE_CHECKING:
+    from dualtune.base.checks import Check
     from dualtune.cli.screen import Phases
-    from dualtune.doctor.selftest.process import CheckResult
 
 
 @click.command("selftest")
@@ -73,15 +73,15 @@ def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
         kind, checks = selected(choice, only)
         shown.tell(f"platform    {choice.platform}: {choice.reason}; {len(checks)} checks")
         shown.begin("testing", choice.backend)
-        results = run_checks(choice, kind, checks, lambda result: _tell(result, shown))
-    return report(choice, kind, machine, results)
+        rows = run_checks(choice, kind, checks, lambda row: _tell(row, shown))
+    return report(choice, kind, machine, rows)
 
 
-def _tell(result: CheckResult, shown: Phases) -> None:
+def _tell(row: Check, shown: Phases) -> None:
     from dualtune.base.text import in_time
     from dualtune.doctor.selftest.report import anonymous
 
-    shown.tell(f"{result.outcome:<11} {result.name}: {anonymous(result.words)} ({in_time(result.seconds, 1)})")
+    shown.tell(f"{row.verdict:<11} {row.name}: {anonymous(row.found)} ({in_time(row.seconds, 1)})")
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A run in a box: real processes with a fault inside, the run that continues it, and what it left behind.
 
 A test says what it is about with @pytest.mark.fault(row=…, fault=…, injection=…, expected=…), from which
-scripts/reliability_table.py makes the table in docs/reliability.md.
+scripts/reliability_table.py makes the table in benchmarks/results/faults.md.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FORWARD = {
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "fault(row, fault, injection, expected): a line of docs/reliability.md")
+    config.addinivalue_line("markers", "fault(row, fault, injection, expected): a line of benchmarks/results/faults.md")
 
 
 @dataclass

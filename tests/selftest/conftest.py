@@ -3,7 +3,7 @@
 import pytest
 
 from dualtune.doctor.selftest.case import SIZES, Site
-from dualtune.doctor.selftest.process import DEMO_TRAINING
+from dualtune.doctor.selftest.run import DEMO_TRAINING
 from dualtune.engine.card import card_of
 
 

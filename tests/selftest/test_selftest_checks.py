@@ -13,7 +13,7 @@ from dualtune.doctor.selftest import correctness, cost
 from dualtune.doctor.selftest.case import SIZES, ask_for, judged
 from dualtune.doctor.selftest.correctness import SWITCH, KernelCase, compare_kernels, kernel_checks, resume_and_compare
 from dualtune.doctor.selftest.cost import multiply
-from dualtune.doctor.selftest.listed import checks_for
+from dualtune.doctor.selftest.run import checks_for
 from dualtune.engine.backend import OptimizerState
 from dualtune.engine.card import card_of
 from dualtune.engine.machines import named
@@ -28,8 +28,8 @@ ALL_PLAIN_CODE = KernelCase("lora", "float32", ("lora", "loss"), dropout=0.1)  #
 
 def test_fused_pieces_pass_and_say_what_was_used(site_of):
     found = compare_kernels(ALL_PLAIN_CODE, site_of("torch"))
-    assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
-    assert 0 < found.figures["gradient"] < found.tolerance["gradient"]
+    assert (found.level, found.figures["kernels"]) == ("ok", "fused: lora, loss")
+    assert 0 < found.figures["gradient"] < found.limits["gradient"]
 
 
 def test_a_wrong_scale_in_a_backward_pass_fails(site_of, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_wrong_scale_in_a_backward_pass_fails(site_of, monkeypatch):
 
     monkeypatch.setattr(_GroupedLoRA, "backward", staticmethod(wrong))
     found = compare_kernels(ALL_PLAIN_CODE, site)
-    assert found.outcome == "failed" and found.figures["gradient"] > 1e-3 > found.figures["loss"]
+    assert found.level == "fail" and found.figures["gradient"] > 1e-3 > found.figures["loss"]
 
 
 def test_a_wrong_forward_pass_is_refused_by_the_engine_and_fails(site_of, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_wrong_forward_pass_is_refused_by_the_engine_and_fails(site_of, monkey
 
     monkeypatch.setattr(trial, "ROUNDING", dict.fromkeys(trial.ROUNDING, -1.0))
     found = compare_kernels(KernelCase("loss", "float32", ("loss",), kernels="fused"), site)
-    assert found.outcome == "failed" and "loss plain: computes different logits" in found.words
+    assert found.level == "fail" and "loss plain: computes different logits" in found.found
 
 
 def test_a_piece_that_stays_plain_is_skipped_with_its_reason(site_of, monkeypatch):
@@ -62,12 +62,12 @@ def test_a_piece_that_stays_plain_is_skipped_with_its_reason(site_of, monkeypatc
 
     monkeypatch.setattr(compiled, "why_not", lambda device: "no C++ compiler")
     found = compare_kernels(KernelCase("norms", "float32", ("norms",), kernels="fused"), site)
-    assert (found.outcome, found.words) == ("skipped", "nothing is compiled (no C++ compiler)")
+    assert (found.level, found.found) == ("skipped", "nothing is compiled (no C++ compiler)")
 
 
 def test_fused_pieces_pass_on_mlx(site_of):
     found = compare_kernels(ALL_PLAIN_CODE, site_of("mlx"))
-    assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
+    assert (found.level, found.figures["kernels"]) == ("ok", "fused: lora, loss")
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
@@ -83,22 +83,22 @@ def test_each_piece_of_a_card_is_one_of_the_engine(name, site_of):
 
 def test_sixteen_bits_are_judged_by_what_the_plain_code_rounds(site_of):
     found = compare_kernels(replace(ALL_PLAIN_CODE, dtype="bfloat16"), site_of("torch"))
-    assert found.outcome == "passed"
-    assert found.tolerance["gradient"] == pytest.approx(2 * found.figures["plain gradient"])
+    assert found.level == "ok"
+    assert found.limits["gradient"] == pytest.approx(2 * found.figures["plain gradient"])
 
 
 def test_a_piece_that_is_not_in_use_is_not_compared_with_itself(site_of):
     found = compare_kernels(
         KernelCase("nf4_dequant", "float32", ("lora", "nf4_dequant"), piece="nf4_dequant"), site_of("torch")
     )
-    assert (found.outcome, found.words) == ("skipped", "not used here: fused: lora")
+    assert (found.level, found.found) == ("skipped", "not used here: fused: lora")
 
 
 def test_the_kernels_of_a_gpu_are_asked_for_and_skipped_where_there_is_none(site_of, monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
     case = KernelCase("lora_back_g", "float32", ("lora", "lora_back_g"), piece="lora_back_g", is_small=True)
     found = compare_kernels(case, site_of("torch"))
-    assert found.outcome == "skipped" and "got triton, but the device is cpu" in found.words
+    assert found.level == "skipped" and "got triton, but the device is cpu" in found.found
     assert SWITCH not in os.environ
 
 
@@ -124,7 +124,8 @@ def test_every_device_has_its_checks():
 
 
 def test_what_is_not_a_number_is_not_within_a_tolerance():
-    assert [judged({"x": x}, {"x": 1.0}) for x in (1.0, 1.1, float("nan"))] == ["passed", "failed", "failed"]
+    rows = [judged("numbers/x", "", {"x": x}, {"x": 1.0}) for x in (1.0, 1.1, float("nan"))]
+    assert [row.level for row in rows] == ["ok", "fail", "fail"]
 
 
 # --- waits -----------------------------------------------------------------------------------------------------------
@@ -151,17 +152,17 @@ def test_waits_fail_with_their_places(site_of, monkeypatch):
     monkeypatch.setattr(type(site), "card", replace(site.card, pieces=("lora",)))  # nothing is compiled
     none = cost.count("none", replace(site, backend=Waiting(site.backend, [])))
     some = cost.count("none", replace(site, backend=Waiting(site.backend, ["engine.py:206"] * 3)))
-    assert (none.outcome, some.outcome) == ("passed", "failed")
-    assert some.words == "waits in 3 steps: 3 at engine.py:206" and some.figures == {"waits": 3}
+    assert (none.level, some.level) == ("ok", "fail")
+    assert some.found == "waits in 3 steps: 3 at engine.py:206" and some.figures == {"waits": 3}
 
 
 def test_waits_are_skipped_where_nobody_counts_them(site_of):
-    assert cost.count("none", site_of("torch")).words.startswith("a CPU computes at once")
+    assert cost.count("none", site_of("torch")).found.startswith("a CPU computes at once")
 
 
 def test_waits_are_skipped_for_a_backend_that_does_not_say(site_of):
     found = cost.count("none", site_of("numpy"))
-    assert (found.outcome, "does not say" in found.words) == ("skipped", True)
+    assert (found.level, "does not say" in found.found) == ("skipped", True)
 
 
 def test_torch_reports_waits_as_warnings_and_the_mode_is_put_back(monkeypatch):
@@ -186,8 +187,8 @@ def test_torch_reports_waits_as_warnings_and_the_mode_is_put_back(monkeypatch):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "outcome"), [(1.0, "passed"), (1.3, "failed"), (0.7, "failed")])
-def test_an_estimate_that_is_off_fails(site_of, share, outcome):
+@pytest.mark.parametrize(("share", "level"), [(1.0, "ok"), (1.3, "fail"), (0.7, "fail")])
+def test_an_estimate_that_is_off_fails(site_of, share, level):
     """The tensors are given: those of other tests would count, too. `test_selftest_command.py` has a real process."""
     site = site_of("torch")
     (shape,) = site.sizes.memory
@@ -200,7 +201,7 @@ def test_an_estimate_that_is_off_fails(site_of, share, outcome):
         def profile(self, step, directory):
             return SimpleNamespace(peak_bytes=int(share * arrays))
 
-    assert cost.measure_memory(shape, replace(site, backend=Profiled())).outcome == outcome
+    assert cost.measure_memory(shape, replace(site, backend=Profiled())).level == level
 
 
 class Counting:
@@ -209,7 +210,7 @@ class Counting:
     def __init__(self, backend, peak, cached):
         self._backend, self._peak, self._cached = backend, peak, cached
 
-    def cost(self):
+    def memory(self):
         return replace(
             self._backend.memory(), used_bytes=0, peak_bytes=self._peak, total_bytes=1 << 50, cached_bytes=self._cached
         )
@@ -218,17 +219,15 @@ class Counting:
         return getattr(self._backend, name)
 
 
-@pytest.mark.parametrize(
-    ("peak", "kept", "outcome"), [(1.0, 1.1, "passed"), (1.3, 1.3, "failed"), (1.0, 1.5, "failed")]
-)
-def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkeypatch, peak, kept, outcome):
+@pytest.mark.parametrize(("peak", "kept", "level"), [(1.0, 1.1, "ok"), (1.3, 1.3, "fail"), (1.0, 1.5, "fail")])
+def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkeypatch, peak, kept, level):
     site = site_of("torch")
     (shape,) = site.sizes.memory
     site = replace(site, device=replace(site.device, kind="cuda"))
     expected = estimate(decoder_of(dict(shape.config)), ask_for(site, shape))
     arrays, reserve = cost._arrays(expected), expected[cost.RESERVE]
     backend = Counting(site.backend, int(peak * arrays + (reserve if peak > 1 else 0)), int(kept * arrays + reserve))
-    assert cost.measure_memory(shape, replace(site, backend=backend)).outcome == outcome
+    assert cost.measure_memory(shape, replace(site, backend=backend)).level == level
 
 
 def test_what_does_not_fit_is_skipped(site_of):
@@ -238,7 +237,7 @@ def test_what_does_not_fit_is_skipped(site_of):
     small = Counting(site.backend, 0, 0)
     small.devices = lambda: [device]
     found = cost.measure_memory(shape, replace(site, backend=small))
-    assert found.outcome == "skipped" and "the device has 1.0 MiB" in found.words
+    assert found.level == "skipped" and "the device has 1.0 MiB" in found.found
 
 
 # --- device and speed ------------------------------------------------------------------------------------------------
@@ -247,15 +246,15 @@ def test_what_does_not_fit_is_skipped(site_of):
 def test_device_and_speed_are_measured(site_of, monkeypatch):
     site = site_of("torch")
     found = multiply(site)
-    assert found.outcome == "passed" and found.figures["flops_per_s"]["float32"] > 0
+    assert found.level == "ok" and found.figures["flops_per_s"]["float32"] > 0
     found = cost.measure_speed(site)
-    assert found.outcome == "passed" and found.figures["tokens_per_s"] > 0
-    assert found.figures["predicted_tokens_per_s"] is None and found.words.endswith("no prediction")
+    assert found.level == "ok" and found.figures["tokens_per_s"] > 0
+    assert found.figures["predicted_tokens_per_s"] is None and found.found.endswith("no prediction")
     monkeypatch.setattr(cost, "predicted_tokens_per_s", lambda site, shape: 10**9)
     monkeypatch.setattr(cost, "train_on", lambda *given: 1.0)
-    assert cost.measure_speed(site).words.endswith("of the predicted 1,000,000,000")
+    assert cost.measure_speed(site).found.endswith("of the predicted 1,000,000,000")
     monkeypatch.setattr(cost, "train_on", lambda *given: float("nan"))
-    assert cost.measure_speed(site).outcome == "failed"
+    assert cost.measure_speed(site).level == "fail"
 
 
 def test_the_speed_of_a_gpu_is_predicted_if_its_limits_are_known(site_of, monkeypatch):
@@ -273,7 +272,7 @@ def test_the_speed_of_a_gpu_is_predicted_if_its_limits_are_known(site_of, monkey
 
 def test_a_resumed_run_is_bitwise(site_of):
     found = resume_and_compare(False, site_of("numpy"))
-    assert found.outcome == "passed" and found.figures["bitwise"] and found.figures["straight_runs_bitwise"]
+    assert found.level == "ok" and found.figures["bitwise"] and found.figures["straight_runs_bitwise"]
 
 
 def _without_moments(right, engine, saved):
@@ -285,12 +284,12 @@ def test_a_changed_optimizer_state_fails(site_of, monkeypatch):
     site = site_of("numpy")
     monkeypatch.setattr(train_run, "restore", partial(_without_moments, train_run.restore))
     found = resume_and_compare(False, site)
-    assert found.outcome == "failed" and not found.figures["bitwise"]
-    assert "two straight runs agree to the bit" in found.words
+    assert found.level == "fail" and not found.figures["bitwise"]
+    assert "two straight runs agree to the bit" in found.found
 
 
-@pytest.mark.parametrize(("kind", "outcome"), [("cpu", "failed"), ("cuda", "passed")])
-def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, outcome):
+@pytest.mark.parametrize(("kind", "level"), [("cpu", "fail"), ("cuda", "ok")])
+def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, level):
     site = site_of("numpy")
     site = replace(site, device=replace(site.device, kind=kind, auto_dtype="bfloat16"))
     noise = np.random.default_rng(0)
@@ -302,5 +301,5 @@ def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, ou
 
     monkeypatch.setattr(correctness, "short_run", noisy)
     found = resume_and_compare(False, site)
-    assert found.outcome == outcome
-    assert "not bitwise" in found.words and "two straight runs differ as well" in found.words
+    assert found.level == level
+    assert "not bitwise" in found.found and "two straight runs differ as well" in found.found

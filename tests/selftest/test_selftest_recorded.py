@@ -30,10 +30,10 @@ def changed(copied, change):
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_this_machine_computes_what_was_recorded(name, site_of):
     found = compare_recorded("float32", site_of(name))
-    assert found.outcome == "passed"
-    assert set(found.tolerance.values()) == {tolerances.RESUMED_LOSS}
+    assert found.level == "ok"
+    assert set(found.limits.values()) == {tolerances.RESUMED_LOSS}
     assert {f"{run}, {other}" for run in ("whole", "continued", "adapter") for other in ("torch", "mlx")} == {
-        *found.tolerance
+        *found.limits
     }
 
 
@@ -62,8 +62,8 @@ def test_other_losses_fail(site_of, copied):
         series["torch"]["losses"][-1] += 2e-3
 
     found = compare_recorded("float32", site_of("torch"), changed(copied, change))
-    assert found.outcome == "failed" and "2.0e-03 nats apart" in found.words
-    off = {name for name, most in found.tolerance.items() if found.figures[name] > most}
+    assert found.level == "fail" and "2.0e-03 nats apart" in found.found
+    off = {name for name, most in found.limits.items() if found.figures[name] > most}
     assert off == {"whole, torch", "continued, torch", "adapter, mlx"}
 
 

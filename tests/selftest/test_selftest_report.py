@@ -10,21 +10,21 @@ from dataclasses import replace
 
 import pytest
 
+from dualtune.base.checks import Check
 from dualtune.base.errors import FormatError
-from dualtune.doctor.selftest.process import CheckResult
 from dualtune.doctor.selftest.report import anonymous, beside, default_name, read_report, report, write_archive
 from dualtune.engine.choose import PlatformChoice
 from dualtune.engine.machines import named
 
-PASSED = CheckResult("numbers/loss", "", "passed", "as the formula gives it", {}, {}, 1.0)
-FAILED = CheckResult("kernels/norms float32", "", "failed", "gradient 1.0e+00 apart", {}, {}, 1.0)
-PLAIN = CheckResult("kernels/mlp float32", "", "skipped", "nothing is compiled (no g++)", {}, {}, 1.0)
+PASSED = Check("numbers/loss", "ok", "as the formula gives it", exit_code=1)
+FAILED = Check("kernels/norms float32", "fail", "gradient 1.0e+00 apart", exit_code=1)
+PLAIN = Check("kernels/mlp float32", "skipped", "nothing is compiled (no g++)", exit_code=1)
 SPEEDS = {"tokens_per_s": 90.0, "predicted_tokens_per_s": 200.0}
-SPEED = CheckResult("speed", "", "passed", "90 tokens/s", SPEEDS, {}, 1.0)
+SPEED = Check("speed", "ok", "90 tokens/s", figures=SPEEDS)
 
 
 def recorded(dtype, *losses):
-    return CheckResult(f"recorded/{dtype}", "", "passed", "", {"losses": list(losses)}, {}, 1.0)
+    return Check(f"recorded/{dtype}", "ok", "", figures={"losses": list(losses)})
 
 
 def report_of(*results, machine="h100-80", kind="cuda"):
@@ -62,8 +62,8 @@ def test_a_speed_near_its_prediction_is_not_slow():
 
 
 def test_a_run_that_is_not_bitwise_is_said_even_where_it_passes():
-    result = CheckResult("resume", "", "passed", "not bitwise: …", {"bitwise": False}, {}, 1.0)
-    assert labels(report_of(result)) == ["works", "differs", "next"]
+    row = Check("resume/usual", "ok", "not bitwise: …", figures={"bitwise": False})
+    assert labels(report_of(row)) == ["works", "differs", "next"]
 
 
 # --- what leaves the machine -----------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_nothing_names_the_user_the_host_or_a_directory(monkeypatch):
         "OSError: '/home/alice/venv/lib/x.py' of alice@box7, /tmp/torchinductor_alice/cache, key hunter2hunter2, "
         "1.2 tokens/s, https://pytorch.org/docs/stable"
     )
-    found = report_of(replace(FAILED, words=words, figures={"at": [words], "loss": float("nan")}))
+    found = report_of(replace(FAILED, found=words, figures={"at": [words], "loss": float("nan")}))
     text = json.dumps(found, allow_nan=False)
     assert not [secret for secret in ("alice", "box7", "/home", "/tmp", "hunter2") if secret in text]
     assert "'.../x.py'" in text and "1.2 tokens/s" in text and "https://pytorch.org/docs/stable" in text
@@ -123,8 +123,8 @@ def archive_with(name, data, **changes):
 
 GOOD = {"schema_version": 1, "machine": {}, "checks": [], "verdict": []}
 BAD = {
-    "empty": (b"", "is no archive"),
-    "cut": (archive_with("report.json", b"{}")[:-20], "is no archive"),
+    "empty": (b"", "is not an archive"),
+    "cut": (archive_with("report.json", b"{}")[:-20], "is not an archive"),
     "a bomb": (gzip.compress(bytes(1 << 23)), "unpacks to more than"),
     "another file": (archive_with("../report.json", b"{}"), "holds no report.json"),
     "a link": (archive_with("report.json", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "holds no report.json"),

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
+from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune.doctor.selftest import process, run
-from dualtune.doctor.selftest.case import CheckFinding, DeviceCheck
-from dualtune.doctor.selftest.process import CheckWork, perform
-from dualtune.doctor.selftest.run import run_checks, selected
+from dualtune.doctor.selftest import run
+from dualtune.doctor.selftest.case import DeviceCheck
+from dualtune.doctor.selftest.run import CheckWork, failure, perform, run_checks, selected
 from dualtune.engine.choose import PlatformChoice
 
 CHOICE = PlatformChoice("cpu", "numpy", "cpu", "as requested")
@@ -30,16 +30,15 @@ for name in work["names"]:
         print(json.dumps({"fault": "there is no GPU"}), flush=True)
         break
     raised = name == "raises"
-    result = {"name": name, "title": "", "outcome": "failed" if raised else "passed", "words": str(os.getpid()),
-              "figures": {}, "tolerance": {}, "seconds": 0.0, "raised": raised}
-    print(json.dumps(result), flush=True)
-    if result["raised"]:
+    row = {"name": name, "level": "fail" if raised else "ok", "found": str(os.getpid())}
+    print(json.dumps(row), flush=True)
+    if raised:
         break
 """
 
 
 def passing(site):
-    return CheckFinding("passed", "fine")
+    return Check("b", "ok", "fine")
 
 
 def raising(error, site):
@@ -56,7 +55,7 @@ def acted(monkeypatch, tmp_path):
         told = []
         checks = [DeviceCheck(name, "", passing, alone=name.startswith("+")) for name in names]
         results = run_checks(CHOICE, "cpu", checks, told.append)
-        assert told == results and [result.name for result in results] == [*names]
+        assert told == results and [row.name for row in results] == [*names]
         return results
 
     return go
@@ -64,9 +63,9 @@ def acted(monkeypatch, tmp_path):
 
 def test_checks_share_a_process_until_one_raises_or_needs_its_own(acted):
     a, b, c, d, e = acted("a", "b", "raises", "d", "+e")
-    assert a.words == b.words == c.words
-    assert len({a.words, d.words, e.words}) == 3
-    assert [each.outcome for each in (a, b, c, d, e)] == ["passed", "passed", "failed", "passed", "passed"]
+    assert a.found == b.found == c.found
+    assert len({a.found, d.found, e.found}) == 3
+    assert [row.level for row in (a, b, c, d, e)] == ["ok", "ok", "fail", "ok", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +75,15 @@ def test_checks_share_a_process_until_one_raises_or_needs_its_own(acted):
 )  # fmt: skip
 def test_a_process_that_ends_is_the_failure_of_its_check_alone(acted, name, words):
     before, broken, after = acted("a", name, "c")
-    assert (before.outcome, broken.outcome, after.outcome) == ("passed", "failed", "passed")
-    assert words in broken.words
+    assert (before.level, broken.level, after.level) == ("ok", "fail", "ok")
+    assert (broken.name, broken.exit_code) == (name, 1)
+    assert words in broken.found
 
 
 def test_a_check_that_hangs_is_ended(acted, monkeypatch):
     monkeypatch.setattr(run, "LIMIT_S", 2)
     hung, after = acted("hangs", "c")
-    assert (hung.outcome, hung.words, after.outcome) == ("failed", "did not end within 2 s", "passed")
+    assert (hung.level, hung.found, after.level) == ("fail", "did not end within 2 s", "ok")
 
 
 def test_a_backend_that_cannot_be_opened_is_an_error(acted):
@@ -93,19 +93,16 @@ def test_a_backend_that_cannot_be_opened_is_an_error(acted):
 
 def test_an_exception_is_a_failure_in_its_own_words(open_backend, monkeypatch):
     checks = [DeviceCheck("a", "", partial(raising, ValueError("first line\nsecond"))), DeviceCheck("b", "", passing)]
-    monkeypatch.setattr(process, "checks_for", lambda card, device: checks)
+    monkeypatch.setattr(run, "checks_for", lambda card, device: checks)
     out = io.StringIO()
     perform(CheckWork("cpu", "numpy", "cpu", "cpu", ["a", "b"]), open_backend("numpy"), out)
-    begins, result = map(json.loads, out.getvalue().splitlines())
+    begins, row = map(json.loads, out.getvalue().splitlines())  # the process ends here, and another one does the rest
     assert begins == {"begins": "a"}
-    assert (result["outcome"], result["words"]) == ("failed", "ValueError: first line")
-    assert result["raised"]  # so the process ends here, and another one does the rest
+    assert (row["name"], row["level"], row["found"]) == ("a", "fail", "ValueError: first line")
 
 
 def test_memory_that_runs_out_is_said(open_backend):
-    site = process.Site(open_backend("numpy"), None, None, None, {})
-    found = process.run_check(DeviceCheck("a", "", partial(raising, MemoryError())), site)
-    assert found.words == "memory ran out: MemoryError: no message"
+    assert failure("a", MemoryError(), open_backend("numpy")).found == "memory ran out: MemoryError: no message"
 
 
 def test_only_selects_by_the_beginning_of_a_name():

@@ -21,7 +21,7 @@ from dualtune_torch.card import checks as torch_checks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("setup_m4.sh", "scripts/setup_cuda.sh", "scripts/setup_common.sh")
-PAGES = ("docs/SETUP_H100.md", "docs/SETUP_M4.md", "docs/SETUP_RTX.md")
+PAGES = ("docs/setup.md",)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_IN_BASH_3 = r"declare -[Ag]|local -[An]|\b(mapfile|readarray)\b|\$\{\w+(,,?|\^\^?)\}|\|&|&>>|\[\[ -v|\$\{\w+@"
 
@@ -104,7 +104,7 @@ def test_files_and_config_keys_exist(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_messages_that_a_page_explains_are_printed_somewhere(name):
-    folders = ("dualtune/platform", "dualtune/preflight", "backends/dualtune_torch/card", "backends/dualtune_mlx/card")
+    folders = ("dualtune/engine", "dualtune/doctor", "backends/dualtune_torch/card", "backends/dualtune_mlx/card")
     modules = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).glob("*.py")]
     sources = [*SCRIPTS, *modules]
     printed = "".join(text_of(source) for source in sources)

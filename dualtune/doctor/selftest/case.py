@@ -1,15 +1,16 @@
-"""Engines, micro-batches and gradients for the checks."""
+"""What a check of a device is, where it runs, and the engines, micro-batches and gradients that checks share."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from dualtune.base.checks import Check
 from dualtune.engine.backend import Backend, Batch, Engine, LoadRequest
 from dualtune.engine.card import Card, Device, card_of
 from dualtune.engine.memory.estimate import Ask
@@ -19,21 +20,6 @@ from dualtune.engine.testing.conformance_case import gradient_in, norm_of, rando
 from dualtune.engine.testing.tiny_models import LLAMA_CONFIG, pack, random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.optimizer import OptimizerSpec
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a check is, where it runs, and what it finds.
-
-Outcome = Literal["passed", "failed", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckFinding:
-    """What a check found."""
-
-    outcome: Outcome
-    words: str  # what was found, in a sentence; of a skipped check, the reason
-    figures: Mapping[str, Any] = field(default_factory=lambda: {})  # JSON values
-    tolerance: Mapping[str, float] = field(default_factory=lambda: {})  # what the figures were judged by
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +39,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCheck:
-    """One check. An exception that `run` raises counts as a failure."""
+    """One check, before it runs. `run` returns a row of the same name; an exception that it raises is a failure."""
 
     name: str  # such as "kernels/norms float32"
     title: str
-    run: Callable[[Site], CheckFinding]
+    run: Callable[[Site], Check]
     alone: bool = False  # whether it needs a process in which nothing else has run
 
 
@@ -66,9 +52,10 @@ def most_apart(dtype: str) -> float:
     return tolerances.RESUMED_LOSS if dtype == "float32" else tolerances.LOSS_IN_16_BITS
 
 
-def judged(figures: Mapping[str, float], tolerance: Mapping[str, float]) -> Outcome:
-    """Return whether each figure that has a tolerance is within it. NaN is not."""
-    return "passed" if all(figures[name] <= most for name, most in tolerance.items()) else "failed"
+def judged(name: str, found: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> Check:
+    """Return the row of a check that passes if each figure with a limit is within it. NaN is not."""
+    is_within = all(figures[figure] <= most for figure, most in limits.items())
+    return Check(name, "ok" if is_within else "fail", found, figures=figures, limits=limits)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

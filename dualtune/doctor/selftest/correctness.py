@@ -1,4 +1,4 @@
-"""Whether a run that was stopped and resumed ends as one that was not: to the bit, or how far off."""
+"""Checks of what a device computes: beside formulas, beside plain code, beside recorded losses, and after a resume."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import write_file
 from dualtune.base.untrusted import read_json
 from dualtune.base.versions import versions_of
 from dualtune.config import Config, parse_config
 from dualtune.doctor.selftest.case import (
-    CheckFinding,
     DeviceCheck,
     LossAndGradient,
-    Outcome,
     Site,
     compared_batches,
     distance,
@@ -43,6 +42,39 @@ from dualtune.train.state.checkpoint import path_of
 from dualtune.train.state.run_dir import CHECKPOINTS, METRICS
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Short runs of training, for the checks of recorded losses and of a resume.
+
+RESUMED_STEPS, STOPPED_AT = 6, 3
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """What a short run left."""
+
+    directory: Path
+    losses: list[float]  # of the steps that this run took
+    adapter: Tensors
+
+
+def short_config(site: Site, name: str, **changes: Any) -> Config:
+    """Return the config of a short run in a directory of this name. `changes`: keys, with __ for the dot."""
+    settings = {
+        **site.training, "adapter.rank": 4, "adapter.alpha": 8, "adapter.dropout": 0.1, "data.max_length": 128,
+        "data.eval": None, "train.steps": RESUMED_STEPS, "train.documents_per_step": 8, "train.learning_rate": 1e-3,
+        "run.save_every": STOPPED_AT, "run.eval_every": None, "run.dir": str(site.directory / name),
+    } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
+    return parse_config("model: {}", overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def short_run(site: Site, config: Config, resume: str = "never") -> ShortRun:
+    """Train, and read the losses and the adapter."""
+    result = run(config, site.backend, resume=resume)
+    lines = (result.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
+    losses = [float(row["loss"]) for row in map(json.loads, lines) if "loss" in row]
+    return ShortRun(result.run_dir, losses, dict(read_adapter(result.adapter_dir).tensors))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The plain code on the device beside independent formulas in float64: does the device compute float32 as such?
 #
 # A GPU that rounds the inputs of float32 products to fewer bits (TF32) shows here first.
@@ -52,7 +84,7 @@ FORMULAS = {
     "gradient": conformance.check_gradient_equals_finite_differences,
     "optimizers": conformance.check_optimizer_is_its_formula,
 }
-_TOLERANCE = {
+LIMITS = {
     "loss": {"log-probability": tolerances.LOGPROBS},
     "gradient": {"share": tolerances.GRADIENT},
     "optimizers": {"weight": tolerances.UPDATE},
@@ -67,14 +99,15 @@ def number_checks() -> list[DeviceCheck]:
     ]
 
 
-def _against_formula(name: str, site: Site) -> CheckFinding:
+def _against_formula(name: str, site: Site) -> Check:
     """Compare with a formula, in what the conformance suite checks of every backend."""
+    check = f"numbers/{name}"
     case = replace(llama_case(site.backend, site.directory), dtype="float32", kernels="reference")
     try:
         FORMULAS[name](case)
     except AssertionError as error:
-        return CheckFinding("failed", f"not what the formula gives: {error}")
-    return CheckFinding("passed", "as the formula gives it", tolerance=_TOLERANCE[name])
+        return Check(check, "fail", f"not what the formula gives: {error}")
+    return Check(check, "ok", "as the formula gives it", limits=LIMITS[name])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,13 +138,14 @@ class KernelCase:
     piece: str = ""  # that has to be in use, or nothing is compared
     is_small: bool = False  # whether the piece pays only at sizes that are not tested
 
+    @property
+    def check_name(self) -> str:
+        return f"kernels/{self.name}"
+
 
 def kernel_checks(card: Card, device: Device) -> list[DeviceCheck]:
     """Return a check for each fast piece alone, and for all of them together in different settings."""
-    return [
-        DeviceCheck(f"kernels/{case.name}", _title(case), partial(compare_kernels, case))
-        for case in cases(card, device)
-    ]
+    return [DeviceCheck(case.check_name, _title(case), partial(compare_kernels, case)) for case in cases(card, device)]
 
 
 def cases(card: Card, device: Device) -> Iterator[KernelCase]:
@@ -139,11 +173,11 @@ def cases(card: Card, device: Device) -> Iterator[KernelCase]:
 
 
 def _title(case: KernelCase) -> str:
-    what = "all fast pieces" if len(case.pieces) > 1 else "a fast piece"
-    return f"{what} beside the plain code: {case.name}"
+    pieces = "all fast pieces" if len(case.pieces) > 1 else "a fast piece"
+    return f"{pieces} beside the plain code: {case.name}"
 
 
-def compare_kernels(case: KernelCase, site: Site) -> CheckFinding:
+def compare_kernels(case: KernelCase, site: Site) -> Check:
     """Compare the fast code of a case with the plain code."""
     batches = compared_batches(site)
     if case.kernels == "graph":
@@ -156,27 +190,27 @@ def compare_kernels(case: KernelCase, site: Site) -> CheckFinding:
         with _switched(case.is_small):
             fast, engine = step_of(site, fast_request, batches)
     except ConfigError as error:
-        return _refused(str(error))
+        return _refused(case, str(error))
     used = engine.description.kernels or "not reported"
     if case.piece not in used:
-        return CheckFinding("skipped", f"not used here: {used}", {"kernels": used})
+        return Check(case.check_name, "skipped", f"not used here: {used}", figures={"kernels": used})
     plain_request = replace(fast_request, kernels="reference", pieces=None, checkpointing=KEEP_ALL)
     plain, _ = step_of(site, plain_request, batches)
     exact = plain if case.dtype == "float32" else step_of(site, replace(plain_request, dtype="float32"), batches)[0]
-    figures, tolerance = _figures(case.dtype, fast, plain, exact)
-    outcome = "failed" if _is_wrong(used) else judged(figures, tolerance)
-    words = f"gradient {figures['gradient']:.1e} apart, {tolerance['gradient']:.1e} allowed; {used}"
-    return CheckFinding(outcome, words, {**figures, "kernels": used}, tolerance)
+    figures, limits = _figures(case.dtype, fast, plain, exact)
+    text = f"gradient {figures['gradient']:.1e} apart, {limits['gradient']:.1e} allowed; {used}"
+    row = judged(case.check_name, text, {**figures, "kernels": used}, limits)
+    return replace(row, level="fail") if _is_wrong(used) else row
 
 
-def _refused(reason: str) -> CheckFinding:
-    """Return the finding for a piece that the engine tried and does not use."""
-    reason = reason.partition("): ")[2].removesuffix(". Set auto to use those that work") or reason
-    return CheckFinding("failed" if _is_wrong(reason) else "skipped", reason, {"plain": reason})
+def _refused(case: KernelCase, message: str) -> Check:
+    """Return the row of a piece that the engine tried and does not use."""
+    reason = message.partition("): ")[2].removesuffix(". Set auto to use those that work") or message
+    return Check(case.check_name, "fail" if _is_wrong(reason) else "skipped", reason, figures={"plain": reason})
 
 
 def _is_wrong(kernels: str) -> bool:
-    return any(words in kernels for words in WRONG)
+    return any(phrase in kernels for phrase in WRONG)
 
 
 @contextmanager
@@ -227,45 +261,44 @@ def recorded_checks(dtypes: Sequence[str]) -> list[DeviceCheck]:
     ]
 
 
-def compare_recorded(dtype: str, site: Site, recorded: Path = RECORDED) -> CheckFinding:
+def compare_recorded(dtype: str, site: Site, recorded: Path = RECORDED) -> Check:
     """Train the recorded run whole, and from its checkpoint, and use its adapter. FormatError if it is damaged."""
     series: Mapping[str, Any] = read_json(recorded / SERIES, max_bytes=MAX_SERIES_BYTES)["series"]
     whole = _whole(site, dtype).losses
     continued = short_run(site, _config(site, "continued", dtype), str(path_of(recorded / CHECKPOINTS, HALF))).losses
-    of_adapter = _adapter_loss(site, dtype, recorded / ADAPTER)
+    adapter_loss = _adapter_loss(site, dtype, recorded / ADAPTER)
     gaps: dict[str, float] = {}
-    for name, each in series.items():
-        expected = each["losses"]
+    for name, machine in series.items():
+        expected = machine["losses"]
         gaps[f"whole, {name}"] = _largest_gap(whole, expected)
         gaps[f"continued, {name}"] = _largest_gap(continued, expected[HALF:])
-        gaps[f"adapter, {name}"] = abs(of_adapter - each["adapter_loss"])
+        gaps[f"adapter, {name}"] = abs(adapter_loss - machine["adapter_loss"])
     most = most_apart(dtype)
-    tolerance = dict.fromkeys(gaps, most)
-    figures = {"losses": whole, "continued": continued, "adapter_loss": of_adapter, **gaps}
     worst = max(gaps, key=lambda name: gaps[name])
-    words = f"losses up to {gaps[worst]:.1e} nats apart ({worst}), {most:.0e} allowed"
-    return CheckFinding(judged(gaps, tolerance), words, figures, tolerance)
+    text = f"losses up to {gaps[worst]:.1e} nats apart ({worst}), {most:.0e} allowed"
+    figures = {"losses": whole, "continued": continued, "adapter_loss": adapter_loss, **gaps}
+    return judged(f"recorded/{dtype}", text, figures, dict.fromkeys(gaps, most))
 
 
 def record(sites: Mapping[str, Site], target: Path) -> None:
     """Write a new record: losses on each site, and the files of the first one. Paths in the files are as the site's."""
     series: dict[str, Any] = {}
     for name, site in sites.items():
-        found = _whole(site, "float32")
+        whole = _whole(site, "float32")
         if not series:
-            _copy_files(found, target)
+            _copy_files(whole, target)
         loss = _adapter_loss(site, "float32", target / ADAPTER)
         packages = versions_of(("dualtune", *site.card.package.recorded))
-        series[name] = {"losses": found.losses, "adapter_loss": loss, "packages": packages}
+        series[name] = {"losses": whole.losses, "adapter_loss": loss, "packages": packages}
     write_file(target / SERIES, json.dumps({"schema_version": 1, "series": series}, indent=2) + "\n")
 
 
-def _copy_files(found: ShortRun, target: Path) -> None:
+def _copy_files(run: ShortRun, target: Path) -> None:
     checkpoint = path_of(target / CHECKPOINTS, HALF)
     checkpoint.mkdir(parents=True)
-    for file in path_of(found.directory / CHECKPOINTS, HALF).iterdir():
+    for file in path_of(run.directory / CHECKPOINTS, HALF).iterdir():
         (checkpoint / file.name).write_bytes(file.read_bytes())
-    adapter = read_adapter(found.directory / ADAPTER)
+    adapter = read_adapter(run.directory / ADAPTER)
     write_adapter(target / ADAPTER, replace(adapter, metadata={}), layout="peft")
 
 
@@ -289,21 +322,12 @@ def _adapter_loss(site: Site, dtype: str, adapter: Path) -> float:
     return short_run(site, _config(site, "adapter-loss", dtype, **changes)).losses[0]
 
 
-def _largest_gap(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def _largest_gap(losses: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-RESUMED_STEPS, STOPPED_AT = 6, 3
-
-
-@dataclass(frozen=True, slots=True)
-class ShortRun:
-    """What a short run left."""
-
-    directory: Path
-    losses: list[float]  # of the steps that this run took
-    adapter: Tensors
+# A run that was stopped and resumed beside one that was not: equal to the bit, or how far off.
 
 
 def resume_checks(kind: str) -> list[DeviceCheck]:
@@ -314,25 +338,7 @@ def resume_checks(kind: str) -> list[DeviceCheck]:
     return [usual, exact] if kind == "cuda" else [usual]
 
 
-def short_config(site: Site, name: str, **changes: Any) -> Config:
-    """Return the config of a short run in a directory of this name. `changes`: keys, with __ for the dot."""
-    settings = {
-        **site.training, "adapter.rank": 4, "adapter.alpha": 8, "adapter.dropout": 0.1, "data.max_length": 128,
-        "data.eval": None, "train.steps": RESUMED_STEPS, "train.documents_per_step": 8, "train.learning_rate": 1e-3,
-        "run.save_every": STOPPED_AT, "run.eval_every": None, "run.dir": str(site.directory / name),
-    } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
-    return parse_config("model: {}", overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()])
-
-
-def short_run(site: Site, config: Config, resume: str = "never") -> ShortRun:
-    """Train, and read the losses and the adapter."""
-    result = run(config, site.backend, resume=resume)
-    lines = (result.run_dir / METRICS).read_text(encoding="utf-8").splitlines()
-    losses = [float(row["loss"]) for row in map(json.loads, lines) if "loss" in row]
-    return ShortRun(result.run_dir, losses, dict(read_adapter(result.adapter_dir).tensors))
-
-
-def resume_and_compare(is_deterministic: bool, site: Site) -> CheckFinding:
+def resume_and_compare(is_deterministic: bool, site: Site) -> Check:
     """Train straight, again, and from the checkpoint in the middle by a new engine."""
 
     def config(name: str) -> Config:
@@ -345,24 +351,20 @@ def resume_and_compare(is_deterministic: bool, site: Site) -> CheckFinding:
     figures = {
         "bitwise": _same_bits(straight, resumed, RESUMED_STEPS - STOPPED_AT),
         "straight_runs_bitwise": _same_bits(straight, again, RESUMED_STEPS),
-        "loss": max(abs(a - b) for a, b in zip(straight.losses[STOPPED_AT:], resumed.losses, strict=True)),
+        "loss": _largest_gap(resumed.losses, straight.losses[STOPPED_AT:]),
         "adapter": distance(resumed.adapter, straight.adapter),
     }
     most = most_apart(site.device.auto_dtype)
-    outcome, words = _verdict(figures, most, must_be_bitwise=is_deterministic or site.device.kind != "cuda")
-    return CheckFinding(outcome, words, figures, {"loss": most})
-
-
-def _verdict(figures: Mapping[str, Any], most: float, *, must_be_bitwise: bool) -> tuple[Outcome, str]:
-    """Return outcome and words. On a GPU that is not told otherwise, sums may be added in another order each time."""
-    if figures["bitwise"]:
-        return "passed", "bitwise: the same losses and the same adapter"
-    words = (
-        f"not bitwise: losses up to {figures['loss']:.1e} apart ({most:.0e} allowed), the adapter "
-        f"{figures['adapter']:.1e} of its norm; two straight runs "
-    )
-    words += "agree to the bit" if figures["straight_runs_bitwise"] else "differ as well"
-    return ("failed" if must_be_bitwise or not figures["loss"] <= most else "passed"), words
+    text = "bitwise: the same losses and the same adapter"
+    if not figures["bitwise"]:
+        text = (
+            f"not bitwise: losses up to {figures['loss']:.1e} apart ({most:.0e} allowed), the adapter "
+            f"{figures['adapter']:.1e} of its norm; two straight runs "
+        ) + ("agree to the bit" if figures["straight_runs_bitwise"] else "differ as well")
+    row = judged("resume/deterministic" if is_deterministic else "resume/usual", text, figures, {"loss": most})
+    # On a GPU that is not told otherwise, sums may be added in another order each time.
+    must_be_bitwise = is_deterministic or site.device.kind != "cuda"
+    return replace(row, level="fail") if must_be_bitwise and not figures["bitwise"] else row
 
 
 def _same_bits(a: ShortRun, b: ShortRun, last: int) -> bool:

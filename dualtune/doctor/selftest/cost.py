@@ -1,10 +1,11 @@
-"""Whether the host waits for the device in the hot path of training: it should only send work."""
+"""Checks of what training costs on a device: products of matrices, memory, speed, and waits of the host."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -12,12 +13,12 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from dualtune.base.checks import Check
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.text import in_bytes
 from dualtune.data.batches import SequenceLayout, step_documents
 from dualtune.doctor.bench.measure import peak_flops
 from dualtune.doctor.selftest.case import (
-    CheckFinding,
     DeviceCheck,
     Site,
     Sizes,
@@ -30,7 +31,6 @@ from dualtune.doctor.selftest.case import (
     train_on,
     written_model,
 )
-from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.detect import detect
 from dualtune.engine.machines import published
 from dualtune.engine.memory.estimate import Estimate, estimate
@@ -47,14 +47,15 @@ def device_check() -> DeviceCheck:
     return DeviceCheck("device", "the device multiplies matrices", multiply)
 
 
-def multiply(site: Site) -> CheckFinding:
+def multiply(site: Site) -> Check:
     """Measure the product of two large matrices in the dtypes that the other checks use."""
     devices = site.backend.devices()
     dtypes = dict.fromkeys((site.device.auto_dtype, "float32"))
     speeds = {dtype: peak_flops(site.backend, dtype) for dtype in dtypes}
-    found = ", ".join(f"{speed / 1e12:.2f} TFLOP/s in {dtype}" for dtype, speed in speeds.items())
+    rates = ", ".join(f"{speed / 1e12:.2f} TFLOP/s in {dtype}" for dtype, speed in speeds.items())
+    text = f"{devices[0].name or 'a processor'} ({devices[0].kind}): {rates}"
     figures = {"devices": [asdict(device) for device in devices], "flops_per_s": speeds}
-    return CheckFinding("passed", f"{devices[0].name or 'a processor'} ({devices[0].kind}): {found}", figures)
+    return Check("device", "ok", text, figures=figures)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -63,6 +64,7 @@ def multiply(site: Site) -> CheckFinding:
 # The peak may be this share above or below the estimate of all arrays. On CPUs the tests allow as much for steps that
 # are not compiled. CUDA's allocator also counts workspaces of libraries, which are in the reserve.
 MOST_OFF = 0.12
+OFF_LIMITS = {"over": MOST_OFF, "under": MOST_OFF}
 # On CUDA, bytes that the allocator holds for every byte of the peak: free memory that no later shape fitted into. MLX
 # keeps as much as its limit allows, by intention.
 MOST_RESERVED = 1.25
@@ -72,23 +74,27 @@ SHARE_OF_DEVICE = 0.85  # of its memory that an estimate may take
 def memory_checks(sizes: Sizes) -> list[DeviceCheck]:
     """Return a check for each shape, in a process of its own: memory that was used before does not all come back."""
     return [
-        DeviceCheck(f"memory/{shape.name}", f"memory of {_described(shape)} beside its estimate",
+        DeviceCheck(_memory_check(shape), f"memory of {_described(shape)} beside its estimate",
                     partial(measure_memory, shape), alone=True)
         for shape in sizes.memory
     ]  # fmt: skip
+
+
+def _memory_check(shape: TrainedShape) -> str:
+    return f"memory/{shape.name}"
 
 
 def _described(shape: TrainedShape) -> str:
     return shape.name if shape.quantization == "none" else f"{shape.name} in {shape.quantization}"
 
 
-def measure_memory(shape: TrainedShape, site: Site) -> CheckFinding:
+def measure_memory(shape: TrainedShape, site: Site) -> Check:
     """Train on the micro-batches of a shape and compare the peak with the estimate."""
     expected = estimate(decoder_of(dict(shape.config)), ask_for(site, shape))
     total = site.backend.devices()[0].total_bytes
     if expected.total_bytes > SHARE_OF_DEVICE * total:
         needs, has = in_bytes(expected.total_bytes), in_bytes(total)
-        return CheckFinding("skipped", f"it needs an estimated {needs}, and the device has {has}")
+        return Check(_memory_check(shape), "skipped", f"it needs an estimated {needs}, and the device has {has}")
     before = site.backend.memory().used_bytes
     engine, batches = loaded_shape(site, shape)
     site.backend.reset_peak_memory()
@@ -96,15 +102,16 @@ def measure_memory(shape: TrainedShape, site: Site) -> CheckFinding:
         train_on(site, engine, batch)
     memory = site.backend.memory()
     if memory.cached_bytes is None:
-        return _of_tensors(site, engine, max(batches, key=lambda batch: batch.tokens_BT.size), expected)
+        largest = max(batches, key=lambda batch: batch.tokens_BT.size)
+        return _measure_tensors(shape, site, lambda: train_on(site, engine, largest), expected)
     peak, arrays, is_cuda = memory.peak_bytes - before, _arrays(expected), site.device.kind == "cuda"
     reserve = expected[RESERVE] if is_cuda else 0
     reserved = memory.used_bytes + memory.cached_bytes
     figures = _off(peak, arrays, reserve) | {"reserved": reserved, "reserved_share": (reserved - reserve) / peak}
-    tolerance = {"over": MOST_OFF, "under": MOST_OFF} | ({"reserved_share": MOST_RESERVED} if is_cuda else {})
-    words = f"peak {in_bytes(peak)}, estimated {in_bytes(arrays)}{f' and {in_bytes(reserve)} of reserve' * is_cuda}; "
-    words += f"the allocator holds {in_bytes(reserved)} after steps of different shapes"
-    return CheckFinding(judged(figures, tolerance), words, figures, tolerance)
+    limits = OFF_LIMITS | ({"reserved_share": MOST_RESERVED} if is_cuda else {})
+    text = f"peak {in_bytes(peak)}, estimated {in_bytes(arrays)}{f' and {in_bytes(reserve)} of reserve' * is_cuda}; "
+    text += f"the allocator holds {in_bytes(reserved)} after steps of different shapes"
+    return judged(_memory_check(shape), text, figures, limits)
 
 
 def _off(peak: int, arrays: int, reserve: int = 0) -> dict[str, float]:
@@ -117,16 +124,14 @@ def _arrays(expected: Estimate) -> int:
     return expected.total_bytes - expected[RESERVE]
 
 
-def _of_tensors(site: Site, engine: Engine, batch: Batch, expected: Estimate) -> CheckFinding:
+def _measure_tensors(shape: TrainedShape, site: Site, step: Callable[[], object], expected: Estimate) -> Check:
     """Compare the tensors of one more step, where the backend's own counter is that of the process."""
-    found = site.backend.profile(lambda: train_on(site, engine, batch), site.directory).peak_bytes
-    if found is None:
-        return CheckFinding("skipped", f"the backend {site.backend.name} does not count tensors here")
+    name, peak = _memory_check(shape), site.backend.profile(step, site.directory).peak_bytes
+    if peak is None:
+        return Check(name, "skipped", f"the backend {site.backend.name} does not count tensors here")
     arrays = _arrays(expected)
-    figures = _off(found, arrays)
-    tolerance = {"over": MOST_OFF, "under": MOST_OFF}
-    words = f"tensors of {in_bytes(found)} at the peak, estimated {in_bytes(arrays)}"
-    return CheckFinding(judged(figures, tolerance), words, figures, tolerance)
+    text = f"tensors of {in_bytes(peak)} at the peak, estimated {in_bytes(arrays)}"
+    return judged(name, text, _off(peak, arrays), OFF_LIMITS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def speed_check() -> DeviceCheck:
     return DeviceCheck("speed", "tokens per second of a short training", measure_speed, alone=True)
 
 
-def measure_speed(site: Site) -> CheckFinding:
+def measure_speed(site: Site) -> Check:
     """Train on the same micro-batch, as often as the sizes say."""
     shape, steps = site.sizes.speed, site.sizes.speed_steps
     engine, (batch,) = loaded_shape(site, shape)
@@ -171,11 +176,11 @@ def measure_speed(site: Site) -> CheckFinding:
         losses.append(train_on(site, engine, batch))
         step_s.append(time.perf_counter() - start)
     if not all(map(math.isfinite, losses)):
-        return CheckFinding("failed", "a loss is not finite", {"losses": [str(loss) for loss in losses]})
-    found = batch.num_tokens * steps / sum(step_s)
+        return Check("speed", "fail", "a loss is not finite", figures={"losses": [str(loss) for loss in losses]})
+    rate = batch.num_tokens * steps / sum(step_s)
     predicted = predicted_tokens_per_s(site, shape)
     figures = {
-        "tokens_per_s": found,
+        "tokens_per_s": rate,
         "predicted_tokens_per_s": predicted,
         "step_s": step_s,
         "model": shape.name,
@@ -183,12 +188,14 @@ def measure_speed(site: Site) -> CheckFinding:
         "dtype": engine.description.dtype,
         "kernels": engine.description.kernels,
     }
-    beside = "no prediction" if predicted is None else f"{found / predicted:.0%} of the predicted {predicted:,.0f}"
-    words = f"{shape.name}, {batch.num_tokens} tokens a step: {found:,.0f} tokens/s; {beside}"
-    return CheckFinding("passed", words, figures)
+    beside = "no prediction" if predicted is None else f"{rate / predicted:.0%} of the predicted {predicted:,.0f}"
+    text = f"{shape.name}, {batch.num_tokens} tokens a step: {rate:,.0f} tokens/s; {beside}"
+    return Check("speed", "ok", text, figures=figures)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Waits of the host for the device in a training step, which should only send work.
+
 WAITS_WARMUP, STEPS = 2, 3  # the first steps compile, and fill caches
 
 
@@ -210,13 +217,14 @@ def wait_checks(quantizations: tuple[str, ...]) -> list[DeviceCheck]:
     ]
 
 
-def count(quantization: str, site: Site) -> CheckFinding:
+def count(quantization: str, site: Site) -> Check:
     """Count the waits of training steps, from the arrays of a micro-batch to the queued update."""
+    name = f"waits/{quantization}"
     if not isinstance(site.backend, CountsWaits):
-        return CheckFinding("skipped", f"the framework of the backend {site.backend.name} does not say when it waits")
+        return Check(name, "skipped", f"the framework of the backend {site.backend.name} does not say when it waits")
     counted = site.backend.counted_waits()
     if isinstance(counted, str):
-        return CheckFinding("skipped", counted)
+        return Check(name, "skipped", counted)
     pieces = frozenset((*site.card.pieces, *site.device.pieces))
     engine = site.backend.load(request_for(written_model(site, "llama"), "auto", quantization, 0.1, pieces=pieces))
     batches = compared_batches(site)
@@ -233,7 +241,5 @@ def count(quantization: str, site: Site) -> CheckFinding:
         for _ in range(STEPS):
             step()
     places = Counter(waits)
-    words = "none" if not places else "; ".join(f"{number} at {place}" for place, number in places.most_common(8))
-    return CheckFinding(
-        "failed" if waits else "passed", f"waits in {STEPS} steps: {words}", {"waits": len(waits)}, {"waits": 0}
-    )
+    most = "; ".join(f"{number} at {place}" for place, number in places.most_common(8)) or "none"
+    return judged(name, f"waits in {STEPS} steps: {most}", {"waits": len(waits)}, {"waits": 0})

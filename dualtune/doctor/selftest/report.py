@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dualtune.base import fields
+from dualtune.base.checks import Check, exit_code
 from dualtune.base.errors import FormatError
 from dualtune.base.files import new_file
 from dualtune.base.redaction import REDACTED, redact
@@ -28,7 +29,6 @@ from dualtune.base.text import in_columns
 from dualtune.base.untrusted import parse_object
 from dualtune.base.versions import VERSION, versions_of
 from dualtune.doctor.selftest.case import most_apart
-from dualtune.doctor.selftest.process import CheckResult
 from dualtune.engine.choose import PlatformChoice
 from dualtune.engine.machine import Machine
 from dualtune.train.state.records import recorded_packages
@@ -48,9 +48,9 @@ def anonymous(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(key): anonymous(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return {str(key): anonymous(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [anonymous(each) for each in cast("list[Any]", value)]
+        return [anonymous(item) for item in cast("list[Any]", value)]
     return value
 
 
@@ -62,21 +62,21 @@ def _text(text: str, names: set[str]) -> str:
 
 
 def _names() -> set[str]:
-    found = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     with contextlib.suppress(KeyError, OSError):  # a user without a name, as in some containers
-        found.add(getpass.getuser())
-    return {name for name in found if len(name) >= _LEAST_NAME and name not in _COMMON}
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) >= _LEAST_NAME and name not in _COMMON}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The verdict in words: what works, what failed, what stayed plain and why, what is slow, and what to do next.
 
 SLOW = 0.5  # of the predicted speed
-# By the group of a check that failed: what it means for a user.
+# What a failure means for a user, by the group of the check.
 NEXT = {
     "device": "dualtune check-gpu says what is missing",
     "numbers": "this device does not compute float32 as float32: do not compare its float32 runs with other machines",
-    "kernels": "train with model.kernels=reference until the kernel is mended",
+    "kernels": "train with model.kernels=reference until the kernel is fixed",
     "waits": "training is right, but the device idles while the host waits: expect less speed",
     "memory": "keep more memory free than the estimate says: lower train.micro_batch_tokens first",
     "resume": "do not rely on a resumed run being the one that was stopped",
@@ -86,46 +86,47 @@ NEXT = {
 SEND = "attach the archive to an issue, by the form for self-tests"
 
 
-def verdict(results: Sequence[CheckResult]) -> list[str]:
+def verdict(rows: Sequence[Check]) -> list[str]:
     """Return the lines of the verdict, each with its label."""
-    return [f"{label:<11} {words}" for label, words in _lines(results)]
+    return [f"{label:<11} {text}" for label, text in _lines(rows)]
 
 
-def _lines(results: Sequence[CheckResult]) -> Iterator[tuple[str, str]]:
-    failed = [result for result in results if result.outcome == "failed"]
-    passed = [result for result in results if result.outcome == "passed"]
-    yield "works", f"{len(passed)} of {len(passed) + len(failed)} checks that could be made passed: {_groups(passed)}"
-    for result in failed:
-        yield "failed", f"{result.name}: {result.words}"
-    for result in results:
-        if result.outcome == "skipped":
-            is_kernel = result.name.startswith("kernels/")
-            yield "plain" if is_kernel else "skipped", f"{result.name}: {result.words}"
-    for result in results:
-        if not result.figures.get("bitwise", True) and result.outcome == "passed":
-            yield "differs", result.words
-    yield from _speed(results)
-    for group in dict.fromkeys(result.name.partition("/")[0] for result in failed):
+def _lines(rows: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    failed = [row for row in rows if row.level == "fail"]
+    passed = [row for row in rows if row.level == "ok"]
+    groups = ", ".join(dict.fromkeys(map(_group, passed))) or "none"
+    yield "works", f"{len(passed)} of {len(passed) + len(failed)} checks that could be made passed: {groups}"
+    for row in failed:
+        yield "failed", f"{row.name}: {row.found}"
+    for row in rows:
+        if row.level == "skipped":
+            yield "plain" if _group(row) == "kernels" else "skipped", f"{row.name}: {row.found}"
+    for row in passed:
+        if not row.figures.get("bitwise", True):
+            yield "differs", row.found
+    yield from _speed(rows)
+    for group in dict.fromkeys(map(_group, failed)):
         yield "next", NEXT[group]
     yield "next", SEND if failed else f"dualtune validate --tier quick, then train. And {SEND}"
 
 
-def _groups(results: Sequence[CheckResult]) -> str:
-    return ", ".join(dict.fromkeys(result.name.partition("/")[0] for result in results)) or "none"
+def _group(row: Check) -> str:
+    return row.name.partition("/")[0]
 
 
-def _speed(results: Sequence[CheckResult]) -> Iterator[tuple[str, str]]:
-    for result in results:
-        found, predicted = (result.figures.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s"))
-        if found and predicted and found < SLOW * predicted:
-            yield "slow", f"{result.words}. dualtune bench shows where the time goes"
-        elif found:
-            yield "speed", result.words
+def _speed(rows: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        rate, predicted = (row.figures.get(name) for name in ("tokens_per_s", "predicted_tokens_per_s"))
+        if rate and predicted and rate < SLOW * predicted:
+            yield "slow", f"{row.found}. dualtune bench shows where the time goes"
+        elif rate:
+            yield "speed", row.found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The report as JSON values.
+
 SCHEMA_VERSION = 1
-FAILED = 1  # exit code
 # Variables that change how a framework computes or takes memory.
 SETTINGS = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
@@ -133,10 +134,10 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def report(choice: PlatformChoice, kind: str, machine: Machine, results: Sequence[CheckResult]) -> dict[str, Any]:
+def report(choice: PlatformChoice, kind: str, machine: Machine, rows: Sequence[Check]) -> dict[str, Any]:
     """Return the report as JSON values. It names no user, host or directory."""
-    code = exit_code_of(results)
-    found = {
+    code = exit_code(rows)
+    values = {
         "schema_version": SCHEMA_VERSION,
         "ok": code == 0,
         "exit_code": code,
@@ -148,15 +149,10 @@ def report(choice: PlatformChoice, kind: str, machine: Machine, results: Sequenc
         "machine": _described(machine, kind),
         "packages": versions_of(recorded_packages()),
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
-        "checks": [_row(result) for result in results],
-        "verdict": verdict(results),
+        "checks": [_row(row) for row in rows],
+        "verdict": verdict(rows),
     }
-    return anonymous(found)
-
-
-def exit_code_of(results: Sequence[CheckResult]) -> int:
-    """Return 0, or 1 if a check failed."""
-    return FAILED if any(result.outcome == "failed" for result in results) else 0
+    return anonymous(values)
 
 
 def machine_name(machine: Machine, kind: str) -> str:
@@ -177,10 +173,10 @@ def _described(machine: Machine, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(result: CheckResult) -> Mapping[str, Any]:
+def _row(row: Check) -> Mapping[str, Any]:
     return {
-        "name": result.name, "title": result.title, "result": result.outcome, "words": result.words,
-        "figures": result.figures, "tolerance": result.tolerance, "seconds": round(result.seconds, 2),
+        "name": row.name, "title": row.title, "result": row.verdict, "words": row.found,
+        "figures": row.figures, "tolerance": row.limits, "seconds": round(row.seconds, 2),
     }  # fmt: skip
 
 
@@ -228,15 +224,15 @@ def _member(data: bytes, path: Path) -> bytes:
         with gzip.open(io.BytesIO(data)) as stream:
             plain = stream.read(MAX_BYTES + 1)
         if len(plain) > MAX_BYTES:
-            raise FormatError(f"{path}: unpacks to more than {MAX_BYTES} bytes, so it is no archive of a self-test")
+            raise FormatError(f"{path}: unpacks to more than {MAX_BYTES} bytes, so it is not an archive of a self-test")
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
-            found = next((each for each in tar if each.name == REPORT and each.isreg()), None)
-            stream = tar.extractfile(found) if found else None
+            member = next((member for member in tar if member.name == REPORT and member.isreg()), None)
+            stream = tar.extractfile(member) if member else None
             if stream is None:
                 raise FormatError(f"{path}: holds no {REPORT}. Was it written by dualtune selftest?")
             return stream.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise FormatError(f"{path}: is no archive of a self-test: {error}") from None
+        raise FormatError(f"{path}: is not an archive of a self-test: {error}") from None
 
 
 def _check(report: Mapping[str, Any], path: Path) -> None:
@@ -258,7 +254,6 @@ def _check(report: Mapping[str, Any], path: Path) -> None:
 # Two reports beside each other: an H100's and a Mac's.
 
 Report = Mapping[str, Any]
-MISSING = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,18 +271,18 @@ def beside(a: Report, b: Report) -> Beside:
     table = [("", *(str(report["machine"].get("name", "?")) for report in (a, b)))]
     table += [(name, *(_result(rows.get(name)) for rows in (first, second))) for name in names]
     gaps = list(_gaps(first, second))
-    said = [f"losses      {name}: up to {gap:.1e} nats apart, {most:.0e} allowed" for name, gap, most in gaps]
+    lines = [f"losses      {name}: up to {gap:.1e} nats apart, {most:.0e} allowed" for name, gap, most in gaps]
     if not gaps:
-        said = ["losses      no run is in both reports"]
+        lines = ["losses      no run is in both reports"]
     speeds = [rows.get("speed", {}).get("figures", {}).get("tokens_per_s") for rows in (first, second)]
     if all(isinstance(speed, float) for speed in speeds):
-        said.append(f"speed       {speeds[0]:,.0f} and {speeds[1]:,.0f} tokens/s, of the shapes named above")
-    return Beside((in_columns(table), "", *said), bool(gaps) and all(gap <= most for _, gap, most in gaps))
+        lines.append(f"speed       {speeds[0]:,.0f} and {speeds[1]:,.0f} tokens/s, of the shapes named above")
+    return Beside((in_columns(table), "", *lines), bool(gaps) and all(gap <= most for _, gap, most in gaps))
 
 
 def _result(row: Mapping[str, Any] | None) -> str:
     if row is None:
-        return MISSING
+        return "-"
     return f"{row['result']}: {row['words']}" if row["name"] == "speed" else str(row["result"])
 
 
@@ -305,5 +300,5 @@ def _gaps(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple
 
 def _numbers(values: Any) -> list[float]:
     """Return a list of numbers, empty if it is anything else."""
-    found = cast("list[Any]", values) if isinstance(values, list) else []
-    return found if all(type(value) in (int, float) for value in found) else []
+    numbers = cast("list[Any]", values) if isinstance(values, list) else []
+    return numbers if all(type(number) in (int, float) for number in numbers) else []

@@ -1,28 +1,56 @@
-"""Run the checks in processes of their own: what one of them breaks, the others do not see."""
+"""Run the checks in processes of their own: what one of them breaks, the others do not see.
+
+A GPU that has failed once answers every later call of its process with that error. So the command starts
+`python -m dualtune.doctor.selftest.run`, which reads a `CheckWork` as JSON from standard input and writes lines of JSON
+to standard output: {"begins": name} and then a `Check` for each check, or {"fault": …} if the backend cannot be opened.
+All else goes to standard error. The process ends after the first check that raises, and the command starts another one
+for the rest.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import IO, Any
 
-from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune.doctor.selftest.case import CheckFinding, DeviceCheck
-from dualtune.doctor.selftest.listed import checks_for
-from dualtune.doctor.selftest.process import CheckResult, CheckWork, row
-from dualtune.engine.card import card_of
-from dualtune.engine.choose import PlatformChoice
+from dualtune.base.checks import Check
+from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.doctor.selftest.case import SIZES, DeviceCheck, Site
+from dualtune.doctor.selftest.correctness import kernel_checks, number_checks, recorded_checks, resume_checks
+from dualtune.doctor.selftest.cost import device_check, memory_checks, speed_check, wait_checks
+from dualtune.engine.backend import Backend
+from dualtune.engine.card import Card, Device, card_of
+from dualtune.engine.choose import PlatformChoice, open_backend
 from dualtune.engine.detect import detect
 
-PROCESS = ("-P", "-m", "dualtune.doctor.selftest.process")
-LIMIT_S = 300  # for a check, which takes seconds, or a minute where it compiles: a hang must not cost the rest
-Tell = Callable[[CheckResult], object]
+DEMO = Path(__file__).parents[2] / "demo"
+DEMO_TRAINING = {"model.name": str(DEMO / "model"), "data.train": str(DEMO / "data" / "train.jsonl")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which checks there are for a device.
+
+
+def checks_for(card: Card, device: Device) -> list[DeviceCheck]:
+    """Return the checks in the order in which they run. Known without a framework."""
+    return [
+        device_check(),
+        *number_checks(),
+        *kernel_checks(card, device),
+        *wait_checks(device.quantizations),
+        *resume_checks(device.kind),
+        *recorded_checks(("float32", device.auto_dtype)),
+        *memory_checks(SIZES[device.kind]),
+        speed_check(),
+    ]
 
 
 def selected(choice: PlatformChoice, only: Sequence[str]) -> tuple[str, list[DeviceCheck]]:
@@ -40,28 +68,31 @@ def selected(choice: PlatformChoice, only: Sequence[str]) -> tuple[str, list[Dev
     return kind, [check for check in checks if not only or check.name.startswith(tuple(only))]
 
 
-def run_checks(choice: PlatformChoice, kind: str, checks: Sequence[DeviceCheck], tell: Tell) -> list[CheckResult]:
+# ----------------------------------------------------------------------------------------------------------------------
+# In the command: start processes, and read their rows.
+
+PROCESS = ("-P", "-m", "dualtune.doctor.selftest.run")
+LIMIT_S = 300  # for a check, which takes seconds, or a minute where it compiles: a hang must not cost the rest
+Tell = Callable[[Check], object]
+
+
+def run_checks(choice: PlatformChoice, kind: str, checks: Sequence[DeviceCheck], tell: Tell) -> list[Check]:
     """Run the checks in order and return a row for each. EnvironmentFault if the backend cannot be opened."""
-    results: list[CheckResult] = []
+    rows: list[Check] = []
 
-    def keep(result: CheckResult) -> None:
-        results.append(result)
-        tell(result)
+    def keep(row: Check) -> None:
+        rows.append(row)
+        tell(row)
 
-    left = list(checks)
-    while left:
-        together = left[:1] if left[0].alone else _until_alone(left)
+    while left := checks[len(rows) :]:
+        num_together = next((i for i, check in enumerate(left) if check.alone), len(left)) or 1
+        together = left[:num_together]
         work = CheckWork(choice.platform, choice.backend, choice.device, kind, [check.name for check in together])
         _run_apart(work, together, keep)
-        left = list(checks)[len(results) :]
-    return results
+    return rows
 
 
-def _until_alone(checks: Sequence[DeviceCheck]) -> list[DeviceCheck]:
-    return list(checks[: next((i for i, check in enumerate(checks) if check.alone), len(checks))])
-
-
-def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[CheckResult], None]) -> None:
+def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[Check], None]) -> None:
     """Run checks in one process, and keep at least one row: if it dies, a failure of the check that it was at."""
     command, pipe = [sys.executable, *PROCESS], subprocess.PIPE
     with (
@@ -75,13 +106,13 @@ def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[C
             child.stdin.close()
             for line in child.stdout:
                 limit.renew()
-                found: dict[str, Any] = json.loads(line)
-                if "fault" in found:
-                    raise EnvironmentFault(found["fault"])
-                if "begins" in found:
+                message: dict[str, Any] = json.loads(line)
+                if "fault" in message:
+                    raise EnvironmentFault(message["fault"])
+                if "begins" in message:
                     began = time.perf_counter()
                 else:
-                    keep(CheckResult(**found))
+                    keep(Check(**message))
                     done += 1
             code = child.wait()
         finally:
@@ -89,7 +120,7 @@ def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[C
             child.kill()
         if code != 0 or done == 0:
             reason = f"did not end within {LIMIT_S} s" if limit.is_over else _reason(code, errors)
-            keep(row(checks[done], CheckFinding("failed", reason), time.perf_counter() - began))
+            keep(_timed(Check(checks[done].name, "fail", reason), checks[done], time.perf_counter() - began))
 
 
 class TimeLimit:
@@ -126,3 +157,64 @@ def _reason(code: int, errors: IO[str]) -> str:
         shortage = ", perhaps because memory ran out" if code == -9 else ""
         return f"its process was killed by signal {-code}{shortage}: {last}"
     return f"its process ended with code {code}: {last}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process.
+
+
+@dataclass(frozen=True, slots=True)
+class CheckWork:
+    """Which checks a process runs."""
+
+    platform: str
+    backend: str
+    device: str  # to open the backend with
+    kind: str
+    names: Sequence[str]  # of the checks, in this order
+
+
+def main() -> None:
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)
+        work = CheckWork(**json.load(sys.stdin))
+        try:
+            backend = open_backend(PlatformChoice(work.platform, work.backend, work.device, ""))
+        except EnvironmentFault as error:
+            print(json.dumps({"fault": str(error)}), file=out)
+        else:
+            perform(work, backend, out)
+
+
+def perform(work: CheckWork, backend: Backend, out: IO[str]) -> None:
+    """Run the checks, up to the first that raises."""
+    card = card_of(work.backend)
+    device = card.device(work.kind)
+    assert device is not None  # the caller chose it from the card
+    checks = {check.name: check for check in checks_for(card, device)}
+    for name in work.names:
+        print(json.dumps({"begins": name}), file=out)
+        start, has_raised = time.perf_counter(), False
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                row = checks[name].run(Site(backend, device, SIZES[work.kind], Path(directory), DEMO_TRAINING))
+            except Exception as error:  # noqa: BLE001  one check must not hide the others; its row has the error
+                row, has_raised = failure(name, error, backend), True
+        print(json.dumps(asdict(_timed(row, checks[name], time.perf_counter() - start))), file=out)
+        if has_raised:
+            break
+
+
+def failure(name: str, error: Exception, backend: Backend) -> Check:
+    """Return the row of a check that raised, with the first line of the error."""
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    shortage = "memory ran out: " if backend.is_out_of_memory(error) else ""
+    return Check(name, "fail", f"{shortage}{type(error).__name__}: {line}")
+
+
+def _timed(row: Check, check: DeviceCheck, seconds: float) -> Check:
+    return replace(row, title=check.title, seconds=seconds, exit_code=DualtuneError.exit_code)
+
+
+if __name__ == "__main__":
+    main()
