@@ -51,7 +51,7 @@ class Recomputation:
             if segments and not self._is_exact(segments):
                 raise ConfigError(
                     f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
-                    "than their hidden states, so they cannot be recomputed. Set memory.checkpointing: none or remade"
+                    "than their hidden states, so they cannot be recomputed; allowed: none, adapter_inputs"
                 )
         if checkpointing.remade:
             self._origins.install(self._model)

@@ -65,7 +65,7 @@ class Recomputation:
         if self._layers is None and checkpointing.layers:
             raise ConfigError(
                 f"{KEY}: got {checkpointing.layers} layers, but transformers does not list the layers of "
-                f"{type(self._model).__name__}; allowed: none, remade"
+                f"{type(self._model).__name__}; allowed: none, adapter_inputs"
             )
         return [] if self._layers is None else checkpointing.segments(len(self._layers))
 
@@ -141,7 +141,7 @@ class _Segment:
         if any(isinstance(part, dict | list) or (isinstance(part, Tensor) and part.requires_grad) for part in flat):
             raise ConfigError(
                 f"{KEY}: the layers of this model ({name}) exchange more than the hidden states, so they cannot be "
-                "recomputed; allowed: none, remade"
+                "recomputed; allowed: none, adapter_inputs"
             )
 
 

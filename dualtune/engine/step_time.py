@@ -89,7 +89,7 @@ ROTARY, ACTIVATION, DROPOUT, UNPACKING = "rotary", "activation", "dropout", "unp
 HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
 RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
 IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING)
-REMADE = (NORMS, DROPOUT)  # what memory.checkpointing: remade computes again
+REMADE = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
 PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS)
 
 NF4_BYTES = 4.127 / 8  # of a weight, with its share of the scales: Dettmers et al., QLoRA, arXiv 2305.14314, section 3

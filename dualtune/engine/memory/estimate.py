@@ -294,13 +294,13 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
     """
     memory = config.memory
     offload, streamed = memory.offload == "activations", memory.resident_layers != "all"
-    if streamed or (offload and memory.checkpointing in ("auto", "none", "remade")):
+    if streamed or (offload and memory.checkpointing in ("auto", "none", "adapter_inputs")):
         where = f"memory.resident_layers={memory.resident_layers}" if streamed else "memory.offload=activations"
         return replace(_full_because(memory.checkpointing, where), offload=offload)
     match value := memory.checkpointing:
         case "auto" | "none":
             return KEEP_ALL
-        case "remade":
+        case "adapter_inputs":
             return ActivationCheckpointing(remade=True)
         case "full":
             return replace(FULL_CHECKPOINTING, offload=offload)

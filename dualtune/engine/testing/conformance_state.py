@@ -265,7 +265,7 @@ def check_padding_behind_packed_rows_does_not_matter(case: Case) -> None:
 # The conformance check of `memory.checkpointing`: what is recomputed is what would have been kept, to the bit.
 
 VALUES = {
-    "remade": ActivationCheckpointing(remade=True),
+    "adapter_inputs": ActivationCheckpointing(remade=True),
     LAYERS: ActivationCheckpointing(1),
     "full": ActivationCheckpointing("all"),
     "none": KEEP_ALL,
@@ -283,7 +283,7 @@ def check_checkpointing_changes_no_bit(case: Case) -> None:
             engine.set_checkpointing(checkpointing)
         except ConfigError:
             # The plain code may have nothing that could be recomputed from what it keeps anyway.
-            assert value not in honoured or value == "remade", f"{value} is honoured, but refused"
+            assert value not in honoured or value == "adapter_inputs", f"{value} is honoured, but refused"
             continue
         assert value in honoured or value == "none", f"{value} is not honoured, but accepted"
         assert (engine.description.checkpointing == "none") == (value == "none")
@@ -382,7 +382,7 @@ def check_recomputation_takes_given_hidden_states(case: Case) -> None:
         try:
             engine.set_checkpointing(checkpointing)
         except ConfigError:
-            assert value == "remade"  # there may be nothing that could be recomputed from what is kept anyway
+            assert value == "adapter_inputs"  # there may be nothing that could be recomputed from what is kept anyway
             continue
         engine.load_optimizer_state(fresh)
         assert_equal(gradient(engine, batch), expected)
