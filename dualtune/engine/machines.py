@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from dualtune.base.errors import ConfigError
+from dualtune.base.suggestions import closest, did_you_mean
 from dualtune.engine.detect import metal_limit
 from dualtune.engine.machine import GIB, Gpu, Machine
 from dualtune.engine.memory.budget import GPU_RESERVE_BYTES
@@ -131,12 +131,12 @@ def limits_or_none(machine: str) -> MachineLimits | None:
 
 def limits_of(machine: str, names: list[str]) -> MachineLimits:
     """Return the limits of a machine, of which there are these. ConfigError lists those with limits."""
-    found = limits_or_none(machine)
-    if found is not None and machine in names:
-        return found
+    limits = limits_or_none(machine)
+    if limits is not None and machine in names:
+        return limits
     known = [name for name in names if limits_or_none(name)]
-    near = get_close_matches(machine, known, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = closest(machine, known)
+    hint = f" {did_you_mean(near)}" if near else ""
     raise ConfigError(f"--predict: got '{machine}', allowed: this, {', '.join(known)}.{hint}")
 
 
@@ -255,8 +255,8 @@ def named(name: str) -> Machine:
     """Return the machine with a short name. ConfigError lists the names."""
     if name in MACHINES:
         return MACHINES[name]
-    near = get_close_matches(name, MACHINES, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = closest(name, MACHINES)
+    hint = f" {did_you_mean(near)}" if near else ""
     raise ConfigError(f"--machine: got '{name}', allowed: {', '.join(MACHINES)}.{hint}")
 
 
@@ -264,7 +264,7 @@ def published(machine: Machine) -> MachineLimits | None:
     """Return the published limits of a machine's GPU or chip, by its name; None if they are not known."""
     own = _accelerator(machine)
     same = (name for name, known in MACHINES.items() if own and _accelerator(known) == own)
-    return next((found for name in same if (found := limits_or_none(name))), None)
+    return next((limits for name in same if (limits := limits_or_none(name))), None)
 
 
 def limits_for(name: str) -> MachineLimits:
