@@ -1,12 +1,10 @@
-"""Format numbers and tables as text, also for narrow terminals."""
+"""Format numbers and tables as text, also for narrow terminals. `dualtune --help` imports this, but not rich."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-
-from rich.cells import cell_len, set_cell_size
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Escape untrusted text, so that a terminal or a page shows it and does not interpret it.
@@ -84,6 +82,8 @@ def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
 
     If they do not fit, the last fields are shortened, and then omitted. The first field always stays.
     """
+    from rich.cells import cell_len
+
     long, short = [forms[0] for forms in fields], [forms[-1] for forms in fields]
     some_short = (long[:i] + short[i:] for i in range(len(fields), -1, -1))
     some_left_out = (short[:i] for i in range(len(fields) - 1, 0, -1))
@@ -93,6 +93,8 @@ def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
 
 def cut(text: str, width: int) -> str:
     """Return text in at most `width` columns; East Asian characters take two."""
+    from rich.cells import cell_len, set_cell_size
+
     return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
@@ -106,6 +108,8 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> str:
+    from rich.cells import cell_len
+
     if cell_len(line) <= width:
         return line
     columns = [cell_len(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
