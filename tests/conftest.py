@@ -205,9 +205,9 @@ def render_apart(python):
     """Render chat templates in one process with little address space: the outcome and the processor time of each."""
     code = """if True:
         import json, resource, sys, time
-        from dualtune.data.chat import template_meter
+        from dualtune.data.chat import sandbox
         from dualtune.data.chat.template import ChatTemplate
-        template_meter.CPU_S = 0.25  # instead of a second: there are many
+        sandbox.CPU_S = 0.25  # instead of a second: there are many
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
         for line in sys.stdin:
             name, source = json.loads(line)

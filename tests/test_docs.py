@@ -39,7 +39,7 @@ def test_the_readme_is_read_in_one_go():
 
 
 def test_the_index_links_every_page():
-    """Decisions and the pages for users of other trainers have an index of their own; the SETUP pages point elsewhere."""
+    """Decisions and the pages for users of other trainers have an index of their own; SETUP pages point elsewhere."""
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"contents.md", "SETUP_M4.md", "SETUP_H100.md"}
     text = (ROOT / "docs" / "contents.md").read_text(encoding="utf-8")
     assert pages <= set(re.findall(r"\]\(([\w.]+)\)", text))

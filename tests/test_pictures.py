@@ -1,4 +1,4 @@
-"""The pictures of the documentation: what their scripts draw from the files beside them, with nothing private in them."""
+"""The pictures of the documentation: what their scripts draw from the files beside them, and nothing private in it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The documents of a run: the tokenized rows of its sources, split into training and held-out data."""
+"""The documents of a run: its sources are opened, duplicates left out, rows tokenized, and some of them held out."""
 
 from __future__ import annotations
 
@@ -26,6 +26,77 @@ from dualtune.data.tokens.masks import check_lost_text, sentences
 from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, open_store, stored_in_memory
 from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """A source that exists; nothing has been read from it yet."""
+
+    source: SourceConfig  # `format` and `columns` are set; without `roles` and `consecutive` it has their defaults
+    files: SourceFiles
+
+    def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
+        return to_examples(self.files.rows(tell), *self.layout)
+
+    def format(self) -> str:
+        """Return the configured format, or the one detected from the first good row; "auto" if there is no good row."""
+        named, columns, *_ = self.layout
+        if named != "auto":
+            return named
+        first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
+        return detect_format(first, columns) if first else "auto"
+
+    @property
+    def layout(self) -> tuple[str, Columns, Mapping[str, str], Consecutive]:
+        """The format of its rows, which columns and roles have other names, and what becomes of turns in a row."""
+        source = self.source
+        assert source.format is not None and source.columns is not None  # filled in by DataConfig
+        return source.format, source.columns, source.roles or {}, source.consecutive or "join"
+
+    def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
+        """Yield the examples to train on. Raises ConfigError for preference pairs."""
+        for example in self.examples(tell):
+            if isinstance(example, Example) and example.rejected is not None:
+                raise ConfigError(f"{example.where}: preference pairs are read and checked, but not trained on yet")
+            yield example
+
+
+def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[OpenedSource], list[OpenedSource]]:
+    """Open the training and evaluation sources. `eval_path` replaces the configured evaluation data."""
+    data = config.data
+    train = [open_one(source, "train") for source in data.sources()]
+    if eval_path is not None:
+        named = data.model_copy(update={"eval": SourceConfig(path=eval_path)}).eval_sources()
+        return train, [open_one(source, "test") for source in named]
+    return train, [open_one(source, "valid") for source in eval_sources(data)]
+
+
+def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
+    """Return the evaluation sources; none if a share of the training rows is held out.
+
+    With data.eval: auto, the validation split of a directory or dataset takes precedence over a share.
+    """
+    return _with_valid(data) if data.eval == "auto" else data.eval_sources()
+
+
+def unused_valid(data: DataConfig) -> list[str]:
+    """Say which evaluation data beside the training data are not used, because data.eval names a share."""
+    if data.eval == "auto" or not data.held_out_share:
+        return []
+    return [
+        f"{source.path}: has evaluation data, which are not used: data.eval holds out {data.held_out_share:.0%} of the "
+        "training rows. Set data.eval: auto to use them"
+        for source in _with_valid(data)
+    ]
+
+
+def _with_valid(data: DataConfig) -> tuple[SourceConfig, ...]:
+    return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
+
+
+def open_one(source: SourceConfig, role: Role) -> OpenedSource:
+    return OpenedSource(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # data.dedup: the rows of the training sources that repeat another one, left out before any row is held out.
@@ -101,7 +172,7 @@ class Dedup:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Choose the rows to hold out for evaluation, as a function of the seed, the share and the rows' token counts.
+# Which rows are held out for evaluation: a function of the seed, the share and the rows' token counts.
 
 FAR = 2.0  # factor by which the held-out share of the tokens may differ from the requested share
 
@@ -175,6 +246,8 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The tokenized rows of sources as documents.
+
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
 REASONS = {  # also keys in `--json`, so these words stay
     State.NO_TARGET: "no token to learn",
@@ -342,74 +415,8 @@ def duplicates_left_out(left_out: Mapping[str, int]) -> str:
     return f"{total} duplicate{'' if total == 1 else 's'} left out ({kinds})"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """A source that exists; nothing has been read from it yet."""
-
-    source: SourceConfig  # `format` and `columns` are set; without `roles` and `consecutive` it has their defaults
-    files: SourceFiles
-
-    def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
-        return to_examples(self.files.rows(tell), *self.layout)
-
-    def format(self) -> str:
-        """Return the configured format, or the one detected from the first good row; "auto" if there is no good row."""
-        named, columns, *_ = self.layout
-        if named != "auto":
-            return named
-        first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
-        return detect_format(first, columns) if first else "auto"
-
-    @property
-    def layout(self) -> tuple[str, Columns, Mapping[str, str], Consecutive]:
-        """The format of its rows, which columns and roles have other names, and what becomes of turns in a row."""
-        source = self.source
-        assert source.format is not None and source.columns is not None  # filled in by DataConfig
-        return source.format, source.columns, source.roles or {}, source.consecutive or "join"
-
-    def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
-        """Yield the examples to train on. Raises ConfigError for preference pairs."""
-        for example in self.examples(tell):
-            if isinstance(example, Example) and example.rejected is not None:
-                raise ConfigError(f"{example.where}: preference pairs are read and checked, but not trained on yet")
-            yield example
-
-
-def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[OpenedSource], list[OpenedSource]]:
-    """Open the training and evaluation sources. `eval_path` replaces the configured evaluation data."""
-    data = config.data
-    train = [open_one(source, "train") for source in data.sources()]
-    if eval_path is not None:
-        named = data.model_copy(update={"eval": SourceConfig(path=eval_path)}).eval_sources()
-        return train, [open_one(source, "test") for source in named]
-    return train, [open_one(source, "valid") for source in eval_sources(data)]
-
-
-def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
-    """Return the evaluation sources; none if a share of the training rows is held out.
-
-    With data.eval: auto, the validation split of a directory or dataset takes precedence over a share.
-    """
-    return _with_valid(data) if data.eval == "auto" else data.eval_sources()
-
-
-def unused_valid(data: DataConfig) -> list[str]:
-    """Say which evaluation data beside the training data are not used, because data.eval names a share."""
-    if data.eval == "auto" or not data.held_out_share:
-        return []
-    return [
-        f"{source.path}: has evaluation data, which are not used: data.eval holds out {data.held_out_share:.0%} of the "
-        "training rows. Set data.eval: auto to use them"
-        for source in _with_valid(data)
-    ]
-
-
-def _with_valid(data: DataConfig) -> tuple[SourceConfig, ...]:
-    return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
-
-
-def open_one(source: SourceConfig, role: Role) -> OpenedSource:
-    return OpenedSource(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
+# ----------------------------------------------------------------------------------------------------------------------
+# From the sources of a config to its documents.
 
 
 class Data:

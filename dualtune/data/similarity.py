@@ -29,10 +29,8 @@ from dualtune.data.chat.formats import Example
 #
 # A shingle is 5 characters in sequence, without case, runs of spaces as one: it needs no idea of what a word is in any
 # language. A sketch holds the least value of each of 64 hashes over a set: two sets share one with a probability that
-# is
-# their Jaccard similarity (Broder, On the resemblance and containment of documents, 1997). Shape suffixes: S shingles
-# of
-# a row, H hashes.
+# is their Jaccard similarity (Broder, On the resemblance and containment of documents, 1997). Shape suffixes: S
+# shingles of a row, H hashes.
 
 SHINGLE = 5  # characters
 NEAR = 0.8  # Jaccard similarity
@@ -121,6 +119,8 @@ def _least(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The rows of a stream, and which repeat another one.
+
 Keep = Literal["first", "longest"]
 LOWEST = 0.7  # the least similarity that is found reliably
 # How much lower than the threshold the estimate of a sketch may be: at least four standard deviations.

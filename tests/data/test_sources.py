@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.base.errors import DataError, EnvironmentFault, FormatError
-from dualtune.data.sources import readers as hub
+from dualtune.data.sources import readers
 from dualtune.data.sources.readers import has_role, open_source
 
 KINDS = (
@@ -265,7 +265,7 @@ def ask(tmp_path_factory, python):
     def evaluate_each(*expressions: str, offline: bool = False) -> list:
         code = f"""
 import json
-from dualtune.data.sources import hub
+from dualtune.data.sources import readers
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.base.errors import DualtuneError
 for expression in {expressions!r}:
@@ -363,10 +363,10 @@ def test_a_dataset_whose_card_names_files_of_other_places_is_refused(ask):
     *(f"hf://datasets/me/tiny@{COMMIT}/{path}" for path in ("../x", "a/../../x", "a//x", "./x", "a\\..\\x", "a\nb")),
 ])  # fmt: skip
 def test_a_file_of_a_dataset_is_in_its_repository(file):
-    assert hub._place("me/tiny", f"hf://datasets/me/tiny@{COMMIT}/a/b.jsonl") == (COMMIT, "a/b.jsonl")
-    assert hub._place("me/tiny", "hf://datasets/Me/Tiny@refs%2Fpr%2F1/b.jsonl") == ("refs/pr/1", "b.jsonl")
+    assert readers._place("me/tiny", f"hf://datasets/me/tiny@{COMMIT}/a/b.jsonl") == (COMMIT, "a/b.jsonl")
+    assert readers._place("me/tiny", "hf://datasets/Me/Tiny@refs%2Fpr%2F1/b.jsonl") == ("refs/pr/1", "b.jsonl")
     with pytest.raises(FormatError, match="not in its repository"):
-        hub._place("me/tiny", file)
+        readers._place("me/tiny", file)
 
 
 def test_a_split_that_is_missing_for_the_role_is_named_with_those_that_there_are(ask):

@@ -161,6 +161,8 @@ def _name(value: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The notations: a form of call, and the marks around it.
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 _NAME = r"(?P<name>[^\s{}\[\]<>()]+?)"
 _KEY = r"""[^\s<>{}()\[\]"'=:,]+?"""

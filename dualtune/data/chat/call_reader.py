@@ -1,8 +1,4 @@
-"""How a chat template writes tool calls, learned from what it writes for calls that are known.
-
-So little is known here of Hermes, Qwen, GLM, Llama, Mistral or DeepSeek: the form of a call and the marks around it
-show in a turn with one call and in one with two. They are used only if they read back what the template has written.
-"""
+"""Read the tool calls in an answer, in the notation of the model's chat template, which is learned by trying it."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ from dualtune.data.sources.rows import RowError
 # An answer as it comes, split into what is said and the calls: text at once, a call when it closes.
 #
 # What may become a call is held back until it is one, or the answer ends; then it is text. The white space before a
-# call,
-# and the marks around it, belong to it.
+# call, and the marks around it, belong to it.
 
 SEPARATORS = " \n,;[]"  # text of these alone, behind a call, says nothing
 _BETWEEN = re.compile(r"[\s,;]*")
@@ -172,6 +167,11 @@ def read_answer(answer: str, notations: Sequence[CallNotation], tools: Tools) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# How a chat template writes tool calls, learned from what it writes for calls that are known.
+#
+# So little is known here of Hermes, Qwen, GLM, Llama, Mistral or DeepSeek: the form of a call and the marks around it
+# show in a turn with one call and in one with two. They are used only if they read back what the template has written.
+
 Render = Callable[..., str]  # messages, tools=, add_generation_prompt= -> text
 NAME = "probe_name"
 _TEXTS = {"probe_first": "probe_value", "probe_second": "probe_other"}

@@ -5,10 +5,10 @@ case, and those of `data.roles`. Content is a string or a list of text parts, wh
 its JSON text. `train: true|false` on an assistant message decides whether its tokens are targets, and `weight` is their
 loss weight: 0 excludes them, 1 is the default, which other messages may have too. Tool calls become
 {"type": "function", "id"?, "function": {"name", "arguments"}} with an object as arguments, which remembers the row's
-text: the chat template decides in which form it is given both (`call_form.py`). The result of a tool may be any JSON.
-All other keys of a message are passed to the template unchanged. Turns of one role in a row are joined, if they can be
-(`data.consecutive`). User, system and tool messages may be blank; an
-assistant message may be blank only if it is not trained on.
+text: the chat template decides in which form it is given both (`tools.py`). The result of a tool may be any JSON. All
+other keys of a message are passed to the template unchanged. Turns of one role in a row are joined, if they can be
+(`data.consecutive`). User, system and tool messages may be blank; an assistant message may be blank only if it is not
+trained on.
 """
 
 from __future__ import annotations

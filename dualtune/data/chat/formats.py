@@ -16,7 +16,7 @@ parsed as JSON. An answer or a text must not be blank; a prompt may be.
 
 `history` is a list of [question, answer] or of messages, before the question; `context` is text before it. `reasoning`
 is that of the answer, and may have any name that says so (`row_values.py`). `data.columns` names a column for a key, or
-null, which leaves it out. Other columns that seem to hold a part of the conversation are named (`notices.py`).
+null, which leaves it out. Other columns that seem to hold a part of the conversation are named (`row_values.py`).
 
 A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
 with `system` and a blank line before the prompt; the plain form cannot include tools. If the messages come in two
@@ -83,7 +83,7 @@ class Example:
     completion: str | None = None  # …and what it generates
     rejected: tuple[Message, ...] | str | None = None  # the worse answer, instead of the last message or completion
     is_text: bool = False  # plain text: no turns, every token is a target, split if too long
-    notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `notices.py`
+    notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `row_values.py`
 
     @property
     def where(self) -> str:

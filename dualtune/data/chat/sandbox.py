@@ -2,11 +2,12 @@
 
 Jinja's sandbox protects Python's internals, but does not limit time or memory. Here every step that can be slow or
 allocate memory is metered: the parsed template is rewritten so that loops, literals, `~`, `[:]` and comparisons report
-to the meter (`template_nodes.py`), filters and tests are wrapped (`template_builtins.py`), and calls, operators and
-outputs report through Jinja's hooks. The result size of operations that can grow at once (`'a' * n`, `replace`, `join`,
-padding, …) is computed first (`template_costs.py`). Text and lists that a template creates are charged and never
-refunded, which also bounds the memory it holds. Two more rules: no container exceeds the limit, where an item counts
-once for each place that it is in, and no unmetered step costs more than one walk through such a container.
+to the meter (`Instrument`), filters and tests are wrapped (`Builtins`), and calls, operators and outputs report through
+Jinja's hooks (`Sandbox`). The result size of operations that can grow at once (`'a' * n`, `replace`, `join`, padding,
+…) is computed first (`Costs`). Text and lists that a template creates are charged and never refunded, which also bounds
+the memory it holds. Two more rules: no container exceeds the limit, where an item counts once for each place that it is
+in, and no unmetered step costs more than one walk through such a container. Decision 0049 says why this is not done by
+a process with limits.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from dualtune.base import interrupt
 from dualtune.base.errors import DataError
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Limits on one render of a chat template: CPU time and bytes allocated.
+# The meter: what one render may use, a base allowance and an additional one per byte of input.
 
-# For one render: a base allowance, and an additional one per byte of input.
 CPU_S, CPU_S_PER_BYTE = 1.0, 1 / 2**20
 MEMORY_BYTES, MEMORY_PER_BYTE = 16 * 2**20, 32
 TICKS_PER_CHECK = 16  # reading the clock costs more than a tick
@@ -154,7 +154,7 @@ class Meter:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Upper bounds on the memory that an operation of a chat template needs, computed before it runs.
+# Upper bounds on the memory that an operation needs, computed before it runs.
 
 MAX_FORMAT = 1 << 14  # characters of a format string; the pattern below is quadratic
 ESCAPED = 5  # &#34; for one character
@@ -240,7 +240,7 @@ class Costs:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rewrite a parsed chat template so that each step that can be expensive reports to the meter.
+# The parsed template, rewritten so that each step that can be expensive reports to the meter.
 
 # Names that are not valid in a template.
 TICK, CHECK_TIME, CHARGE, CONCAT, COLLECT = "<tick>", "<check time>", "<charge>", "<concat>", "<collect>"
@@ -320,7 +320,7 @@ def _filter(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Jinja's filters and tests for chat templates; each one refuses calls that would use too much.
+# Jinja's filters and tests; each one refuses calls that would use too much.
 
 MAX_PATH = 1000  # characters of an attribute path; each part is looked up in each item
 
@@ -457,6 +457,8 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int | None, na
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The environment, in which all of this comes together.
+
 # The longest template in use, 25,000 characters, has 6,000. Compiling takes about 25 µs per token.
 MAX_TOKENS = 30_000
 _DIGITS = re.compile(r"\d{4,}")

@@ -1,7 +1,7 @@
-"""Chat templates: render a conversation to the text that the model sees.
+"""Chat templates: choose one, and render a conversation to the text that the model sees.
 
 The output equals that of transformers' `apply_chat_template` (transformers >= 5; same filters, blocks and whitespace).
-Templates run in our own sandbox (`template_sandbox.py`), because they come with untrusted models.
+Templates run in our own sandbox (`sandbox.py`), because they come with untrusted models.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from dualtune.data.sources.rows import RowError
 from dualtune.model.formats.chat_template import MAX_TEMPLATE_BYTES, hash_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Chat templates by name: ours, each of which writes what the template of a model family writes.
-#
-# A file in `templates` and its name in the schema make one. The test compares each with the renderings of its original.
+# Which template data.template chooses. Those with a name are ours, in `templates`: each writes what the template of a
+# model family writes, and a test compares it with the renderings of its original.
 
 NAMES: tuple[str, ...] = get_args(TemplateName)
 # These write tools as their originals do. The others refuse them.
@@ -94,6 +93,8 @@ def chosen_template(own: str | Mapping[str, str] | None, choice: str) -> str | N
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A template, compiled and rendered.
+
 MAX_SOURCE = 1 << 18  # characters; the longest in use have 25,000
 SHOWN_CHARACTERS = 300
 TODAY = datetime(2024, 7, 26)  # the default date of Llama's templates

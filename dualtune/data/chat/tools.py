@@ -1,8 +1,4 @@
-"""In which form a chat template takes tool calls: found by trying, once for each template, then the same everywhere.
-
-Templates differ: most walk through the arguments as an object, some join them as text (DeepSeek); some write a call
-only if the content is null, others join that with a text; Mistral's refuse ids that are not of nine characters.
-"""
+"""Tool calls between a row and a chat template: which nulls are meant, and the form in which a template takes calls."""
 
 from __future__ import annotations
 
@@ -21,9 +17,8 @@ from dualtune.data.sources.rows import RowError, TableObject
 # Nulls in tool schemas, in the arguments of calls and in results: which are meant, and which a table has added.
 #
 # A column of objects has one set of keys for all rows, so Parquet files, and JSON that was made from such tables, have
-# a
-# null for each key that an object never had. One rule holds for all files: an argument may be null if the schema of its
-# tool requires it and allows null. Every other null is left out.
+# a null for each key that an object never had. One rule holds for all files: an argument may be null if the schema of
+# its tool requires it and allows null. Every other null is left out.
 
 Schema = Mapping[str, Any]
 
@@ -100,6 +95,11 @@ def _allows_null(schema: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The form in which a template takes calls: found by trying, once for each template, then the same everywhere.
+#
+# Templates differ: most walk through the arguments as an object, some join them as text (DeepSeek); some write a call
+# only if the content is null, others join that with a text; Mistral's refuse ids that are not of nine characters.
+
 Turn = dict[str, Any]
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]  # messages, tools -> text
 PROBE_TOOL: Mapping[str, Any] = {

@@ -1,4 +1,8 @@
-"""Read the rows of a .json file one element at a time; only one element is held in memory."""
+"""Read the rows of JSON files, lines or one array: one row at a time is held in memory.
+
+Python's json is too lenient for rows: of a repeated key it keeps the last value, and it reads NaN. Here either makes a
+bad row.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,6 @@ from typing import Any, NoReturn, cast
 from dualtune.base.errors import DataError
 from dualtune.data.sources.data_file import HOLDS_NUL, LINE_TOO_LONG, MAX_LINE, DataFile, Rows
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, printable
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Read JSON lines, and code that both JSON readers share.
-#
-# Python's json is too lenient for rows: of a repeated key it keeps the last value, and it reads NaN. Here either makes
-# a
-# bad row.
 
 SMALL = 1 << 18  # characters: a shorter text cannot need much memory
 # Python needs at most 88 bytes for a list, object or item, and 200 for a key-value pair.
@@ -106,6 +103,8 @@ DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, pa
 SKIMMER = json.JSONDecoder(parse_int=str, parse_float=str)  # lenient: finds the end of a value even in a bad row
 
 # ----------------------------------------------------------------------------------------------------------------------
+# An array in a .json file, which may be larger than the memory: its elements one after another, each with its line.
+
 CHUNK = 1 << 16  # bytes per read
 SHOWN = 40  # characters before a fault that the message may show
 _BLANKS = re.compile(r"[ \t\n\r]*")

@@ -93,7 +93,7 @@ class TokenStore:
     path: Path | None = None  # None: in memory
     weights: np.ndarray | TokenFile | None = None  # float32, one per token; None: no document has weights
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])  # duplicates that are not here: kind -> rows
-    notices: Mapping[str, int] = field(default_factory=dict[str, int])  # kind of `notices.py`, `lost_text.py` -> rows
+    notices: Mapping[str, int] = field(default_factory=dict[str, int])  # kind of `row_values.py`, `masks.py` -> rows
 
     def tokens_of_rows(self) -> np.ndarray:
         """Return int64 [num_rows]: the number of tokens in the documents of each row; 0 for a dropped row."""

@@ -49,7 +49,7 @@ class TokenizedRow:
     state: State
     documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
     control_token: str | None = None  # the first one in the content
-    notices: frozenset[str] = frozenset()  # kinds of `notices.py` and `lost_text.py`
+    notices: frozenset[str] = frozenset()  # kinds of `row_values.py` and `masks.py`
 
 
 @dataclass(frozen=True, slots=True)
