@@ -1,7 +1,7 @@
 """`dualtune hybrid bench` on stories260k with two corpora, at the tuned learning rate and at a quarter of it.
 
     python benchmarks/hybrid.py [--shared ../shared] [--seeds 3] [--cases gsm8k-tuned,wikisql-slow]
-    python benchmarks/hybrid.py --table    # writes those of docs/hybrid.md, from the recorded result
+    python benchmarks/hybrid.py --table    # writes those of results/hybrid.md, from the recorded result
 
 LoRA of rank 8; torch on the CPU in float32 with one thread. The arms, their controls and the intervals are those of the
 command. Each case is recorded when it is done, beside those that were recorded before.
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables of the recorded result")
     args = parser.parse_args()
     if args.table:
-        return print(page_tables.write(page_tables.DOCS / "hybrid.md", recorded_tables()))
+        return print(page_tables.write(page_tables.RESULTS / "hybrid.md", recorded_tables()))
     backend = open_backend(choose("cpu"))
     for case in args.cases.split(","):
         settings, arms = CASES[case]

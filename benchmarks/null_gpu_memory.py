@@ -63,7 +63,7 @@ MODELS = {
     "Llama-3.1-8B affine4 4k": Case(LLAMA, "affine4", 4096, prompts=True),
     "Mistral-7B NF4 8k": Case(MISTRAL, "nf4", 8192, prompts=True),
 }
-GRID = {  # first the cases of docs/memory.md, then its formats and ways of checkpointing
+GRID = {  # first the cases of results/memory_estimate.md, then its formats and ways of checkpointing
     "llama-19m bf16 512": Case("llama-19m", "none", 512, 1),
     "llama-19m bf16 2k": Case("llama-19m", "none", 2048, 1),
     "llama-19m fp32 512": Case("llama-19m", "none", 512, 1, "float32"),

@@ -6,7 +6,7 @@ The prediction is the one that `dualtune bench --predict` makes for a GPU or a M
 are measured, one thread, float32: products by their shortest side, copies in memory and in the cache, a compiled
 elementwise loop, the call of an operator. No figure of a case is fitted. Every round measures the limits and a step of
 every case, forth and back, in seconds of the processor, because the machine has other work; the median of each counts.
-Writes results/predict.json; --table writes its table, and predictions for other machines, into docs/bench.md.
+Writes results/predict.json; --table writes its table, and predictions for other machines, into results/predict.md.
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         found = json.loads((record.RESULTS / "predict.json").read_text(encoding="utf-8"))
-        print(page_tables.write(page_tables.DOCS / "bench.md", {"validated": validated(found), "machines": machines()}))
+        print(
+            page_tables.write(
+                page_tables.RESULTS / "predict.md", {"validated": validated(found), "machines": machines()}
+            )
+        )
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What fits on a card of 16 GB, by the memory planner: the tables of docs/RTX_5080_GUIDE.md.
+"""What fits on a card of 16 GB, by the memory planner: the tables of results/rtx_5080.md.
 
     python benchmarks/rtx_5080.py
 
@@ -32,7 +32,7 @@ LONGEST = 131072  # tokens; no model here has more positions
 def main() -> None:
     rows = [*fits()]
     path = record.write("rtx_5080", {"machine_planned_for": MACHINE, "tokens": TOKENS, "rows": rows})
-    print(path, page_tables.write(page_tables.DOCS / "RTX_5080_GUIDE.md", tables(rows)), sep="\n")
+    print(path, page_tables.write(page_tables.RESULTS / "rtx_5080.md", tables(rows)), sep="\n")
 
 
 def fits() -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The documentation names files that exist, and its configs are valid. tests/docs/ checks links and code blocks."""
+"""The documentation names files and make targets that exist, and its configs are valid. tests/docs/ checks the rest."""
 
 import re
 from pathlib import Path
@@ -24,9 +24,16 @@ def named_in_pages(pattern: str) -> list[tuple[Path, str]]:
 
 def test_files_named_in_code_marks_exist():
     """`tests/…`, `dualtune/…`, `docs/…` and so on, as a reader would look them up."""
-    named = named_in_pages(r"`(?:pytest )?((?:tests|dualtune|docs|configs|examples|scripts|backends)/[\w/.]+)`")
+    named = named_in_pages(
+        r"`(?:pytest )?((?:tests|dualtune|docs|configs|examples|scripts|backends|benchmarks|[.]github)/[\w./]+)`"
+    )
     missing = [f"{page.relative_to(ROOT)}: {name}" for page, name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_make_targets_in_code_exist():
+    targets = set(re.findall(r"^([\w./-]+):(?: |$)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert {name for _, name in named_in_pages(r"(?m)(?:^|`)make ([a-z.][\w./-]*)")} <= targets
 
 
 def test_the_config_in_the_readme_is_valid():

@@ -37,9 +37,10 @@ class Check:
         return VERDICTS[self.level]
 
     def to_json(self) -> dict[str, Any]:
-        """Return its row in `--json`, where the fix is called `mend`."""
+        """Return its row in `--json`. `mend` is the old name of `fix`, still written until 0.2."""
         return {
-            "name": self.name, "level": self.level, "found": self.found, "mend": self.fix, "exit_code": self.exit_code,
+            "name": self.name, "level": self.level, "found": self.found, "fix": self.fix, "mend": self.fix,
+            "exit_code": self.exit_code,
         }  # fmt: skip
 
 

@@ -96,7 +96,8 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
     write_adapter(out, adapter, layout=layout, metadata=found.metadata)
     if as_json:
         report = {"source": found.source, "out": str(out), "layout": layout, "warnings": warnings}
-        report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
+        fixed = found.metadata["import"]["fixed"]
+        report |= {"fixed": fixed, "mended": fixed, "notes": found.adapter.notes}  # `mended`: the old name
         say(json.dumps(report, indent=2))
         return
     for fault, how in found.repaired:

@@ -77,7 +77,7 @@ def _probed(machine: Machine) -> Check:
 def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
     from dataclasses import asdict
 
-    largest = report.largest
+    largest, question = report.largest, report.question
     return {
         "ok": report.exit_code == 0,
         "label": report.label,
@@ -87,8 +87,8 @@ def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
         "config": report.config,
         "largest_model": largest and asdict(largest) | {"total_bytes": largest.estimate.total_bytes},
         "budget": asdict(report.budget),
-        "question": report.question
-        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.fix},
+        "question": question  # `mend`: the old name, as in a check
+        and asdict(question) | {"fits": question.fits, "fix": question.fix, "mend": question.fix},
         "checks": [check.to_json() for check in report.checks],
         "machine": asdict(machine),
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import click
+
+from dualtune.base.suggestions import closest, did_you_mean
 
 CONFIG_KEY = re.compile(r"--[a-z]\w*(\.\w+)+(=|$)")
 # The name in other tools -> the command here, or a sentence if there is none.
@@ -56,14 +57,14 @@ WORDS = {
 def advice(name: str, commands: list[str], group: str) -> str:
     """Return advice for an unknown command. `commands` are those of `group`, such as "dualtune adapter"."""
     word = name.lower().replace("_", "-")
-    close = get_close_matches(word, commands, n=1, cutoff=0.7)
-    known = word if word in WORDS else next(iter(get_close_matches(word, WORDS, n=1, cutoff=0.75)), None)
+    close = closest(word, commands, cutoff=0.7)
+    known = closest(word, WORDS, cutoff=0.75)
     if close and word not in WORDS:  # `export` is not a typo of `report`
-        return f"Did you mean '{group} {close[0]}'?"
+        return did_you_mean(f"{group} {close}")
     if known is None:
         return f"There are: {', '.join(commands)}."
     answer = WORDS[known]
-    return f"{answer}." if answer[0].isupper() else f"Did you mean 'dualtune {answer}'?"
+    return f"{answer}." if answer[0].isupper() else did_you_mean(f"dualtune {answer}")
 
 
 def with_keys_as_set(args: Sequence[str]) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
-
+from dualtune.base.suggestions import closest, did_you_mean, either
 from dualtune.config.data_section import SourceConfig
 from dualtune.config.schema import sections
 from dualtune.config.values import KeyPath, dotted
@@ -168,8 +166,8 @@ def _advice_in_source(key: str) -> str:
     name = key.lower().replace("-", "_")
     if name in sections()["data"].model_fields and name not in FOREIGN_SOURCE_KEYS:
         return f"Set it for all sources: 'data.{name}'"
-    meant = FOREIGN_SOURCE_KEYS.get(name) or next(iter(get_close_matches(name, here, n=1)), None)
-    return f"Did you mean '{meant}'?" if meant else f"Allowed here: {', '.join(here)}"
+    meant = FOREIGN_SOURCE_KEYS.get(name) or closest(name, here)
+    return did_you_mean(meant) if meant else f"Allowed here: {', '.join(here)}"
 
 
 def _advice(section: str, key: str) -> str:
@@ -184,21 +182,17 @@ def _advice(section: str, key: str) -> str:
         return f"Write '{everywhere[key]}' below the section '{key.partition('.')[0]}'"
     homes = [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]
     if homes and name not in FOREIGN_KEYS:  # who writes train.warmup_steps does not mean hybrid.warmup_steps
-        return f"It belongs to {'another' if section else 'a'} section: {_quoted(homes)}"
+        return f"It belongs to {'another' if section else 'a'} section: {either(homes)}"
     if answer := NO_SUCH_KEY.get(name):
         return answer
     if (foreign := FOREIGN_KEYS.get(name)) and not (section and foreign in keys):  # sections do not nest
-        return f"Did you mean '{foreign.removeprefix(f'{section}.')}'?"
-    if close := get_close_matches(name, here, n=1):
-        return f"Did you mean '{close[0]}'?"
+        return did_you_mean(foreign.removeprefix(f"{section}."))
+    if close := closest(name, here):
+        return did_you_mean(close)
     # In other sections, a suggestion must be more similar.
-    if close := get_close_matches(name, everywhere.values(), n=1, cutoff=0.8):
-        return f"Did you mean {_quoted(full for full, inner in everywhere.items() if inner == close[0])}?"
+    if close := closest(name, everywhere.values(), cutoff=0.8):
+        return did_you_mean(*(full for full, inner in everywhere.items() if inner == close))
     return f"Allowed here: {', '.join(here)}"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return " or ".join(f"'{name}'" for name in names)
 
 
 def unknown_value(text: str, allowed: list[str]) -> str | None:
@@ -206,5 +200,5 @@ def unknown_value(text: str, allowed: list[str]) -> str | None:
     if answer := NO_SUCH_VALUE.get(text.lower()):
         return answer
     synonym = _VALUE_SYNONYMS.get(text.lower())
-    meant = synonym if synonym in allowed else next(iter(get_close_matches(text.lower(), allowed, n=1)), None)
-    return f"Did you mean '{meant}'?" if meant else None
+    meant = synonym if synonym in allowed else closest(text.lower(), allowed)
+    return did_you_mean(meant) if meant else None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from dualtune.base.errors import ConfigError
+from dualtune.base.suggestions import closest, did_you_mean
 from dualtune.engine.detect import metal_limit
 from dualtune.engine.machine import GIB, Gpu, Machine
 from dualtune.engine.memory.budget import GPU_RESERVE_BYTES
@@ -135,8 +135,8 @@ def limits_of(machine: str, names: list[str]) -> MachineLimits:
     if found is not None and machine in names:
         return found
     known = [name for name in names if limits_or_none(name)]
-    near = get_close_matches(machine, known, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = closest(machine, known)
+    hint = f" {did_you_mean(near)}" if near else ""
     raise ConfigError(f"--predict: got '{machine}', allowed: this, {', '.join(known)}.{hint}")
 
 
@@ -255,8 +255,8 @@ def named(name: str) -> Machine:
     """Return the machine with a short name. ConfigError lists the names."""
     if name in MACHINES:
         return MACHINES[name]
-    near = get_close_matches(name, MACHINES, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = closest(name, MACHINES)
+    hint = f" {did_you_mean(near)}" if near else ""
     raise ConfigError(f"--machine: got '{name}', allowed: {', '.join(MACHINES)}.{hint}")
 
 

@@ -114,7 +114,7 @@ def test_a_directory_is_read_repaired_or_refused(case, tmp_path, base, reference
     assert case.expected == "exact" or re.search(case.words, " ".join(repaired))
 
     adapter = read_adapter(out)
-    assert len(adapter.metadata["import"]["mended"]) == len(repaired)
+    assert len(adapter.metadata["import"]["fixed"]) == len(repaired)
     expected = damage.REMAINING.get(case.name, dict)(reference.tensors)
     expected = {name: ROUNDED.get(case.name, np.asarray)(x) for name, x in expected.items()}
     gap = np.abs(logprobs(adapter.tensors, adapter.spec.scale) - logprobs(expected)).max()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def script(monkeypatch):
 
 def test_what_fits_on_a_card_of_16_gb_is_what_the_planner_says(script):
     rows = [*script("rtx_5080").fits()]
-    page = (DOCS / "RTX_5080_GUIDE.md").read_text(encoding="utf-8")
+    page = (RESULTS / "rtx_5080.md").read_text(encoding="utf-8")
     assert script("page_tables").filled(page, script("rtx_5080").tables(rows)) == page
     cases = {(row["model"].split("/")[1], row["base"]): row for row in rows}
     assert cases["Qwen3-4B", "nf4"]["fits"] and not cases["Qwen3-14B", "none"]["fits"]
@@ -29,14 +29,14 @@ def test_what_fits_on_a_card_of_16_gb_is_what_the_planner_says(script):
 def test_the_figures_beside_the_documents_are_ours(script):
     module = script("validation_results")
     found = module.figures()
-    page = (ROOT / "benchmarks" / "results" / "validation_results.md").read_text(encoding="utf-8")
+    page = (RESULTS / "validation_results.md").read_text(encoding="utf-8")
     assert script("page_tables").filled(page, module.tables(found)) == page
 
 
 def test_predicted_times_are_what_the_formulas_say_today(script):
     module = script("predict")
-    found = json.loads((ROOT / "benchmarks" / "results" / "predict.json").read_text(encoding="utf-8"))
-    page = (DOCS / "bench.md").read_text(encoding="utf-8")
+    found = json.loads((RESULTS / "predict.json").read_text(encoding="utf-8"))
+    page = (RESULTS / "predict.md").read_text(encoding="utf-8")
     tables = {"validated": module.validated(found), "machines": module.machines()}
     assert script("page_tables").filled(page, tables) == page
     assert len(found["cases"]) >= 5 and all(abs(case["ratio"] - 1) <= 0.2 for case in found["cases"].values())

@@ -22,8 +22,8 @@ def test_the_platform_of_this_machine_is_chosen_unless_one_is_named(dualtune_mai
     assert rows["platform"]["found"] == "numpy: as requested"
     assert rows["backend"]["found"] == "numpy honours every key"
     assert rows["memory"] == {
-        "name": "memory", "level": "skipped", "found": "there is no estimate for the backend numpy", "mend": None,
-        "exit_code": 4,
+        "name": "memory", "level": "skipped", "found": "there is no estimate for the backend numpy", "fix": None,
+        "mend": None, "exit_code": 4,
     }  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def test_json_has_the_rows_and_the_parts_with_their_formulas(dualtune_main, conf
     result = dualtune_main("check-config", config_file({"model.name": tiny_llama}), "--machine", "h100-80", "--json")
     report = json.loads(result.stdout)
     assert (result.returncode, report["ok"]) == (0, True)
-    assert set(report["checks"][0]) == {"name", "level", "found", "mend", "exit_code"}
+    assert set(report["checks"][0]) == {"name", "level", "found", "fix", "mend", "exit_code"}
+    assert all(row["mend"] == row["fix"] for row in report["checks"])  # the old name is written too
     memory = report["memory"]
     assert memory["total_bytes"] == sum(part["bytes"] for part in memory["parts"])
     assert memory["budget_bytes"] == 81559 * 2**20 - 2**29  # what an H100 reports, less what the driver takes

@@ -120,7 +120,7 @@ def test_every_command_that_checks_asks_the_card(outsider, config_file):
     gpu, env, checked = (json.loads(out) for _, out, _ in found[:3])
     assert gpu["machine"]["packages"]["dualtune-outsider"] == "1.2.3"
     rows = {row["name"]: row for row in env["checks"]}
-    assert rows["outsider-kernels"]["mend"] == "pip install dualtune-outsider"  # its own requirement, and its command
+    assert rows["outsider-kernels"]["fix"] == "pip install dualtune-outsider"  # its own requirement, and its command
     rows = {row["name"]: row for row in checked["checks"]}
     assert rows["backend"]["found"] == "outsider honours every key"
     assert rows["memory"]["found"].startswith("needs 4.4 GiB, has ")  # 8 B for each of 596 million parameters

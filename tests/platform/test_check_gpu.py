@@ -70,7 +70,7 @@ def test_asked_for_a_config_that_alone_decides(dualtune_main, machine, config, c
     question = json.loads(result.stdout)["question"]
     assert (result.returncode, question["fits"]) == (code, code == 0)
     assert (question["need_bytes"] <= question["budget"]["bytes"]) == question["fits"]
-    assert question["fits"] or "--set" in question["mend"]
+    assert question["fits"] or "--set" in question["fix"]
 
 
 def test_a_model_on_this_machine_is_asked_for_too(dualtune_main, config_for):

@@ -364,7 +364,7 @@ def test_the_command_prints_the_rows_and_ends_with_their_code(home, dualtune_mai
     report = json.loads(bad.stdout)
     assert (report["ok"], report["for"]) == (False, "h100")
     rows = {check["name"]: check for check in report["checks"]}
-    assert rows["GPU"]["level"] == "fail" and rows["GPU"]["mend"] and rows["data and model"]["level"] == "skipped"
+    assert rows["GPU"]["level"] == "fail" and rows["GPU"]["fix"] and rows["data and model"]["level"] == "skipped"
 
 
 def test_the_command_looks_for_what_a_config_names(home, dualtune_main, tiny_llama, write_rows, qa_rows):

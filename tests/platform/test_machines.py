@@ -3,7 +3,7 @@
 The largest model is the largest whose QLoRA needs no more than the budget: weights (half a byte and a bit for each
 linear weight, two bytes for each of embedding and head), 18 bytes for each adapter weight (r = 16, all seven
 projections), and the activations of a document of the length given. The figures were worked out beside the program,
-from the formulas of docs/memory.md: they change with these, and with nothing else.
+from the formulas of the memory plan: they change with these, and with nothing else.
 """
 
 from dataclasses import replace

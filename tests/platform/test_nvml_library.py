@@ -75,7 +75,7 @@ def test_memory_that_is_in_use_is_not_promised(check_gpu):
 def test_of_two_cards_the_first_is_judged_and_the_larger_named(check_gpu):
     _, report = check_gpu(FAKE_NVML_CARDS="t4,h100")
     assert report["label"] == "low"
-    assert row(report, "larger GPU")["mend"] == "export CUDA_VISIBLE_DEVICES=GPU-11111111-aaaa"
+    assert row(report, "larger GPU")["fix"] == "export CUDA_VISIBLE_DEVICES=GPU-11111111-aaaa"
     _, followed = check_gpu(FAKE_NVML_CARDS="t4,h100", CUDA_VISIBLE_DEVICES="GPU-11111111-aaaa")
     assert followed["label"] == "H100 class"
 
@@ -91,20 +91,20 @@ def test_a_slice_is_a_gpu(check_gpu, visible, mig):
 def test_mig_mode_without_a_slice_is_named(check_gpu):
     code, report = check_gpu(FAKE_NVML_CARDS="mig-empty")
     assert (code, report["machine"]["gpus"]) == (4, [])
-    assert "nvidia-smi mig -cgi" in row(report, "MIG")["mend"]
+    assert "nvidia-smi mig -cgi" in row(report, "MIG")["fix"]
 
 
 def test_an_empty_list_of_visible_gpus_is_named(check_gpu):
     code, report = check_gpu(FAKE_NVML_CARDS="h100", CUDA_VISIBLE_DEVICES="")
     assert code == 4
-    assert row(report, "visibility")["mend"] == "unset CUDA_VISIBLE_DEVICES"
+    assert row(report, "visibility")["fix"] == "unset CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(("number", "fault", "fix"), ERRORS)
 def test_a_driver_that_fails_is_told_by_its_code(check_gpu, number, fault, fix):
     code, report = check_gpu(FAKE_NVML_ERROR=str(number))
     assert (code, report["machine"]["gpu_fault"]) == (4, fault)
-    fixes = [check["mend"] for check in report["checks"] if check["level"] == "fail" and check["mend"]]
+    fixes = [check["fix"] for check in report["checks"] if check["level"] == "fail" and check["fix"]]
     if not report["machine"]["surroundings"]["nvidia_card"]:  # a container without its card would be blamed
         assert any(fix in text for text in fixes)
 

@@ -305,7 +305,7 @@ def test_the_command_ends_with_0_or_6(trained, rewritten, write_model, dualtune_
     report = json.loads(result.stdout)
     assert (report["verdict"], report["function"]["pair"]) == ("broken-adapter", "float32")
     assert [row["name"] for row in report["checks"] if row["level"] == "fail"] == ["adapter"]
-    assert all(set(row) == {"name", "level", "found", "mend"} for row in report["checks"])
+    assert all(set(row) == {"name", "level", "found", "fix", "mend"} for row in report["checks"])
     assert dualtune_main("verify", good, *options, write_model(tmp_path / "other", seed=1)).returncode == 6
     assert dualtune_main("verify", good, *options, tmp_path / "nowhere").returncode == 4
     on_mlx = ("--platform", "mlx", "--base", model, "--quantization", "nf4")

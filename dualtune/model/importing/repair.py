@@ -80,7 +80,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     record = {
         "source": source,
         "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
-        "mended": [{"fault": finding.fault, "repair": finding.repair} for finding in findings],
+        "fixed": [{"fault": finding.fault, "repair": finding.repair} for finding in findings],
     }
     template = read_template(directory)
     fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))

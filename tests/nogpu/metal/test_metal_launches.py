@@ -37,8 +37,8 @@ def test_every_change_has_its_reason(launches):
 
 
 def test_the_page_has_the_recorded_counts(launches):
-    page = (BENCHMARKS.parent / "docs/performance.md").read_text()
-    table = page.split("### Kernels on Metal, counted")[1].split("|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    page = (BENCHMARKS / "results/performance.md").read_text()
+    table = page.split("## Kernels on Metal, counted")[1].split("|---|---|---|\n")[1].split("\n\n")[0].splitlines()
     shown = [[int(cell) for cell in row.split("|")[2:4]] for row in table]
     entries = [launches.recorded()["mlx"][name] for name in SHAPES]
     assert shown == [[entry["changes"][0]["count"], entry["primitives_per_layer"]] for entry in entries]
