@@ -93,7 +93,7 @@ def draw(side: Side, rng: random.Random) -> Mapping[str, Any]:
     return {
         "train.micro_batch_tokens": tokens, "train.tokens_per_step": tokens,
         "model.quantization": rng.choice(side.quantizations),
-        "memory.checkpointing": rng.choice(["auto", "none", "remade", "full"]),
+        "memory.checkpointing": rng.choice(["auto", "none", "adapter_inputs", "full"]),
         "model.init": "random", "data.train": DEMO / "data/train.jsonl", "data.eval": 0, "train.steps": 2,
         "data.max_length": 256,
     }  # fmt: skip

@@ -51,7 +51,7 @@ class Recomputation:
             if segments and not self._is_exact(segments):
                 raise ConfigError(
                     f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
-                    "than their hidden states, so they cannot be recomputed. Set memory.checkpointing: none or remade"
+                    "than their hidden states, so they cannot be recomputed; allowed: none, adapter_inputs"
                 )
         if checkpointing.remade:
             self._origins.install(self._model)
@@ -89,10 +89,10 @@ class Recomputation:
         plain = mx.grad(probe)(params)
         try:
             with self.active(segments):
-                found = mx.grad(probe)(params)
+                slopes = mx.grad(probe)(params)
         except NotRecomputable:
             return False
-        return all(bool(mx.allclose(found[name], plain[name], equal_nan=True)) for name in params)
+        return all(bool(mx.allclose(slopes[name], plain[name], equal_nan=True)) for name in params)
 
 
 class NotRecomputable(Exception):

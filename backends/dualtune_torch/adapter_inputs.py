@@ -28,7 +28,7 @@ class RemadeInputs:
         """`trial` runs the model once. ConfigError if no input can be recomputed."""
         if not groups:
             raise ConfigError(
-                f"{KEY}: got remade, but adapter inputs are recomputed only by the fast LoRA kernel, which is not used "
+                f"{KEY}: got adapter_inputs, but they are recomputed only by the fast LoRA kernel, which is not used "
                 "here (model.kernels: reference, or another adapter.method); allowed: none, full, {layers: …}"
             )
         kept = _Kept(model, groups)
@@ -41,8 +41,8 @@ class RemadeInputs:
         ]
         if not self._groups and not self._hooks:
             raise ConfigError(
-                f"{KEY}: got remade, but no adapter of this model ({type(model).__name__}) reads the output of a norm "
-                "or of attention whose source is kept; allowed: none, full, {layers: …}"
+                f"{KEY}: got adapter_inputs, but no adapter of this model ({type(model).__name__}) reads the output "
+                "of a norm or of attention whose source is kept; allowed: none, full, {layers: …}"
             )
         for group in self._groups:
             group.input_is_kept = True

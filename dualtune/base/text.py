@@ -32,8 +32,8 @@ def one_line(text: str) -> str:
     return visible(text).replace("\n", "␊").replace("\t", "␉")
 
 
-def _code(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _code(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code < 0x20:
         return chr(0x2400 + code)
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"

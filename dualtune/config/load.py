@@ -292,9 +292,9 @@ def _plain(value: Any) -> Any:
     """Convert a value to plain YAML types; always a copy, because overrides are written into it."""
     match value:
         case Mapping():
-            return {key: _plain(each) for key, each in cast(Mapping[Any, Any], value).items()}
+            return {key: _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
         case list() | tuple():
-            return [_plain(each) for each in cast(list[Any], value)]
+            return [_plain(item) for item in cast(list[Any], value)]
         case Path():
             return str(value)
         case _:
@@ -375,9 +375,9 @@ def _validate(document: ParsedYaml) -> Config | None:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        found = dict(_faults(error, data))
-    faulty = [*found, *(problem.path for problem in document.problems)]
-    for path, message in (found | _impossible_pairs(data, faulty)).items():
+        faults = dict(_faults(error, data))
+    faulty = [*faults, *(problem.path for problem in document.problems)]
+    for path, message in (faults | _impossible_pairs(data, faulty)).items():
         document.problems.append(ConfigProblem(document.place(path), path, message))
     return None
 

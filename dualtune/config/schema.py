@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dualtune.config.data_section import DataConfig
@@ -196,9 +196,9 @@ class CheckpointedLayers(Section):
 class MemoryConfig(Section):
     """How to save memory."""
 
-    checkpointing: Literal["auto", "none", "remade", "full"] | CheckpointedLayers = "auto"
-    """Which activations are recomputed in the backward pass: remade only the adapters' inputs, {layers: 8} those of the
-    first 8 layers, full of all; auto as few layers as fit; no value changes a gradient."""
+    checkpointing: Literal["auto", "none", "adapter_inputs", "full"] | CheckpointedLayers = "auto"
+    """Which activations are recomputed in the backward pass: adapter_inputs only those, {layers: 8} those of the first
+    8 layers, full of all layers; auto as few layers as fit; no value changes a gradient."""
     offload: Literal["auto", "none", "activations"] = "auto"
     """What moves to host memory until the backward pass needs it: activations moves the inputs of recomputed layers."""
     resident_layers: Literal["all"] | Count = "all"
@@ -207,6 +207,11 @@ class MemoryConfig(Section):
     """Whether each process of a run holds only a part of the base model; auto only if it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
     """The memory that the run may use: of a GPU, or of the process on a CPU; auto is what is free."""
+
+    @field_validator("checkpointing", mode="before")
+    @classmethod
+    def _renamed_checkpointing(cls, value: object) -> object:
+        return "adapter_inputs" if value == "remade" else value  # the old name, read in configs and checkpoints
 
     @property
     def resident_layers_or_none(self) -> int | None:
@@ -433,11 +438,12 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
     if config.model.quantization not in ("auto", "none"):
         rule = "but packed weights cannot be trained (adapter.method: full); allowed: auto, none"
         yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}"
-    if config.memory.checkpointing == "remade":
+    if config.memory.checkpointing == "adapter_inputs":
         rule = "which recomputes the inputs of adapters, and adapter.method: full has none"
-        yield ("memory", "checkpointing"), method, f"got remade, {rule}; allowed: auto, none, full, {{layers: …}}"
+        message = f"got adapter_inputs, {rule}; allowed: auto, none, full, {{layers: …}}"
+        yield ("memory", "checkpointing"), method, message
     if config.memory.sharding == "full":
-        rule = "but only a frozen base can be split, and adapter.method: full trains it; allowed: auto, none"
+        rule = "but only a frozen base can be sharded, and adapter.method: full trains it; allowed: auto, none"
         yield ("memory", "sharding"), method, f"got full, {rule}"
     if config.memory.resident_layers != "all":
         rule = "but only a frozen base can be streamed, and adapter.method: full trains it; allowed: all"

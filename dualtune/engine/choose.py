@@ -55,15 +55,15 @@ def _automatic(machine: Machine) -> PlatformChoice:
     """Choose the preferred installed backend, for the machine's accelerator or else for its CPU."""
     known = automatic_cards()
     installed = [card for card in known if card.package.framework in (None, *machine.packages)]
-    for kind, what in _accelerators(machine):
+    for kind, description in _accelerators(machine):
         if card := _first(installed, kind):
-            return _choice(card, card.platform_for(kind), f"{what} with {card} installed")
+            return _choice(card, card.platform_for(kind), f"{description} with {card} installed")
     card = _first(installed, "cpu")
     if card is None:
         kinds = [kind for kind, _ in _accelerators(machine)]
-        wanted = next((card for kind in kinds if (card := _first(known, kind))), known[0])
+        preferred = next((card for kind in kinds if (card := _first(known, kind))), known[0])
         names = " nor ".join(map(str, known))
-        raise EnvironmentFault(f"neither {names} is installed. Install one with: {wanted.package.command}")
+        raise EnvironmentFault(f"neither {names} is installed. Install one with: {preferred.package.command}")
     remark = next((f", {device.remark}" for device in card.devices if device.kind == "cpu" and device.remark), "")
     reason = f"{_why_no_accelerator(machine, known, card)}; {card} on the CPU{remark}"
     return _choice(card, card.platform_for("cpu"), reason)
@@ -99,7 +99,7 @@ def deferred(choice: PlatformChoice, opened: Callable[[PlatformChoice], Backend]
     """Return the backend of a choice, which `opened` imports; at once where its card does not say enough."""
     card = card_of(choice.backend)
     device = _device(choice, card)
-    is_launched = any(os.environ.get(name) for each in card.launches for name in each.variables)
+    is_launched = any(os.environ.get(name) for launch in card.launches for name in launch.variables)
     if device is None or is_launched or not card.package.is_installed:
         return opened(choice)
     return cast("Backend", DeferredBackend(card, device, lambda: opened(choice)))

@@ -98,8 +98,8 @@ def tokenizer_files(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
 def _template(tokens: list[str], first: str | None, last: str | None) -> dict[str, Any]:
     """Return a post-processor that puts special tokens around a text."""
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    ends = [{"SpecialToken": {"id": each, "type_id": 0}} if each else None for each in (first, last)]
-    used = {each: {"id": each, "ids": [tokens.index(each)], "tokens": [each]} for each in (first, last) if each}
+    ends = [{"SpecialToken": {"id": token, "type_id": 0}} if token else None for token in (first, last)]
+    used = {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]} for token in (first, last) if token}
     single = [part for part in (ends[0], text, ends[1]) if part]
     second: list[Any] = [{"Sequence": {"id": "B", "type_id": 1}}]
     return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": used}
@@ -132,7 +132,7 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> dict[str
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
             "ignore_merges": pre == IGNORES_MERGES, "vocab": {text: i for i, text in enumerate(tokens)},
-            "merges": [each.split(" ") for each in file.metadata.get("tokenizer.ggml.merges", [])],
+            "merges": [merge.split(" ") for merge in file.metadata.get("tokenizer.ggml.merges", [])],
         },
     }  # fmt: skip
 

@@ -215,8 +215,8 @@ class OptimizerSpec:
     def result(self, w: np.ndarray, slots: Slots) -> np.ndarray:
         """Return the result's weights of one tensor, in the precision of the arguments."""
         rule = self.entry.result
-        found = w if rule is None else rule(w, slots, settings=self.settings)
-        return found if self.average is None else found + slots[OFFSET]
+        weights = w if rule is None else rule(w, slots, settings=self.settings)
+        return weights if self.average is None else weights + slots[OFFSET]
 
 
 def rule_of(optimizer: OptimizerName, schedule: str) -> RuleName:

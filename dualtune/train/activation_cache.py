@@ -33,7 +33,6 @@ from dualtune.engine.backend import NOISE, Backend, Batch, Engine
 from dualtune.engine.card import card_of
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import adapted
-from dualtune.model.adapter import KEY
 from dualtune.train.team import Team
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,6 +226,7 @@ def _engine_key(engine: Engine, backend: Backend, base: Mapping[str, Any]) -> di
 
 # ----------------------------------------------------------------------------------------------------------------------
 DOCUMENTS, LONGEST = 3, 16  # what is tried: so many documents, cut to so many tokens
+KEY = "train.activation_cache"
 BY_PATH = "Name modules of upper layers by their paths, as in adapter.targets: [layers.10.self_attn.q_proj, …]"
 
 

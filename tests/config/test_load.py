@@ -218,7 +218,10 @@ def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> No
             "adapter: {method: full, init_from: x}",
             "adapter.init_from: got 'x', but adapter.method: full has",
         ),
-        ("adapter: {method: full}\nmemory: {checkpointing: remade}", "memory.checkpointing: got remade, which"),
+        (
+            "adapter: {method: full}\nmemory: {checkpointing: adapter_inputs}",
+            "memory.checkpointing: got adapter_inputs, w",
+        ),
         ("adapter: {method: full}\nmemory: {sharding: full}", "memory.sharding: got full, but only a frozen base"),
     ],
 )
@@ -388,3 +391,10 @@ def test_what_is_neither_a_path_nor_a_mapping_is_refused_in_words(source) -> Non
 def test_an_empty_mapping_is_told_what_it_needs() -> None:
     with pytest.raises(ConfigError, match=r"model\.name: missing"):
         load_config({})
+
+
+def test_the_old_name_of_a_value_is_read_and_the_new_one_is_written():
+    config = parse_config(with_("memory: {checkpointing: remade}"))
+    assert config.memory.checkpointing == "adapter_inputs"
+    assert "checkpointing: adapter_inputs" in to_yaml(config)
+    assert config == parse_config(to_yaml(config))

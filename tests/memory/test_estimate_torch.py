@@ -254,7 +254,7 @@ def test_the_plain_code_takes_what_was_estimated(measure, packing, dropout, dtyp
 
 # Values of memory.checkpointing, and the share of the peak of `none` that must be left of it in these small models.
 DIAL = {
-    "remade": (ActivationCheckpointing(remade=True), 0.95),
+    "adapter_inputs": (ActivationCheckpointing(remade=True), 0.95),
     "first 3 layers": (ActivationCheckpointing(3), 0.7),
     "full": (ActivationCheckpointing("all"), 0.5),
     "full, 3 at a time": (ActivationCheckpointing("all", every=3), 0.8),
@@ -289,10 +289,10 @@ def test_recomputation_of_a_compiled_gpt2_takes_what_was_estimated(measure, drop
     ],
     ids=["bfloat16", "affine4", "not packed", "qwen3", "plain", "gpt2"],
 )  # fmt: skip
-@pytest.mark.parametrize("value", ["remade", "full"])
+@pytest.mark.parametrize("value", ["adapter_inputs", "full"])
 def test_recomputation_of_another_setup_takes_what_was_estimated(measure, value, changes, family):
     asked = replace(ASK, checkpointing=DIAL[value][0], **changes)
-    if asked.kernels == "reference" and value == "remade":
+    if asked.kernels == "reference" and value == "adapter_inputs":
         with pytest.raises(ConfigError, match=r"memory.checkpointing"):
             measure(SHORT, compiles=False, asked=asked, **SIX)
         return

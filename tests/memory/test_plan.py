@@ -158,7 +158,7 @@ def test_streamed_layers_are_recomputed(value):
     assert plan.ask.checkpointing.reason == reason
 
 
-@pytest.mark.parametrize("value", ["none", "remade", "{layers: 31}"])
+@pytest.mark.parametrize("value", ["none", "adapter_inputs", "{layers: 31}"])
 def test_streamed_layers_that_are_not_recomputed_are_refused(value):
     with pytest.raises(ConfigError, match=r"got .* with memory.resident_layers=2 layers have .*; allowed: auto, full"):
         plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", 80 * GIB)

@@ -260,7 +260,9 @@ def test_a_loop_that_computes_between_its_layers_is_refused():
 
 @pytest.mark.parametrize("other", [{}, [], torch.ones(1, requires_grad=True), (torch.ones(1, requires_grad=True),)])
 def test_layers_that_exchange_more_are_refused(other):
-    with pytest.raises(ConfigError, match=r"\(Layer\) exchange more than the hidden states.*allowed: none, remade"):
+    with pytest.raises(
+        ConfigError, match=r"\(Layer\) exchange more than the hidden states.*allowed: none, adapter_inputs"
+    ):
         stack([range(1)])[0](torch.ones(3, 8), other=other)
 
 
@@ -268,7 +270,9 @@ def test_layers_that_exchange_more_are_refused(other):
 
 
 def test_what_cannot_be_recomputed_is_refused(load):
-    with pytest.raises(ConfigError, match=r"got remade, but .* only by the fast LoRA kernel.*kernels: reference"):
+    with pytest.raises(
+        ConfigError, match=r"got adapter_inputs, but .* only by the fast LoRA kernel.*kernels: reference"
+    ):
         load(kernels="reference", how=REMADE[0])
     with pytest.raises(
         ConfigError, match=r"LlamaForCausalLM\) reads the output of a norm or of attention whose source"

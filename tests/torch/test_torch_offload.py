@@ -130,7 +130,7 @@ def test_inputs_are_those_of_recomputed_layers():
     assert checkpointing_of(parse_config(CONFIG % "auto")).reason == "auto: needed by memory.offload=activations"
     layers = checkpointing_of(parse_config(CONFIG % "{layers: 3}"))
     assert layers == ActivationCheckpointing(3, offload=True)
-    for value in ("none", "remade"):
+    for value in ("none", "adapter_inputs"):
         with pytest.raises(ConfigError, match=f"got {value}, but with memory.offload=activations .*: auto, full"):
             checkpointing_of(parse_config(CONFIG % value))
 

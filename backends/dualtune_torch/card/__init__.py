@@ -44,7 +44,7 @@ CARD = Card(
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.activation_cache": ("none", "disk"),
-        "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
+        "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),

@@ -83,10 +83,10 @@ class TensorReader:
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
-        wanted, name = name, self._stored_name(name)
+        asked, name = name, self._stored_name(name)
         if name not in self._tensors:
             raise EnvironmentFault(
-                f"model.name: the weights in {self.model_dir} have no tensor '{wanted}', which transformers' model "
+                f"model.name: the weights in {self.model_dir} have no tensor '{asked}', which transformers' model "
                 "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
                 "--platform mlx, or use the plain model"
             )

@@ -55,7 +55,7 @@ class Technique:
 
 # A new technique is one line. The values of keys that a backend does not honour are not offered on it.
 TECHNIQUES = (
-    Technique("adapter inputs", lambda scale: {CHECKPOINTING: "remade"}, combined=False),
+    Technique("adapter inputs", lambda scale: {CHECKPOINTING: "adapter_inputs"}, combined=False),
     Technique("half of the layers", lambda scale: {CHECKPOINTING: f"{{layers: {scale.layers // 2}}}"}, combined=False),
     Technique("all layers", lambda scale: {CHECKPOINTING: "full"}),
     Technique("half the micro-batch", lambda scale: {TOKENS: scale.half_the_tokens}),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
-REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 0.99 on a CPU in benchmarks/checkpointing.py
+REMADE_TIME = 1.06  # of a step with memory.checkpointing: adapter_inputs; 0.99 on a CPU in benchmarks/checkpointing.py
 RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
@@ -186,8 +186,8 @@ def choose_checkpointing(decoder: Shape, ask: Ask, have_bytes: int) -> Activatio
     if not values:
         return replace(KEEP_ALL, reason=f"auto: {ask.backend} recomputes nothing")
     fits = (value for value in values if _needs(decoder, replace(ask, checkpointing=value)) <= room)
-    found = next(fits, values[-1])
-    return replace(found, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
+    chosen = next(fits, values[-1])
+    return replace(chosen, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
 
 
 def recompute_time(decoder: Shape, ask: Ask) -> float:
@@ -222,7 +222,7 @@ def _dial(decoder: Shape, ask: Ask) -> list[ActivationCheckpointing]:
     honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
-    if "remade" in honoured and ask.kernels != "reference" and not ask.trains_model:
+    if "adapter_inputs" in honoured and ask.kernels != "reference" and not ask.trains_model:
         values.append(ActivationCheckpointing(remade=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
@@ -347,7 +347,7 @@ def _offloading(ask: Ask) -> list[_Stage]:
 def _written(value: ActivationCheckpointing) -> str:
     """Return the value of memory.checkpointing in a config."""
     if value.remade:
-        return "remade"
+        return "adapter_inputs"
     return "full" if value.layers == "all" else f"{{layers: {value.layers}}}"
 
 

@@ -78,8 +78,8 @@ def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> lis
         undone = {name: Pair(*undo(*pairs[module])) for name, undo in CHANGES.items()}
         return [name for name, pair in undone.items() if _fits(pair, ranks[module], expected.get(module), name)]
 
-    found = {module: fitting(module, base) for module in pairs}
-    common = [change for change in CHANGES if all(change in changes for changes in found.values())]
+    fitting_changes = {module: fitting(module, base) for module in pairs}
+    common = [change for change in CHANGES if all(change in changes for changes in fitting_changes.values())]
     if AS_NAMED in common:
         return [Reading({}, pairs)]
     alike = [_undo(pairs, dict.fromkeys(pairs, change)) for change in common]
@@ -87,7 +87,9 @@ def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> lis
         alike = [reading for reading in alike if _is_one_stack(reading.pairs)]
     if alike:
         return alike
-    shapes = dict(base) or _shapes_of_others({m: pairs[m] for m, each in found.items() if AS_NAMED in each}, pairs)
+    shapes = dict(base) or _shapes_of_others(
+        {m: pairs[m] for m, changes in fitting_changes.items() if AS_NAMED in changes}, pairs
+    )
     own = {module: fitting(module, shapes) for module in pairs}
     own = {module: changes[:1] if AS_NAMED in changes else changes for module, changes in own.items()}
     if all(len(changes) == 1 for changes in own.values()):
@@ -106,7 +108,7 @@ def unscrambled(pairs: Pairs) -> Reading:
 def common_rank(pairs: Pairs) -> int | None:
     """Return the rank that all pairs have in some low-rank reading; None if there is none."""
     candidates = [[Pair(*undo(*pair)) for undo in CHANGES.values()] for pair in pairs.values()]
-    possible = [{pair.A_rI.shape[0] for pair in each if _fits(pair, None, None)} for each in candidates]
+    possible = [{pair.A_rI.shape[0] for pair in options if _fits(pair, None, None)} for options in candidates]
     ranks = set[int].intersection(*possible) if possible else set[int]()
     return ranks.pop() if len(ranks) == 1 else None
 
@@ -137,20 +139,20 @@ def _is_one_stack(pairs: Pairs) -> bool:
         out_dim, in_dim = pair.delta_shape
         hidden |= {in_dim} if last in _READS else {out_dim} if last in _WRITES else set()
         inner |= {out_dim} if last in ("gate_proj", "up_proj") else {in_dim} if last == "down_proj" else set()
-    return len(hidden) <= 1 and len(inner) <= 1 and all(len(found) == 1 for found in shapes.values())
+    return len(hidden) <= 1 and len(inner) <= 1 and all(len(of_module) == 1 for of_module in shapes.values())
 
 
 def _shapes_of_others(trusted: Pairs, pairs: Pairs) -> dict[str, tuple[int, int] | None]:
     """Return the shape of the same module in other layers, if those agree."""
-    found = defaultdict[str, set[tuple[int, int]]](set)
+    by_name = defaultdict[str, set[tuple[int, int]]](set)
     for module, pair in trusted.items():
         if position := position_of(module):
-            found[position.name].add(pair.delta_shape)
+            by_name[position.name].add(pair.delta_shape)
     positions = {module: position_of(module) for module in pairs}
     return {
-        module: next(iter(found[position.name]))
+        module: next(iter(by_name[position.name]))
         for module, position in positions.items()
-        if position and len(found.get(position.name, ())) == 1
+        if position and len(by_name.get(position.name, ())) == 1
     }
 
 
@@ -223,24 +225,24 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
     described = config_of(model_dir)
     group = _group_size(described, model_dir / "config.json")
-    found: dict[str, tuple[int, int] | None] = {}
+    linear: dict[str, tuple[int, int] | None] = {}
     for name, shape in shapes.items():
         module, _, last = name.rpartition(".")
         if last != "weight" or len(shape) != 2:
             continue
         if _EMBEDDING.fullmatch(module):
             if f"{OUTPUT_HEAD}.weight" not in shapes:  # tied: the embedding is also the output head
-                found[OUTPUT_HEAD] = None
+                linear[OUTPUT_HEAD] = None
             continue
         scales = shapes.get(f"{module}.scales")
         if scales is not None and len(scales) == 2:  # MLX packs several numbers into one word
-            found[module] = (shape[0], scales[1] * group) if group else None
+            linear[module] = (shape[0], scales[1] * group) if group else None
         else:
             packed = f"{name}.absmax" in shapes  # bitsandbytes
-            found[module] = None if packed else (shape[0], shape[1])
+            linear[module] = None if packed else (shape[0], shape[1])
     if naming.is_fan_in_fan_out(described):
-        return dict(naming.canonical_layer(module, shape) for module, shape in found.items())
-    return found
+        return dict(naming.canonical_layer(module, shape) for module, shape in linear.items())
+    return linear
 
 
 def config_of(model_dir: Path) -> dict[str, Any]:
@@ -263,14 +265,14 @@ def _present(path: Path, names: Mapping[str, str]) -> dict[str, Path]:
 
 
 def _intermediate_save(path: Path) -> Path | None:
-    found = sorted(file for file in path.glob("*_adapters.safetensors") if _INTERMEDIATE_SAVE.fullmatch(file.name))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[-3:])
+    saves = sorted(file for file in path.glob("*_adapters.safetensors") if _INTERMEDIATE_SAVE.fullmatch(file.name))
+    if len(saves) > 1:
+        names = ", ".join(file.name for file in saves[-3:])
         raise FormatError(
-            f"{path}: has no adapters.safetensors, but {len(found)} intermediate saves of an unfinished run ({names}). "
+            f"{path}: has no adapters.safetensors, but {len(saves)} intermediate saves of an unfinished run ({names}). "
             "Rename the one you want to adapters.safetensors."
         )
-    return found[0] if found else None
+    return saves[0] if saves else None
 
 
 def _read_names(
@@ -288,7 +290,7 @@ def _read_names(
         if adapter:
             adapters.add(adapter)
             deviations[f"contain the adapter's name ({adapter})"] += 1
-        for deviation, found in {
+        for deviation, deviates in {
             f"start with an extra {wrappers}": bool(wrappers),
             f"lack {PREFIX} at the start": layout == "peft" and not small and not match["module"].startswith(PREFIX),
             f"start with {PREFIX}": layout == "mlx" and match["module"].startswith(PREFIX),
@@ -297,7 +299,7 @@ def _read_names(
             "end in .weight": layout == "mlx" and small and bool(match["end"]),
             "lack .weight at the end": layout == "peft" and not small and not match["end"],
         }.items():
-            deviations[deviation] += found
+            deviations[deviation] += deviates
         key = (module, match["part"].upper())
         matrix = tensor.T if small else tensor
         if key in halves and not np.array_equal(halves[key], matrix):
@@ -310,7 +312,7 @@ def _read_names(
         names = ", ".join(sorted(adapters))
         findings.append(Finding(f"{file.name}: contains several adapters ({names}). Save only the one you want"))
     repair = "renames them as the format requires"
-    findings += [Finding(f"{file.name}: {n} names {what}", repair) for what, n in deviations.items() if n]
+    findings += [Finding(f"{file.name}: {n} names {deviation}", repair) for deviation, n in deviations.items() if n]
     return WeightFile(layout, file, parts, halves, foreign)
 
 
@@ -329,9 +331,9 @@ def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...
         return _read_safetensors(file, findings), (file,)
     shards, tensors = shards_of(file), Tensors()
     for shard, names in shards.items():
-        found = _read_safetensors(shard, findings)
-        check_shard(shard, {*found}, names, file)
-        tensors |= found
+        of_shard = _read_safetensors(shard, findings)
+        check_shard(shard, {*of_shard}, names, file)
+        tensors |= of_shard
     return tensors, tuple(shards)
 
 
