@@ -38,7 +38,7 @@ def command(
     from dualtune.use.transfer.carry import pull
 
     with transferring("fetching", retries) as patience:
-        done = pull(target, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
+        done = pull(target, dest, keep_packed=keep_packed, trust=trust, required=wanted, patience=patience)
     tell_notes(done.report)
     say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each verified by its sha256")
     say("\n".join(_next_steps(done, keep_packed=keep_packed)))

@@ -63,7 +63,7 @@ def command(
             shown.begin("computing", "what was recorded")
             return backend
 
-        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, wanted=wanted)
+        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, required=wanted)
     if as_json:
         say(json.dumps(result.to_json(), indent=2))
     else:

@@ -158,9 +158,9 @@ class Chat:
     def switch(self, name: str) -> None:
         """Let another adapter of the set answer from now on. ConfigError if it has no chat template."""
         if self._adapters.models[name].tokenizer.template is None:
-            what = "the model" if name == BASE else f"the adapter '{name}'"
+            subject = "the model" if name == BASE else f"the adapter '{name}'"
             raise ConfigError(
-                f"{what} has no chat template, so it was not trained to chat. Give --template FILE, or continue "
+                f"{subject} has no chat template, so it was not trained to chat. Give --template FILE, or continue "
                 "a text: dualtune generate --prompt TEXT"
             )
         self.name = name

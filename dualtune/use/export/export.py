@@ -260,16 +260,16 @@ def _losses(loss: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("merged", loss["merged"]),
         ("as written here", loss["written"]),
     ]
-    found = [(what, f"{value:.4f}") for what, value in rows if value is not None]
-    return found + ([("not measured", loss["unknown"])] if loss["unknown"] else [])
+    measured = [(label, f"{value:.4f}") for label, value in rows if value is not None]
+    return measured + ([("not measured", loss["unknown"])] if loss["unknown"] else [])
 
 
 def _distances(divergences: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(words, f"{found['kl']:.2e}") for key, words in _DIVERGENCES.items() if (found := divergences[key])]
+    return [(words, f"{distance['kl']:.2e}") for key, words in _DIVERGENCES.items() if (distance := divergences[key])]
 
 
 def _rows(title: str, rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {_safe(what)} | {_safe(value)} |" for what, value in rows]
+    lines = [f"| {_safe(label)} | {_safe(value)} |" for label, value in rows]
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines]) if rows else ""
 
 
@@ -358,11 +358,11 @@ def _held_out(request: Request, adapter: Adapter | None, base: Path, exported: E
     exported.trained_on = recorded.get("loaded_as")
     if request.run is None:
         return None
-    found = open_held_out(request.run, base, adapter, adapter and adapter_directory(request.adapter))
-    if isinstance(found, str):
-        exported.loss.unknown = found
+    held_out = open_held_out(request.run, base, adapter, adapter and adapter_directory(request.adapter))
+    if isinstance(held_out, str):
+        exported.loss.unknown = held_out
         return None
-    return found
+    return held_out
 
 
 def _expected_of_model(model: Path, backend: Backend, held_out: HeldOut | None, exported: Exported) -> Expected:

@@ -60,18 +60,19 @@ def set_numbers(file: Path, numbers: Mapping[str, int]) -> None:
     with file.open("rb") as source, patched.open("xb") as target:
         header = _Header(source, file)
         tensors, count = header.number("Q"), header.number("Q")
-        entries = [header.entry() for _ in range(count)]
-        alignment = next(
-            (struct.unpack("<I", raw[-4:])[0] for key, raw in entries if key == _ALIGNMENT_KEY), _ALIGNMENT
-        )
+        stored = [header.entry() for _ in range(count)]
+        alignment = next((struct.unpack("<I", raw[-4:])[0] for key, raw in stored if key == _ALIGNMENT_KEY), _ALIGNMENT)
         begin = source.tell()
         for _ in range(tensors):
             header.tensor()
         infos = header.since(begin)
-        kept = [raw for key, raw in entries if key not in new]
+        unchanged = [raw for key, raw in stored if key not in new]
         added = [_text(key) + struct.pack("<I", _UINT32) + value for key, value in new.items()]
         head = (
-            _MAGIC + struct.pack("<IQQ", _VERSION, tensors, len(kept) + len(added)) + b"".join([*kept, *added]) + infos
+            _MAGIC
+            + struct.pack("<IQQ", _VERSION, tensors, len(unchanged) + len(added))
+            + b"".join([*unchanged, *added])
+            + infos
         )
         target.write(head + bytes(-len(head) % alignment))
         source.seek(source.tell() + -source.tell() % alignment)
@@ -158,12 +159,12 @@ def check(model: Path) -> None:
 def problems_of(model: Path) -> list[str]:
     """Return why a model directory cannot be written by the package alone; empty if it can."""
     config = read_config(model)
-    found = [*_config_problems(config)]
+    problems = [*_config_problems(config)]
     if not (model / TOKENIZER).is_file():
-        return [*found, "its tokenizer is not a tokenizer.json"]
+        return [*problems, "its tokenizer is not a tokenizer.json"]
     if _splitting(_tokenizer_json(model)) is None:
-        found.append("its tokenizer splits texts in a way that is none of those of GPT-2, SmolLM, Llama 3 and Qwen")
-    return found
+        problems.append("its tokenizer splits texts in a way that is none of those of GPT-2, SmolLM, Llama 3 and Qwen")
+    return problems
 
 
 def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -323,8 +324,8 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of rotary positions, under today's key or the older ones."""
-    found: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    table = cast("dict[str, Any]", found) if isinstance(found, dict) else {"rope_type": found}
+    settings: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    table = cast("dict[str, Any]", settings) if isinstance(settings, dict) else {"rope_type": settings}
     base = table.get("rope_theta", config.get("rope_theta", 10000.0))
     return {**table, "rope_theta": base, "rope_type": table.get("rope_type", table.get("type", "default"))}
 
@@ -383,7 +384,9 @@ def _add_vocabulary(writer: Any, model: Path, size: int) -> None:
     writer.add_tokenizer_pre(_splitting(table))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in table["model"]["merges"]])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in table["model"]["merges"]]
+    )
     plain = tokenizer.encode("a", special=True)
     writer.add_add_bos_token(tokenizer.bos_id is not None and int(plain[0]) == tokenizer.bos_id)
     writer.add_add_eos_token(tokenizer.eos_id is not None and int(plain[-1]) == tokenizer.eos_id)

@@ -52,13 +52,13 @@ def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
 
 def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the engine's log-probabilities, float64 [T, V] for each prompt."""
-    return [each.astype(np.float64) for each in logprobs_of(engine, prompts, [*map(len, prompts)])]
+    return [values.astype(np.float64) for values in logprobs_of(engine, prompts, [*map(len, prompts)])]
 
 
-def deviation(expected: Logprobs, found: Logprobs) -> Deviation:
+def deviation(expected: Logprobs, actual: Logprobs) -> Deviation:
     """Compare p, which is expected, with q: Σ p log(p/q) in each position, over the tokens that both have."""
     kls, same = list[float](), list[bool]()
-    for p_TV, q_TV in _aligned(expected, found):
+    for p_TV, q_TV in _aligned(expected, actual):
         kl_T = (np.exp(p_TV) * (p_TV - q_TV)).sum(-1)
         kls += np.where(np.isfinite(kl_T), np.maximum(kl_T, 0.0), np.inf).tolist()
         same += (p_TV.argmax(-1) == q_TV.argmax(-1)).tolist()
@@ -70,8 +70,8 @@ def lost_share(merge: Deviation, effect: Deviation) -> float:
     return merge.kl / max(effect.kl, NOISE / LOST)
 
 
-def _aligned(expected: Logprobs, found: Logprobs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for p_TV, q_TV in zip(expected, found, strict=True):
+def _aligned(expected: Logprobs, actual: Logprobs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for p_TV, q_TV in zip(expected, actual, strict=True):
         size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
         yield p_TV[:, :size], q_TV[:, :size]
 

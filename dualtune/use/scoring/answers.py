@@ -88,7 +88,7 @@ class KeptAnswers:
             tell(f"{len(there)} of {len(keys)} answers were generated before, by the same command")
         yield from there
         missing = [number for number, key in enumerate(keys) if key not in self._answers]
-        found = continue_all(
+        continuations = continue_all(
             model,
             [prompts[number] for number in missing],
             sampling,
@@ -96,9 +96,9 @@ class KeptAnswers:
             is_shortage=is_shortage,
             tell=tell,
         )
-        for each in found:
-            self._keep(keys[each.number], each)
-            yield each
+        for continuation in continuations:
+            self._keep(keys[continuation.number], continuation)
+            yield continuation
 
     def finish(self) -> None:
         """Remove the file: what the command writes has all that was in it. DiskError if that fails."""

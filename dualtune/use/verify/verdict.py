@@ -221,12 +221,12 @@ class VerifyVerdict(NamedTuple):
     sentence: str
 
 
-def within(found: Gap, limit: Limit) -> bool:
-    return found.kl <= limit.kl and found.logprob <= limit.logprob and found.top1 >= limit.top1
+def within(gap: Gap, limit: Limit) -> bool:
+    return gap.kl <= limit.kl and gap.logprob <= limit.logprob and gap.top1 >= limit.top1
 
 
-def effect_is_within(found: Effect | None, limit: Limit) -> bool:
-    return limit.effect is None or found is None or found.error <= limit.effect
+def effect_is_within(effect: Effect | None, limit: Limit) -> bool:
+    return limit.effect is None or effect is None or effect.error <= limit.effect
 
 
 def judge(parts: Sequence[ComparedPart], fit: Fit, function: Function) -> VerifyVerdict:
@@ -284,17 +284,17 @@ def _wrong_base(parts: Sequence[ComparedPart], why: str) -> VerifyVerdict:
 
 
 def _broken(fit: Fit, function: Function) -> str:
-    found = ["the base computes the recorded values, but the adapter does not"]
+    reasons = ["the base computes the recorded values, but the adapter does not"]
     if function.effect is not None:
         size = function.effect.size
-        found.append(f"its effect is {size:.2f} times the recorded one, with an error of {function.effect.error:.0%}")
+        reasons.append(f"its effect is {size:.2f} times the recorded one, with an error of {function.effect.error:.0%}")
         if abs(size) < NO_EFFECT:
-            found.append("it does nothing: B is zero, or its tensors are not applied")
+            reasons.append("it does nothing: B is zero, or its tensors are not applied")
         elif abs(size - 1) > OTHER_EFFECT:
-            found.append("check alpha / rank (mlx-lm: scale)")
+            reasons.append("check alpha / rank (mlx-lm: scale)")
     if fit.missing:
-        found.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
-    return f"{'; '.join(found)}. Copy it again from the machine of the training, without converting it"
+        reasons.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
+    return f"{'; '.join(reasons)}. Copy it again from the machine of the training, without converting it"
 
 
 def _doubts(function: Function) -> str:

@@ -82,7 +82,7 @@ class Content:
 
     def _check_head(self) -> None:
         head, self._head = self._head or b"", None
-        other = next((what for magic, what in _OTHER_FORMATS if re.match(magic, head)), None)
+        other = next((kind for magic, kind in _OTHER_FORMATS if re.match(magic, head)), None)
         if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
             length = int.from_bytes(head[:8], "little")
             if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
@@ -131,9 +131,9 @@ def padding(size: int) -> int:
 def read_first(file: BinaryIO, where: object) -> bytes:
     """Return the content of BUNDLE.json, which is the first member."""
     block = file.read(BLOCK)
-    for magic, what in _OTHER_FILES:
+    for magic, kind in _OTHER_FILES:
         if block.startswith(magic):
-            raise FormatError(f"{where}: is {what}; a bundle is a plain tar file written by `dualtune bundle pack`")
+            raise FormatError(f"{where}: is {kind}; a bundle is a plain tar file written by `dualtune bundle pack`")
     if len(block) < BLOCK:
         raise FormatError(f"{where}: has {len(block)} bytes, too few for a bundle. Copy it again")
     match = re.fullmatch(rb"([0-7]{11})\0", block[124:136])
@@ -202,23 +202,23 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
     if not _has_checksum(block):
         return f"is damaged: the header at byte {position}, where {expected}, has a wrong checksum"
     raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
-    found = raw.decode("utf-8", "backslashreplace")
+    actual = raw.decode("utf-8", "backslashreplace")
     order = list(sizes)
-    is_seen = found in (order[: order.index(name)] if name is not None and name in sizes else order)
+    is_seen = actual in (order[: order.index(name)] if name is not None and name in sizes else order)
     if (kind := block[156:157]) not in (b"0", b"\0"):
-        return f"{shown(found)} is {_TYPES.get(kind, 'of an unknown type')}; only regular files are allowed"
-    if problem := problem_of(found):
-        return f"{shown(found)} {problem}"
+        return f"{shown(actual)} is {_TYPES.get(kind, 'of an unknown type')}; only regular files are allowed"
+    if problem := problem_of(actual):
+        return f"{shown(actual)} {problem}"
     if is_seen:
-        return f"{found} is in it twice"
-    if found not in sizes and found != name:
-        return f"{found} is not listed in {BUNDLE_FILE}" if sizes else f"begins with {found}, not {BUNDLE_FILE}"
-    if found != name:
-        return f"{found} is at byte {position}, where {expected}: files must be in the order of {BUNDLE_FILE}"
-    if block[124:136] != header(found, max(size, 0))[124:136]:
-        return f"{found} has another size in its header than in {BUNDLE_FILE} ({size} bytes)"
+        return f"{actual} is in it twice"
+    if actual not in sizes and actual != name:
+        return f"{actual} is not listed in {BUNDLE_FILE}" if sizes else f"begins with {actual}, not {BUNDLE_FILE}"
+    if actual != name:
+        return f"{actual} is at byte {position}, where {expected}: files must be in the order of {BUNDLE_FILE}"
+    if block[124:136] != header(actual, max(size, 0))[124:136]:
+        return f"{actual} has another size in its header than in {BUNDLE_FILE} ({size} bytes)"
     return (
-        f"the header of {found} holds more than name and size (owner, time, mode …): not written by `dualtune bundle`"
+        f"the header of {actual} holds more than name and size (owner, time, mode …): not written by `dualtune bundle`"
     )
 
 

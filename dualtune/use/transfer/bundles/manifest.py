@@ -59,7 +59,7 @@ ANY = RequiredBinding()
 
 def check(
     bundle: Bundle,
-    wanted: RequiredBinding,
+    required: RequiredBinding,
     found_as: str | None,
     where: object,
     *,
@@ -72,14 +72,14 @@ def check(
     then a name that differs from the one it was found under is only a note.
     """
     if bundle.created is None:
-        if wanted.name is not None or wanted.max_age is not None:
+        if required.name is not None or required.max_age is not None:
             raise FormatError(f"{where}: {UNBOUND}. --name and --max-age need them: pack it again")
         return [UNBOUND]
-    if wanted.max_age is not None:
-        _check_age(bundle.created, wanted.max_age, where, now or datetime.now(UTC))
-    if wanted.name is not None:
-        if wanted.name != bundle.name:
-            raise FormatError(f"{where}: is the bundle {bundle.name!r}, --name requires {wanted.name!r}")
+    if required.max_age is not None:
+        _check_age(bundle.created, required.max_age, where, now or datetime.now(UTC))
+    if required.name is not None:
+        if required.name != bundle.name:
+            raise FormatError(f"{where}: is the bundle {bundle.name!r}, --name requires {required.name!r}")
     elif found_as != bundle.name:
         mismatch = f"is the bundle {bundle.name!r}, found under the name {found_as!r}"
         if is_signed:
@@ -256,25 +256,25 @@ def _file(name: str, entry: Any, where: str) -> File:
 
 def _check_completeness(bundle: Bundle, where: str) -> None:
     """Check that the bundle has the files that its kind needs, and none of the other kind."""
-    found = bundle.files.keys()
-    steps = {step for name in found if (step := names.step_of(name)) is not None}
+    listed = bundle.files.keys()
+    steps = {step for name in listed if (step := names.step_of(name)) is not None}
     if bundle.kind == ADAPTER:
         if steps:
             raise FormatError(f"{where}: kind is adapter, but it lists a checkpoint")
         needed = {"adapter/adapter_config.json"}
-        if not found & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
+        if not listed & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
             raise FormatError(f"{where}: kind is adapter, but it lists no weights")
     else:
-        if any(name.startswith("adapter/") for name in found):
+        if any(name.startswith("adapter/") for name in listed):
             raise FormatError(f"{where}: kind is checkpoint, but it lists an adapter")
         if len(steps) > names.MAX_CHECKPOINTS or (steps and bundle.step not in steps):
             raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, but step is {bundle.step}")
-        wanted = steps or {cast(int, bundle.step)}
+        expected = steps or {cast(int, bundle.step)}
         needed = {names.CONFIG}
-        for folder in (f"checkpoints/step-{step:08d}/" for step in wanted):
-            files = [name.removeprefix(folder) for name in found if name.startswith(folder)]
+        for folder in (f"checkpoints/step-{step:08d}/" for step in expected):
+            files = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
             needed |= {folder + name for name in names.files_of_checkpoint(files)}
-    if missing := sorted(needed - found):
+    if missing := sorted(needed - listed):
         raise FormatError(f"{where}: {missing[0]} is missing, which a bundle of kind {bundle.kind} needs")
 
 
@@ -296,7 +296,7 @@ def _digest(table: Mapping[str, Any]) -> str:
 # A directory that was unpacked from a bundle: what its BUNDLE.json says about the bundle and its files.
 
 
-def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
+def find(directory: Path, required: RequiredBinding) -> tuple[Path, list[Check]]:
     """Return the adapter directory, and a check of the bundle that it was unpacked from, if any.
 
     `directory` is that of the adapter or of the whole bundle. FormatError if the bundle is not the wanted one.
@@ -305,14 +305,14 @@ def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
         directory = directory / ADAPTER
     root = directory.parent
     if not (directory.name == ADAPTER and (root / BUNDLE_FILE).exists()):
-        if wanted.name is not None or wanted.max_age is not None:
+        if required.name is not None or required.max_age is not None:
             raise FormatError(
                 f"{directory}: has no {BUNDLE_FILE} next to it, which --name and --max-age need. Give a directory "
                 "written by `dualtune pull` or `dualtune bundle unpack`"
             )
         return directory, []
     bundle = _read(root)
-    check(bundle, wanted, bundle.name, root, is_signed=False)
+    check(bundle, required, bundle.name, root, is_signed=False)
     return directory, [_check(root, bundle)]
 
 

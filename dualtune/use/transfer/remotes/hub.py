@@ -101,8 +101,8 @@ def _sources(config: Config | None) -> list[str]:
     """Return the names of the training data: files without their directories, datasets as on the hub."""
     if config is None:
         return []
-    given: Any = config.model_dump(mode="json")["data"]["train"]
-    many = cast("list[Any]", given) if isinstance(given, list) else [given]
+    sources: Any = config.model_dump(mode="json")["data"]["train"]
+    many = cast("list[Any]", sources) if isinstance(sources, list) else [sources]
     return [str(_table(one).get("path", one)) if isinstance(one, dict) else str(one) for one in many]
 
 

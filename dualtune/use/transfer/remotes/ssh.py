@@ -191,8 +191,8 @@ class Connection:
         """Return standard error on one line, without the statistics of dd."""
         text = self._errors.decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines()]
-        kept = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
-        return "".join(c if c.isprintable() else " " for c in "; ".join(kept[-6:]))[-600:]
+        messages = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
+        return "".join(c if c.isprintable() else " " for c in "; ".join(messages[-6:]))[-600:]
 
     def _collect_errors(self, raw: bytes) -> None:
         self._errors += raw
@@ -289,10 +289,10 @@ class SshStore:
             raise Cut("the received file has the wrong sha256")
 
     def chunks(self, path: str) -> Chunks | None:
-        found = _parsed(self._ask(CHUNKS, path), "final")
-        if found and len(found.sha256s) != -(-found.num_bytes // found.chunk_bytes):
-            raise Cut(f"{self.host} listed {len(found.sha256s)} chunks of a file of {found.num_bytes} bytes")
-        return found
+        listed = _parsed(self._ask(CHUNKS, path), "final")
+        if listed and len(listed.sha256s) != -(-listed.num_bytes // listed.chunk_bytes):
+            raise Cut(f"{self.host} listed {len(listed.sha256s)} chunks of a file of {listed.num_bytes} bytes")
+        return listed
 
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
         text = command(READ, path, chunks.chunk_bytes, run.start, len(run))
@@ -306,8 +306,8 @@ class SshStore:
         for piece in pieces:
             searched = max(0, len(head) - len(mark))  # the mark may span two pieces
             head += piece
-            if (found := head.find(mark, searched)) >= 0:
-                yield bytes(head[found + len(mark) :])
+            if (start := head.find(mark, searched)) >= 0:
+                yield bytes(head[start + len(mark) :])
                 break
             if len(head) > MOST_GREETING_BYTES:
                 raise self._too_much(MOST_GREETING_BYTES)
@@ -365,11 +365,11 @@ def _counted(pieces: Iterator[bytes], done: int, total: int, patience: Patience)
         patience.show(done, total)
 
 
-def _parsed(lines: list[str], what: str) -> Chunks | None:
+def _parsed(lines: list[str], name: str) -> Chunks | None:
     """Return what the script listed under a name, None if nothing."""
-    found = [match for line in lines if (match := _LINE.match(line)) and match[1] == what]
-    sizes = [int(match[3]) for match in found if match[2] == "bytes"]
-    return Chunks(sizes[0], tuple(match[3] for match in found if match[2] == "chunk")) if sizes else None
+    matches = [match for line in lines if (match := _LINE.match(line)) and match[1] == name]
+    sizes = [int(match[3]) for match in matches if match[2] == "bytes"]
+    return Chunks(sizes[0], tuple(match[3] for match in matches if match[2] == "chunk")) if sizes else None
 
 
 def _program() -> tuple[str, ...]:

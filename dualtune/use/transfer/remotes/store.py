@@ -93,11 +93,11 @@ def sha256_in(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
-    """Return the runs of consecutive chunks that are missing or wrong in `found`."""
-    there = found.sha256s if found else ()
+def missing(chunks: Chunks, present: Chunks | None) -> list[range]:
+    """Return the runs of consecutive chunks that are missing or wrong in `present`."""
+    there = present.sha256s if present else ()
     runs: list[range] = []
-    for i, sha256 in enumerate(wanted.sha256s):
+    for i, sha256 in enumerate(chunks.sha256s):
         if i < len(there) and there[i] == sha256:
             continue
         if runs and runs[-1].stop == i:
@@ -177,12 +177,12 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
         upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
         def attempt() -> bool:
-            found = store.look(upload)
-            if found.final == chunks:
+            state = store.look(upload)
+            if state.final == chunks:
                 return False
-            if found.is_there and not force:
+            if state.is_there and not force:
                 raise ConfigError(f"{store.shown(path)}: another file already exists there. Replace it with --force")
-            runs = missing(chunks, found.part)
+            runs = missing(chunks, state.part)
             patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
             store.send(upload, runs, patience)
             patience.reached(chunks.num_bytes, chunks.num_bytes)
