@@ -1,13 +1,13 @@
-"""Format numbers and tables as text, also for narrow terminals. `dualtune --help` imports this, but not rich."""
+"""Text for terminals and pages: untrusted text escaped, tables in columns, numbers with units.
+
+`dualtune --help` imports this, so rich is imported where columns are measured.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Escape untrusted text, so that a terminal or a page shows it and does not interpret it.
 
 # Control characters except tab and newline; bidirectional controls; zero-width characters and line separators; tag
 # characters; fillers that look like spaces; lone surrogates, as in file names that are not UTF-8.
@@ -37,7 +37,6 @@ def _code(match: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format a table with one line per row; each column is as wide as its widest cell."""
     rows = [[one_line(cell) for cell in row] for row in rows]
