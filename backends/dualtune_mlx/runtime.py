@@ -1,4 +1,4 @@
-"""How exact MLX's products of float32 are on this device."""
+"""What of MLX is checked and set before it computes: its version, device, memory, order of sums and precision."""
 
 from __future__ import annotations
 
@@ -123,6 +123,8 @@ def _name(module: nn.Module) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# How exact products of float32 are.
+
 SIZE = 128  # too large for MLX's special kernels for vectors, so that the general one is tried
 
 

@@ -25,8 +25,8 @@ from dualtune_mlx.methods import AdaptedLayers
 # The decoder layers whose frozen weights are in memory, and the files from which the others are read.
 #
 # MLX reads an array of a safetensors file when the array is evaluated. All layers hold such arrays, so whatever
-# computes
-# with a layer gets the right numbers. To drop a layer from memory is to replace its arrays by new, unevaluated ones.
+# computes with a layer gets the right numbers. To drop a layer from memory is to replace its arrays by new, unevaluated
+# ones.
 
 KEY = "memory.resident_layers"
 

@@ -1,4 +1,4 @@
-"""A directory that other users may write to, opened once, so that links they create cannot redirect our writes."""
+"""Files: written whole or not at all, and opened so that no link of a stranger redirects what is read or written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.text import in_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Write files and directories atomically, even if the machine crashes.
+# Files and directories that are written whole or not at all, even if the machine crashes.
 
 Pieces = Sequence[bytes | memoryview]
 Content = bytes | Pieces  # of a file
@@ -345,6 +345,8 @@ def file_in(directory: Path, name: str, kind: str = "model") -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A directory that other users may write to, opened once: links that they create lead nowhere.
+
 # Non-blocking, because opening a FIFO in place of a file would wait for a writer.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

@@ -1,4 +1,4 @@
-"""Format numbers and tables as text, also for narrow terminals."""
+"""Text for terminals and pages: untrusted text escaped, tables in columns, numbers with units."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Escape untrusted text, so that a terminal or a page shows it and does not interpret it.
 
 # Control characters except tab and newline; bidirectional controls; zero-width characters and line separators; tag
 # characters; fillers that look like spaces; lone surrogates, as in file names that are not UTF-8.
@@ -39,7 +36,6 @@ def _code(match: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format a table with one line per row; each column is as wide as its widest cell."""
     rows = [[one_line(cell) for cell in row] for row in rows]

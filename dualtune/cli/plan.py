@@ -13,7 +13,7 @@ from dualtune.cli.terminal import say
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.doctor.check_config import MemoryNeed
-    from dualtune.doctor.check_config_data import Seen
+    from dualtune.doctor.check_config_data import SourceSample
     from dualtune.engine.choose import PlatformChoice
     from dualtune.engine.detect import Load
     from dualtune.engine.machine import Machine
@@ -63,14 +63,14 @@ def command(
         settings = _settings(config, overrides)
         found = detect() if machine == "this" else named(machine)
         choice = choose(platform, found)
-        seen = look_at_data(settings)
-        steps, evaluated = with_lengths_of(settings, seen)
+        samples = look_at_data(settings)
+        steps, evaluated = with_lengths_of(settings, samples)
         memory = plan_config(steps, found, choice, evaluated)
         shown.begin("predicting", "the time of a step")
         load = load_average() if machine == "this" else None  # before the CPU is measured, which is load too
         limits = _limits(choice, machine, found, memory.plan.ask.dtype)
-        time = _predicted(settings, memory, limits, seen)
-    run = Run(steps_of_run(settings, seen), time, load)
+        time = _predicted(settings, memory, limits, samples)
+    run = Run(steps_of_run(settings, samples), time, load)
     found_json = _as_json(memory, limits, run)
     say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, run, machine))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
@@ -94,7 +94,9 @@ def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> 
     return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
 
 
-def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None, seen: list[Seen]) -> StepTime | str:
+def _predicted(
+    config: Config, memory: MemoryNeed, limits: MachineLimits | None, samples: list[SourceSample]
+) -> StepTime | str:
     """Return the time of a step, or why it is not known."""
     from dualtune.base.errors import EnvironmentFault
     from dualtune.doctor.check_config_data import first_step
@@ -103,7 +105,7 @@ def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None,
     if limits is None:
         return "no rate is known for this machine"
     try:
-        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, seen), limits)
+        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, samples), limits)
     except EnvironmentFault as error:
         return str(error)
 

@@ -33,9 +33,8 @@ from dualtune.config.words import examples, is_union, missing, wrong_value
 # Read YAML into plain data with the place of every key, so that an error can name the line.
 #
 # PyYAML's loader keeps the last of two equal keys, reads `1e-4` as a string, `on` as true, `016` as 14 and `1:30` as
-# 90,
-# and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data. Scalars
-# follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
+# 90, and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data.
+# Scalars follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
 
 UNREADABLE = object()  # replaces a value that has already been reported
 _MAX_EVENTS = 50_000  # a config has a few hundred

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.engine.card import Card, automatic_cards, cards, platforms
-from dualtune.engine.detect import detect, is_installed
+from dualtune.engine.detect import detect
 from dualtune.engine.machine import Machine
 
 if TYPE_CHECKING:
     from dualtune.engine.backend import Backend
-
-__all__ = ["PlatformChoice", "choose", "is_installed", "open_backend"]
 
 
 @dataclass(frozen=True, slots=True)

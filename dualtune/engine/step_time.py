@@ -77,10 +77,10 @@ class StepDocuments:
 # What a training step computes, reads and writes, part by part: by formula from the model's shape, and by the card.
 #
 # The products follow from the shape: forward 2 operations for each weight and token, backward as many for the gradient
-# of
-# the input, and of the weight only for what is trained. A product reads its operands and writes its result once. What a
-# backend's kernels do between the products (numbers read and written, elementwise operations, operator calls) stands in
-# its card as `StepCosts`: so many for each of a unit, forward and backward. `units` counts the units of a step.
+# of the input, and of the weight only for what is trained. A product reads its operands and writes its result once.
+# What a backend's kernels do between the products (numbers read and written, elementwise operations, operator calls)
+# stands in its card as `StepCosts`: so many for each of a unit, forward and backward. `units` counts the units of a
+# step.
 #
 # Legend: T tokens of a micro-batch with padding, r rank, c bytes of a number in the compute dtype.
 

@@ -1,4 +1,4 @@
-"""The report of `dualtune inspect`: the contents of an adapter directory, and its problems."""
+"""What `dualtune inspect` reports of an adapter directory, and `dualtune adapter diff` of two."""
 
 from __future__ import annotations
 
@@ -164,6 +164,8 @@ def _shown(cosine: float | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The contents of one directory, and its problems.
+
 MLX_DEFAULT_SCALE = 20.0
 
 

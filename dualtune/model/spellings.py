@@ -180,6 +180,8 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The config completed.
+
 # What transformers' configs hold beside what describes the model.
 UNRELATED = {
     "transformers_version", "dtype", "torch_dtype", "architectures", "id2label", "label2id", "_name_or_path",

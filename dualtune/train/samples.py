@@ -79,8 +79,8 @@ class Samples:
         try:
             with using_result(self._model.engine, self._optimizer):
                 ids, answers = [ids for _, ids in self._prompts], dict[int, str]()
-                for each in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
-                    answers[each.number] = each.text
+                for continued in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
+                    answers[continued.number] = continued.text
                 for number, (prompt, _) in enumerate(self._prompts):
                     interrupt.poll()
                     record = SampleRecord(step, prompt, answers[number])

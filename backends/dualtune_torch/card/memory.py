@@ -105,7 +105,7 @@ def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
-    """The float32 masters of a model that is trained whole, and their copy in the compute dtype."""
+    """The float32 masters of full fine-tuning, and their copy in the compute dtype."""
     parameter_bytes, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
     return MemoryPart("weights", parameter_bytes * n, f"{n:,} parameters × {parameter_bytes} B")
 

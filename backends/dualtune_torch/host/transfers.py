@@ -103,8 +103,7 @@ def _aligned(size: int) -> int:
 # The kept inputs of recomputed segments in host memory, between the forward pass and their segment's backward pass.
 #
 # The backward pass needs them in reverse order. While it computes with one, the next is on its way back, so that two
-# are
-# on the device at a time.
+# are on the device at a time.
 
 
 class HostInputs:

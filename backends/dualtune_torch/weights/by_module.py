@@ -25,8 +25,7 @@ from dualtune_torch.weights.places import stored_names
 # Published formats that are computed in the plain dtype: transformers dequantizes each tensor as it is read.
 #
 # MXFP4 (gpt-oss): 4-bit codes with a shared exponent for 32 weights, of experts alone. FP8 (DeepSeek): 8-bit floats
-# with
-# a scale for each block of 128 x 128 weights.
+# with a scale for each block of 128 x 128 weights.
 
 CONFIGS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 # On a CPU it warns that the weights are dequantized, which it was told to do.

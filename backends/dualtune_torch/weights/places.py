@@ -97,7 +97,7 @@ def _converted(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parameters of a model that was trained whole, written tensor by tensor under the names of its base's files.
+# Full fine-tuning: all parameters, written tensor by tensor under the names of the base's files.
 
 FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -154,7 +154,7 @@ def adapted(shape: Shape, targets: Targets) -> Adapted:
 
 
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
-    """Return the adapted linear layers. A model that is trained whole has none, but keeps the input of every layer."""
+    """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
         return adapted(decoder, ask.targets)
     reads = frozenset(layer.reads for layer in decoder.linears().values())
@@ -200,7 +200,7 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
 
 
 def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
-    """Return the bytes of a base in int8 (`base_model/int8.py`): the same on every backend."""
+    """Return the bytes of a base in int8 (`model/int8.py`): the same on every backend."""
     c, n = ask.item_bytes, decoder.linear_parameters
     rows, plain = decoder.layers * sum(layer.out for layer in decoder.linears().values()), decoder.num_parameters - n
     formula = f"{n:,} parameters × 1 B + {rows:,} rows × 4 B, {plain:,} in embedding, head and norms × {c} B"
@@ -221,7 +221,7 @@ def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
 
 
 def padded(length: int) -> int:
-    """Return the width of a row of `length` tokens: a copy of `padded` in data/batching/batches.py, a higher layer."""
+    """Return the width of a row of `length` tokens: a copy of `padded` in data/batches.py, a later room."""
     granule = 16
     while granule * 16 < length:
         granule *= 2

@@ -22,8 +22,7 @@ from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, 
 #
 # In transformers they are Conv1D with a weight [in, out], and PEFT sets `fan_in_fan_out` in an adapter for them; the
 # matrices of the adapter itself have the usual orientation. mlx-lm transposes the weights, and names the stack
-# `model.h`
-# where transformers has `transformer.h`, which is the canonical name.
+# `model.h` where transformers has `transformer.h`, which is the canonical name.
 
 # By `model_type` of config.json. GPT-1 exists only in transformers.
 FAMILIES = frozenset({"gpt2", "openai-gpt"})

@@ -1,6 +1,6 @@
 """Import of foreign or damaged adapter directories: `dualtune adapter import`.
 
-Faults are found first (`foreign`, `diagnose`, `change`), and fixed on request if the directory itself determines
+Faults are found first (`foreign`, `diagnose`), and fixed on request if the directory itself determines
 exactly one right answer. The result goes through the same strict readers as any adapter: only they decide what an
 adapter computes.
 """
@@ -55,8 +55,8 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
     `base` is a model directory; its names and shapes decide what the adapter leaves open, and copies of its embedding
-    are left out. FormatError with all findings
-    if there is a fault and `repair` is not set, or if there is no single right answer.
+    are left out. FormatError with all findings if there is a fault and `repair` is not set, or if there is no single
+    right answer.
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
