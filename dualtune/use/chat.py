@@ -1,4 +1,4 @@
-"""A conversation with a model: its history, and answers that compute only what is new."""
+"""Chat with a model: adapters that share one loaded base, and conversations whose answers compute only what is new."""
 
 from __future__ import annotations
 
@@ -146,6 +146,9 @@ def fit(adapter: Adapter, spec: AdapterSpec, empty: Tensors) -> Tensors:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A conversation.
+
+
 class Chat:
     """A conversation with one adapter of a set, or with the base."""
 

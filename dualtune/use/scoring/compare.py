@@ -1,9 +1,10 @@
-"""The base against its adapter on the same rows: differences with paired confidence intervals of 95 %.
+"""What is compared on held-out rows: the base with its adapter, the rows with the training data, formats of the base.
 
-Shares of right answers: method 10 of Newcombe, Improved confidence intervals for the difference between binomial
-proportions based on paired data, Statistics in Medicine 17 (1998), with Wilson's score intervals; it also holds where
-all rows agree. Losses and other numbers: the paired bootstrap, by rows (Efron and Tibshirani, An Introduction to the
-Bootstrap, 1993, chapter 13: percentiles; for language models Koehn, EMNLP 2004). Shape suffix: N rows.
+Differences have paired confidence intervals of 95 %. Shares of right answers: method 10 of Newcombe, Improved
+confidence intervals for the difference between binomial proportions based on paired data, Statistics in Medicine 17
+(1998), with Wilson's score intervals; it also holds where all rows agree. Losses and other numbers: the paired
+bootstrap, by rows (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13: percentiles; for language
+models Koehn, EMNLP 2004). Shape suffix: N rows.
 """
 
 from __future__ import annotations

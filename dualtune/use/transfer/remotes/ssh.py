@@ -20,7 +20,7 @@ from typing import IO
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.use.transfer.remotes.retries import LEAST_DATA_BYTES, Clock, Cut, Pace, Patience, window_for
-from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, Found, Upload, pieces_of
+from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, StoredState, Upload, pieces_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The scripts that run on the remote machine over ssh: POSIX sh and the tools that every Linux and macOS has.
@@ -266,9 +266,9 @@ class SshStore:
             return f"{host}:{path.removeprefix('./')}"
         return f"ssh://{host}:{self.port}/{path.removeprefix('/') if path.startswith('/') else '~/' + path[2:]}"
 
-    def look(self, upload: Upload) -> Found:
+    def look(self, upload: Upload) -> StoredState:
         lines = self._ask(LOOK, upload.path, upload.part, upload.chunks.num_bytes)
-        return Found("dualtune there" in lines, _parsed(lines, "final"), _parsed(lines, "part"))
+        return StoredState("dualtune there" in lines, _parsed(lines, "final"), _parsed(lines, "part"))
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         done = upload.chunks.num_bytes - sum(map(upload.chunks.bytes_in, runs))

@@ -24,8 +24,7 @@ from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 # A file as chunks with a hash each: which of them are there, which are missing, and whether the file is complete.
 #
 # An interrupted transfer resumes with the chunks that are missing or wrong. They are found by hashing what the other
-# end
-# has, never only by its size.
+# end has, never only by its size.
 
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 256 << 10, 8 << 20
 MANY_CHUNKS = 256  # chunks of a file, until a chunk reaches MOST_CHUNK_BYTES
@@ -117,6 +116,8 @@ def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A store, and what travels to and from it.
+
 MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
 
 
@@ -133,7 +134,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredState:
     """What a store already has of an upload."""
 
     is_there: bool = False  # a file with the final name exists
@@ -148,7 +149,7 @@ class RemoteStore(Protocol):
         """Return a path as the user would write it."""
         ...
 
-    def look(self, upload: Upload) -> Found:
+    def look(self, upload: Upload) -> StoredState:
         """Return what is there. Creates the directory; removes a part that is longer than the file."""
         ...
 
