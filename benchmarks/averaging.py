@@ -24,7 +24,7 @@ from typing import Any
 
 from stories_gsm8k import HELD_OUT, base_config
 
-from dualtune.doctor.bench.in_process import paired
+from dualtune.doctor.bench.intervals import paired
 
 ROOT = Path(__file__).parents[1]
 STEPS, DOCUMENTS = 240, 8

@@ -18,7 +18,7 @@ import record
 import validation_lines
 
 from dualtune.doctor.bench.hybrid import in_percent
-from dualtune.doctor.bench.in_process import Interval
+from dualtune.doctor.bench.intervals import Interval
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import KNOWN, Decoder, decoder_of

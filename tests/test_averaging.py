@@ -47,7 +47,7 @@ def test_the_share_of_the_newest_is_its_part_of_the_sum(warmup):
 def test_the_backends_have_the_same_share(warmup):
     torch, mx = pytest.importorskip("torch"), pytest.importorskip("mlx.core")
     from dualtune_mlx.optimizer import newest_share as of_mlx
-    from dualtune_torch.kernels.schedule_free import newest_share as of_torch
+    from dualtune_torch.optimizer import newest_share as of_torch
 
     for step in (1, 2, 7, 8, 1000, 1001, 100_000):
         expected = newest_share(step, warmup)

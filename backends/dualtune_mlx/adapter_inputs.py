@@ -68,10 +68,10 @@ class Origins:
         product: Any = mx.custom_function(lambda *arrays: multiply(*arrays))
 
         @product.vjp
-        def _(given: tuple[mx.array, mx.array], slope: mx.array, _: mx.array) -> list[mx.array]:
+        def _(arguments: tuple[mx.array, mx.array], slope: mx.array, _: mx.array) -> list[mx.array]:
             again = make(*mx.depends([*inputs], [slope]))  # else it could be made again long before it is needed
             with after(slope):
-                return mx.vjp(multiply, [again, given[1]], [slope])[1]
+                return mx.vjp(multiply, [again, arguments[1]], [slope])[1]
 
         return product(x, factor)
 

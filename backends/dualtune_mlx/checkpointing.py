@@ -89,10 +89,10 @@ class Recomputation:
         plain = mx.grad(probe)(params)
         try:
             with self.active(segments):
-                found = mx.grad(probe)(params)
+                slopes = mx.grad(probe)(params)
         except NotRecomputable:
             return False
-        return all(bool(mx.allclose(found[name], plain[name], equal_nan=True)) for name in params)
+        return all(bool(mx.allclose(slopes[name], plain[name], equal_nan=True)) for name in params)
 
 
 class NotRecomputable(Exception):

@@ -203,7 +203,7 @@ def _layer(
         for c in (4, 2)
         for code in CODES
     }
-    own = [each for module in modules.values() for _, each in _own_arrays(module)]
+    own = [array for module in modules.values() for _, array in _own_arrays(module)]
     return CountedLayer(
         linears=tuple(
             CountedLinear(path, out, in_, groups.index((input_of(path), in_))) for path, (out, in_) in linears.items()
@@ -216,13 +216,13 @@ def _layer(
     )
 
 
-def _attending(found: Heads | None, number: int, text: Mapping[str, Any]) -> tuple[int, int]:
+def _attending(attended: Heads | None, number: int, text: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many heads of a layer keep the scores of whole rows, and how many those of documents."""
-    if found is None:
+    if attended is None:
         return (0, _heads(text))
-    if text.get(SOFT_CAP) and not found.whole[number]:  # in code of its own
+    if text.get(SOFT_CAP) and not attended.whole[number]:  # in code of its own
         return (_heads(text), 0)
-    return (found.whole[number], found.by_document[number])
+    return (attended.whole[number], attended.by_document[number])
 
 
 def _heads(text: Mapping[str, Any]) -> int:
@@ -236,7 +236,7 @@ def _own_arrays(module: nn.Module) -> list[tuple[str, mx.array]]:
 
 def _experts_of_a_token(modules: Mapping[str, nn.Module], text: Mapping[str, Any]) -> int:
     for name in EXPERTS_OF_A_TOKEN:
-        found = [text.get(name), *(getattr(module, name, None) for module in modules.values())]
-        if number := next((each for each in found if type(each) is int and each > 0), 0):
+        numbers = [text.get(name), *(getattr(module, name, None) for module in modules.values())]
+        if number := next((value for value in numbers if type(value) is int and value > 0), 0):
             return number
     return 1

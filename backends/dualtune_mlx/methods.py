@@ -76,7 +76,7 @@ class AdaptedLayers:
 
     def names_in(self, modules: Collection[nn.Module]) -> list[str]:
         """Return the names of the tensors of the layers that are among these modules or inside them."""
-        inside = {id(each) for module in modules for each in module.modules()}
+        inside = {id(part) for module in modules for part in module.modules()}
         return [n for path, layer in self.layers.items() if id(layer) in inside for n in self._names[path].values()]
 
     def bind(self, params: Mapping[str, mx.array]) -> None:

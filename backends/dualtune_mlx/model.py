@@ -21,7 +21,7 @@ from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
 from dualtune.model.spellings import complete
 from dualtune_mlx import int8
-from dualtune_mlx.card.chips import emulates_bfloat16
+from dualtune_mlx.card.checks import emulates_bfloat16
 from dualtune_mlx.families import gpt2
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.int8 import Int8Linear
@@ -217,8 +217,8 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
 
 def _num_weights(module: nn.Module) -> int:
     total = 0
-    found: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
-    for name, value in found:
+    arrays: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
+    for name, value in arrays:
         if "." in name:
             continue  # a child's, which is counted there
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name == "weight":

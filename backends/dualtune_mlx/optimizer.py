@@ -122,9 +122,9 @@ class FlatOptimizer:
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         """Return (params, slots) after update number `step`; if not `is_good`, the old ones."""
-        new, found = self._rule(params, slots, grads, step=step, lr=lr, shrink=shrink, settings=self._settings)
-        kept = {slot: mx.where(is_good, found[slot], old) for slot, old in slots.items()}
-        return mx.where(is_good, new, params), kept
+        new, new_slots = self._rule(params, slots, grads, step=step, lr=lr, shrink=shrink, settings=self._settings)
+        chosen = {slot: mx.where(is_good, new_slots[slot], old) for slot, old in slots.items()}
+        return mx.where(is_good, new, params), chosen
 
     def read(self, slots: Arrays) -> Arrays:
         """Return the values of each slot: flat, float32."""
@@ -149,9 +149,9 @@ class EightBitAdamW(FlatOptimizer):
         for values, blocks in self._chunks():
             old = {slot: eight_bit.decode_slot(slots, slot, values, blocks) for slot in self._names}
             moments = {"m": old["m"], "v": mx.square(old["root_v"])}
-            new, found = self._rule(params[values], moments, grads[values], **numbers)
+            new, new_moments = self._rule(params[values], moments, grads[values], **numbers)
             params = eight_bit.replaced(params, values, mx.where(is_good, new, params[values]))
-            for slot, exact in (("m", found["m"]), ("root_v", mx.sqrt(found["v"]))):
+            for slot, exact in (("m", new_moments["m"]), ("root_v", mx.sqrt(new_moments["v"]))):
                 # Values that were decoded have the same codes again, whatever the step.
                 slots = eight_bit.encode_slot(slots, slot, mx.where(is_good, exact, old[slot]), values, blocks, step)
         return params, slots
@@ -189,10 +189,10 @@ class Averaged(FlatOptimizer):
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         offset, inner = _without_offset(slots)
-        new, found = self._inner.update(params, inner, grads, step=step, lr=lr, shrink=shrink, is_good=is_good)
+        new, new_slots = self._inner.update(params, inner, grads, step=step, lr=lr, shrink=shrink, is_good=is_good)
         # Without an update the difference is exactly zero, and a factor of one keeps the offset bitwise.
-        kept = mx.where(is_good, 1 - self._share(step), 1.0)
-        return new, {**found, OFFSET: (offset - (new - params)) * kept}
+        factor = mx.where(is_good, 1 - self._share(step), 1.0)
+        return new, {**new_slots, OFFSET: (offset - (new - params)) * factor}
 
     def _share(self, step: mx.array) -> mx.array:
         """As `Averaging.share`."""

@@ -65,7 +65,7 @@ class SeparateDocuments:
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         compute: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this precedes
-        packed = next((each for each in (*args, *options.values()) if isinstance(each, PackedRows)), None)
+        packed = next((argument for argument in (*args, *options.values()) if isinstance(argument, PackedRows)), None)
         if packed is None:
             return compute(*args, **options)
         call = inspect.signature(compute).bind(*args, **options)

@@ -1,4 +1,4 @@
-"""How exact MLX's products of float32 are on this device."""
+"""What of MLX is checked and set before it computes: its version, device, memory, order of sums and precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune_mlx.card.chips import TF32, tf32_setting
+from dualtune_mlx.card.checks import TF32, tf32_setting
 from dualtune_mlx.card.memory import METAL_RESERVE
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,11 +110,11 @@ IN_ANY_ORDER = ("SwitchLinear", "GatedDeltaNet", "DeltaAttention")  # how the na
 
 def check_order(model: nn.Module) -> None:
     """Raise ConfigError for a model whose gradient on Metal is not the same bits each time."""
-    found = sorted({name for name in map(_name, model.modules()) if name.endswith(IN_ANY_ORDER)})
-    if found and chip() is not None:
+    names = sorted({name for name in map(_name, model.modules()) if name.endswith(IN_ANY_ORDER)})
+    if names and chip() is not None:
         raise ConfigError(
             f"run.deterministic: got true, but this model has layers whose gradient Metal adds up in any order "
-            f"({', '.join(found)}); allowed: false. Or train it with --platform cpu"
+            f"({', '.join(names)}); allowed: false. Or train it with --platform cpu"
         )
 
 
@@ -123,6 +123,8 @@ def _name(module: nn.Module) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# How exact products of float32 are.
+
 SIZE = 128  # too large for MLX's special kernels for vectors, so that the general one is tried
 
 

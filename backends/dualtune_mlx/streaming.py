@@ -25,8 +25,8 @@ from dualtune_mlx.methods import AdaptedLayers
 # The decoder layers whose frozen weights are in memory, and the files from which the others are read.
 #
 # MLX reads an array of a safetensors file when the array is evaluated. All layers hold such arrays, so whatever
-# computes
-# with a layer gets the right numbers. To drop a layer from memory is to replace its arrays by new, unevaluated ones.
+# computes with a layer gets the right numbers. To drop a layer from memory is to replace its arrays by new, unevaluated
+# ones.
 
 KEY = "memory.resident_layers"
 
@@ -155,10 +155,10 @@ def _reader() -> mx.Stream:
 def _state(file: Path) -> tuple[int, int, int] | None:
     """Return what changes if a file is written or replaced; None if there is no such file."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _weights(layer: nn.Module, paths: Mapping[int, str]) -> list[FrozenWeight]:
@@ -176,11 +176,11 @@ def _lazy_layer(weights: Sequence[FrozenWeight], stored: Mapping[str, mx.array])
             f"{KEY}: the files of this model do not have {absent[0]} as mlx-lm computes with it, so its layers cannot "
             f"be read one by one. Set {KEY}: all"
         )
-    found = [stored[weight.name] for weight in weights]
+    arrays = [stored[weight.name] for weight in weights]
     return LayerArrays(
-        [array.astype(weight.dtype) for weight, array in zip(weights, found, strict=True)],
-        any(weight.dtype != array.dtype for weight, array in zip(weights, found, strict=True)),
-        sum(array.nbytes for array in found),
+        [array.astype(weight.dtype) for weight, array in zip(weights, arrays, strict=True)],
+        any(weight.dtype != array.dtype for weight, array in zip(weights, arrays, strict=True)),
+        sum(array.nbytes for array in arrays),
     )
 
 
@@ -231,9 +231,9 @@ class Streaming:
         while forward.calls:
             number, run, x = forward.calls.pop()
             self.residency.use(number, number - 1 if forward.calls else None)
-            slope, *found = self._layer_slopes(number, run, x, slope, params)
-            mx.eval(found, slope if forward.calls else [])  # nothing needs the slope below the lowest layer
-            slopes |= zip(self._names[number], found, strict=True)
+            slope, *of_params = self._layer_slopes(number, run, x, slope, params)
+            mx.eval(of_params, slope if forward.calls else [])  # nothing needs the slope below the lowest layer
+            slopes |= zip(self._names[number], of_params, strict=True)
         return loss, slopes
 
     def call(self, number: int, layer: Callable[..., mx.array], x: Any, *args: Any, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 With one buffer, the optimizer step, the gradient norm and the copy each run as one kernel instead of hundreds. Layers
 that share an input have their A matrices side by side in it, so that one product computes all of them.
 
-A model that is trained whole has all its parameters in the buffer, and no adapter. In float32 it computes with the
+Full fine-tuning has all parameters of the model in the buffer, and no adapter. In float32 it computes with the
 masters. In 16 bits it computes with the copy, and the gradient of each parameter is added to the float32 gradient as
 soon as it is complete, so that there is never a second gradient of the whole model.
 """
@@ -71,7 +71,7 @@ def adapter_buffer(
     return buffer
 
 
-# --- models that are trained whole
+# --- full fine-tuning
 
 
 def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -64,8 +64,8 @@ class TorchBackend:
         if self.device.type == "cuda":
             ours = torch.cuda.current_device()  # `_numbered` selected it
             order = sorted(range(torch.cuda.device_count()), key=lambda index: index != ours)
-            found = ((torch.cuda.get_device_properties(index), index) for index in order)
-            return [DeviceInfo(gpu.name, "cuda", gpu.total_memory, index) for gpu, index in found]
+            gpus = ((torch.cuda.get_device_properties(index), index) for index in order)
+            return [DeviceInfo(gpu.name, "cuda", gpu.total_memory, index) for gpu, index in gpus]
         return [DeviceInfo(platform.processor() or platform.machine(), "cpu", _machine_bytes())]
 
     def memory(self) -> MemoryStats:

@@ -93,15 +93,15 @@ class SegmentedLayers(nn.ModuleList):
     def _in_segments(self, indices: Sequence[int]) -> list[Any]:
         """Return these layers, those of a segment as runners. What runners wait for does not outlive their loop."""
         layers = list(self._modules.values())
-        found: list[Any] = [layers[i] for i in indices]
+        chosen: list[Any] = [layers[i] for i in indices]
         if not torch.is_grad_enabled():
-            return found
+            return chosen
         for segment in self.segments:
             places = [place for place, i in enumerate(indices) if i in segment]
-            together = _Segment([found[place] for place in places], self.host)
+            together = _Segment([chosen[place] for place in places], self.host)
             for place in places:
-                found[place] = _Runner(found[place], together)
-        return found
+                chosen[place] = _Runner(chosen[place], together)
+        return chosen
 
 
 class _Segment:
@@ -194,8 +194,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    found = [each for each in lists if each._modules and all(_name(layer) in names for layer in each.children())]
-    return found[0] if len(found) == 1 else None
+    stacks = [stack for stack in lists if stack._modules and all(_name(layer) in names for layer in stack.children())]
+    return stacks[0] if len(stacks) == 1 else None
 
 
 def _name(layer: nn.Module) -> str:

@@ -87,23 +87,23 @@ def traced(
     model: PreTrainedModel, linears: Mapping[str, nn.Module], layers: Sequence[nn.Module], T: int, *, whole: bool
 ) -> Trace:
     """Run the model on T tokens, by the attention of this package if it can. `whole`: with the output head."""
-    found = Trace(T, [{} for _ in range(len(layers) + 1)])
-    frozen = {key_of(each) for each in [*model.parameters(), *model.buffers()]}
+    trace = Trace(T, [{} for _ in range(len(layers) + 1)])
+    frozen = {key_of(tensor) for tensor in [*model.parameters(), *model.buffers()]}
 
     def note(tensor: Tensor) -> Tensor:
         if (key := key_of(tensor)) not in frozen:
-            place = len(layers) if key in found.given else found.layer
-            found.kept[place][key] = tensor.untyped_storage().nbytes()
-            found.alive.append(tensor)
+            place = len(layers) if key in trace.given else trace.layer
+            trace.kept[place][key] = tensor.untyped_storage().nbytes()
+            trace.alive.append(tensor)
         return tensor
 
     with (
-        _watched(model, linears, layers, found),
-        _Functions(found),
+        _watched(model, linears, layers, trace),
+        _Functions(trace),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
-        found.windows = run(model if whole else model.base_model, model, T)
-    return found
+        trace.windows = run(model if whole else model.base_model, model, T)
+    return trace
 
 
 def run(part: nn.Module, model: PreTrainedModel, T: int) -> set[int | None]:
@@ -119,29 +119,29 @@ def run(part: nn.Module, model: PreTrainedModel, T: int) -> set[int | None]:
 
 @contextmanager
 def _watched(
-    model: PreTrainedModel, linears: Mapping[str, nn.Module], layers: Sequence[nn.Module], found: Trace
+    model: PreTrainedModel, linears: Mapping[str, nn.Module], layers: Sequence[nn.Module], trace: Trace
 ) -> Iterator[None]:
     """Note which layer computes, and what linear layers read."""
 
     def enter(number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            found.layer = number
+            trace.layer = number
             others = [*args[1:], *(value for name, value in options.items() if args or name != "hidden_states")]
-            found.given.update(key_of(each) for each in _tensors_in(others))
+            trace.given.update(key_of(tensor) for tensor in _tensors_in(others))
 
         return hook
 
     def leave(*_: Any) -> None:
-        found.layer = len(layers)
+        trace.layer = len(layers)
 
     def reads(path: str, module: nn.Module) -> Callable[..., None]:
         out, in_ = shape_of(cast(FrozenLinear, module))
 
         def hook(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else next(iter(options.values()))
-            found.reads[path] = key_of(x)
-            found.alive.append(x)
-            found.active[found.layer] += out * in_ * (x.numel() // in_)
+            trace.reads[path] = key_of(x)
+            trace.alive.append(x)
+            trace.active[trace.layer] += out * in_ * (x.numel() // in_)
 
         return hook
 
@@ -149,14 +149,14 @@ def _watched(
         return output.detach().requires_grad_().clone()  # a model may change it in place
 
     def ends(*_: Any) -> None:
-        found.after.clear()
+        trace.after.clear()
 
     hooks = [model.get_input_embeddings().register_forward_hook(differentiable)]
     hooks += [layer.register_forward_pre_hook(enter(number), with_kwargs=True) for number, layer in enumerate(layers)]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     hooks += [m.register_forward_pre_hook(reads(path, m), with_kwargs=True) for path, m in linears.items()]
     hooks.append(model.base_model.register_forward_hook(ends))
-    found.layer = len(layers)
+    trace.layer = len(layers)
     try:
         yield
     finally:
@@ -214,10 +214,10 @@ class _Attention(torch.autograd.Function):
         return out
 
 
-def has_plain_head(model: PreTrainedModel, found: Trace) -> bool:
+def has_plain_head(model: PreTrainedModel, trace: Trace) -> bool:
     """Return whether the logits of a whole model are the output head's, but for a soft cap that the loss knows."""
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return model.base_model is not model and found.after <= NO_ARITHMETIC | (SOFT_CAP if cap else set())
+    return model.base_model is not model and trace.after <= NO_ARITHMETIC | (SOFT_CAP if cap else set())
 
 
 def compile_blocks(model: PreTrainedModel) -> list[Tensor]:
@@ -254,8 +254,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def key_of(tensor: Tensor) -> int:
@@ -299,9 +299,9 @@ def _empty(config: Mapping[str, Any]) -> PreTrainedModel:
 def decoded(value: Any) -> Any:
     """Return a value of a config.json with the infinite numbers that transformers writes as objects."""
     if isinstance(value, dict):
-        found = cast("dict[str, Any]", value)
-        return float(found["__float__"]) if "__float__" in found else {k: decoded(v) for k, v in found.items()}
-    return [decoded(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+        table = cast("dict[str, Any]", value)
+        return float(table["__float__"]) if "__float__" in table else {k: decoded(v) for k, v in table.items()}
+    return [decoded(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 class _Counting:

@@ -78,7 +78,7 @@ class SeparateDocuments:
     def _take(self, call_NL: Tensor, value: Any) -> Any:
         """Return [N, L, …] for a tensor [B, T, …] or [1, T, …], also in a tuple; anything else as it is."""
         if isinstance(value, tuple):
-            return tuple(self._take(call_NL, each) for each in value)
+            return tuple(self._take(call_NL, item) for item in value)
         B, T = self._shape
         if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != T or value.shape[0] not in (1, B):
             return value

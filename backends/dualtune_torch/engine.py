@@ -128,7 +128,7 @@ class TorchEngine:
         weight = getattr(self._kernels.head, "weight", None)
         if weight is None or not weight.requires_grad:
             return None
-        return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
+        return next(self._adapter.grads[name] for name, p in self.model.named_parameters() if p is weight)
 
     @cached_property
     def _needs_masks(self) -> bool:

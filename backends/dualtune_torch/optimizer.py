@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerName, OptimizerSpec, Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
-from dualtune_torch.kernels import schedule_free
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
 
 
@@ -118,7 +118,7 @@ class ScheduleFreeAdamW(PlainSlots):
     @torch.no_grad()
     def step(self, lr: float, is_good: Tensor) -> None:
         assert self._flat.grad is not None
-        numbers = schedule_free.numbers(self.count, lr, self._settings)
+        numbers = _schedule_free_numbers(self.count, lr, self._settings)
         for start in range(0, self._flat.numel(), self._chunk):
             self._update(slice(start, start + self._chunk), *numbers, lr=lr, is_good=is_good)
         self.count += is_good
@@ -129,9 +129,40 @@ class ScheduleFreeAdamW(PlainSlots):
         assert self._flat.grad is not None
         tensors = (self._flat.detach(), self._flat.grad, self._slots["d"], self._slots["v"])
         w, g, d, v = (tensor[chunk] for tensor in tensors)
-        new = schedule_free.updated(w, g, d, v, *numbers, lr=lr, settings=self._settings)
+        new = _schedule_free_update(w, g, d, v, *numbers, lr=lr, settings=self._settings)
         for old, changed in zip((w, d, v), new, strict=True):
             old.copy_(torch.where(is_good, changed, old))
+
+
+def _schedule_free_numbers(count: Tensor, lr: float, settings: Settings) -> tuple[Tensor, ...]:
+    """Return (√(1 − β2^step), c, (1 − β1·(1 − c))·lr, 1 − c) of the step after `count` updates.
+
+    They stay on the device, in float64, so that no step waits for a count.
+    """
+    step = count.double() + 1
+    root, c = torch.expm1(step * math.log(settings["beta2"])).neg().sqrt(), newest_share(step, settings)
+    return root.float(), c.float(), ((1 - settings["beta1"] * (1 - c)) * lr).float(), (1 - c).float()
+
+
+def newest_share(step: Tensor, settings: Settings) -> Tensor:
+    """As `dualtune.model.optimizer.newest_share`, for a float64 tensor."""
+    warmup = settings["warmup_steps"]
+    m = step.clamp(max=warmup)
+    rising = m * (m + 1) * (2 * m + 1) / 6 / (warmup + 1) ** 2
+    return (step / (warmup + 1)).clamp(max=1).square() / (rising + (step - warmup).clamp(min=0))
+
+
+def _schedule_free_update(
+    w: Tensor, g: Tensor, d: Tensor, v: Tensor, root: Tensor, c: Tensor, rate: Tensor, kept: Tensor,
+    *, lr: float, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (w, d, v) after `dualtune.model.optimizer.schedule_free`. rate = (1 − β1·(1 − c))·lr, kept = 1 − c."""
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    new_v = (v * beta2).addcmul_(g, g, value=1 - beta2)
+    u = new_v.sqrt().div_(root).add_(settings["eps"]).reciprocal_().mul_(g).add_(w, alpha=settings["weight_decay"])
+    new_w = (d * c).add_(w).sub_(u * rate)
+    new_d = u.mul_(-beta1 * lr).add_(d).mul_(kept)
+    return new_w, new_d, new_v
 
 
 class Averaged:
@@ -147,8 +178,8 @@ class Averaged:
         before = self._flat.detach().clone()
         self._inner.step(lr, is_good)
         # Without an update both differences are exactly zero, and a factor of one keeps the offset bitwise.
-        kept = torch.where(is_good, 1 - self._share(), 1.0)
-        self._offset.add_(before.sub_(self._flat)).mul_(kept)
+        factor = torch.where(is_good, 1 - self._share(), 1.0)
+        self._offset.add_(before.sub_(self._flat)).mul_(factor)
 
     def _share(self) -> Tensor:
         """As `Averaging.share` after the update that was counted last, on the device."""

@@ -33,7 +33,7 @@ def problems(
         return {}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    found: dict[str, str] = {}
+    by_module: dict[str, str] = {}
     by_class: dict[type[PreTrainedModel], str] = {}
     try:
         with warnings.catch_warnings():
@@ -43,12 +43,12 @@ def problems(
                 if model is not None:
                     if type(model) not in by_class:
                         by_class[type(model)] = _problem(model, adapter, shapes)
-                    found[auto.__name__] = by_class[type(model)]
+                    by_module[auto.__name__] = by_class[type(model)]
     except ERRORS:
-        return found
+        return by_module
     finally:
         logging.set_verbosity(verbosity)
-    return found
+    return by_module
 
 
 def _empty(auto: Any, config: PreTrainedConfig) -> PreTrainedModel | None:

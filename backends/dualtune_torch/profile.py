@@ -74,8 +74,8 @@ def bytes_held() -> int:
     counts with its own bytes.
     """
     gc.collect()
-    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    tensors: list[Tensor] = [t for t in found if type(t) is not FakeTensor and t.device.type == "cpu"]
+    objects: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    tensors: list[Tensor] = [t for t in objects if type(t) is not FakeTensor and t.device.type == "cpu"]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     held = end = 0
     for first, last in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.layout == torch.strided):

@@ -43,10 +43,10 @@ def die() -> None:
 
 def _limit(point: str) -> int | None:
     """Return the n of DUALTUNE_FAULT if it names this point. ValueError for an unknown point."""
-    wanted = os.environ.get("DUALTUNE_FAULT")
-    if not wanted:
+    text = os.environ.get("DUALTUNE_FAULT")
+    if not text:
         return None
-    name, _, limit = wanted.partition(":")
+    name, _, limit = text.partition(":")
     if name not in POINTS:
-        raise ValueError(f"DUALTUNE_FAULT: got {wanted!r}, allowed: <point>:<n> with one of {', '.join(POINTS)}")
+        raise ValueError(f"DUALTUNE_FAULT: got {text!r}, allowed: <point>:<n> with one of {', '.join(POINTS)}")
     return int(limit) if name == point else None

@@ -1,4 +1,4 @@
-"""A directory that other users may write to, opened once, so that links they create cannot redirect our writes."""
+"""Files: written whole or not at all, and opened so that no link of a stranger redirects what is read or written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.text import in_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Write files and directories atomically, even if the machine crashes.
+# Files and directories that are written whole or not at all, even if the machine crashes.
 
 Pieces = Sequence[bytes | memoryview]
 Content = bytes | Pieces  # of a file
@@ -180,10 +180,10 @@ def remove_directory(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> list[Path]:
     """Remove what killed processes left half-written or half-removed in a directory; return what was removed."""
-    found = sorted(directory.glob(f".*{_MARK}*"))
-    for path in found:
+    leftovers = sorted(directory.glob(f".*{_MARK}*"))
+    for path in leftovers:
         _remove(path)
-    return [path for path in found if not path.exists()]
+    return [path for path in leftovers if not path.exists()]
 
 
 def remove_abandoned(directory: Path) -> None:
@@ -228,9 +228,9 @@ def expanded(path: str | Path) -> Path:
 
 def cache_dir() -> Path:
     """Return the user's cache directory: $DUALTUNE_CACHE, $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune."""
-    given, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return expanded(given)
+    own, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return expanded(own)
     return (Path(xdg) if xdg else expanded("~") / ".cache") / "dualtune"
 
 
@@ -312,9 +312,9 @@ def set_aside(path: Path) -> str:
     """Rename a foreign file that has replaced ours, if there is one. Returns a description of what was done."""
     if not os.path.lexists(path):
         return ""
-    kept = free_name(path.with_name(f"{path.name}.replaced"))
-    path.rename(kept)
-    return f"; what was there is kept as {kept.name}"
+    aside = free_name(path.with_name(f"{path.name}.replaced"))
+    path.rename(aside)
+    return f"; what was there is kept as {aside.name}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -345,6 +345,8 @@ def file_in(directory: Path, name: str, kind: str = "model") -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A directory that other users may write to, opened once: links that they create lead nowhere.
+
 # Non-blocking, because opening a FIFO in place of a file would wait for a writer.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -369,8 +371,8 @@ class Folder:
 
     def part(self, name: str) -> BinaryIO:
         """Open the partial file of that name to read and write: that of an earlier attempt, or a new one."""
-        if (found := self.find_part(name)) is not None:
-            return found
+        if (part := self.find_part(name)) is not None:
+            return part
         self.remove(name)
         return cast(BinaryIO, os.fdopen(os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd), "r+b"))
 
@@ -380,8 +382,8 @@ class Folder:
             fd = os.open(name, _FLAGS, dir_fd=self._fd)
         except OSError:  # missing, a link, of another kind or user: cannot be resumed
             return None
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
             os.fchmod(fd, 0o600)  # private until it is complete
             return cast(BinaryIO, os.fdopen(fd, "r+b"))
         os.close(fd)
@@ -454,8 +456,8 @@ def check_own(path: Path, is_kind: Callable[[int], bool]) -> None:
     except OSError:
         return
     if not is_kind(mode):
-        wanted = "directory" if is_kind is stat.S_ISDIR else "regular file"
-        raise _not_own(path, "is a link" if stat.S_ISLNK(mode) else f"is not a {wanted}")
+        kind = "directory" if is_kind is stat.S_ISDIR else "regular file"
+        raise _not_own(path, "is a link" if stat.S_ISLNK(mode) else f"is not a {kind}")
 
 
 def _not_own(path: Path, fault: str) -> FormatError:

@@ -78,8 +78,10 @@ def _check(response: Any) -> None:
 def why_download_failed(error: BaseException) -> str:
     """Return what happened, and what to do, of any error that huggingface_hub or its HTTP client raises."""
     causes = list(_chain(error))
-    status = next((s for each in causes if (s := getattr(getattr(each, "response", None), "status_code", None))), None)
-    kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
+    status = next(
+        (s for cause in causes if (s := getattr(getattr(cause, "response", None), "status_code", None))), None
+    )
+    kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     last = " ".join((str(causes[-1]) or type(causes[-1]).__name__).split())[:200]
     if "GatedRepoError" in kinds or status == 403:
         return "it is gated (403): accept its terms on its page, and log in with `hf auth login`"

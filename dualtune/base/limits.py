@@ -48,10 +48,10 @@ def run(module: str, data: bytes, limits: Limits) -> str:
     """Return `answer(data)` of a module, called in a new interpreter. Raises Exceeded if it exceeds its limits."""
     environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-m", "dualtune.base.limits", module, str(limits.memory_bytes), str(limits.cpu_s)]
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
-        given.write(data)
-        given.seek(0)
-        child = subprocess.Popen(command, stdin=given, stdout=answer, stderr=subprocess.DEVNULL, env=environment)
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
+        question.write(data)
+        question.seek(0)
+        child = subprocess.Popen(command, stdin=question, stdout=answer, stderr=subprocess.DEVNULL, env=environment)
         try:
             _watch(child, limits)
         finally:

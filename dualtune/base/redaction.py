@@ -239,11 +239,11 @@ def _names_a_secret(name: str) -> bool:
 
 def _environment_spellings() -> list[str]:
     """Return the environment's secrets as Python, JSON and URLs write them, longest first."""
-    found: set[str] = set()
+    spellings: set[str] = set()
     for secret in environment_secrets():
         raw = os.fsencode(secret)
-        found |= {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(raw), quote(raw, safe="")}
-    return sorted(found, key=lambda spelling: (-len(spelling), spelling))
+        spellings |= {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(raw), quote(raw, safe="")}
+    return sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
 
 
 def _candidates(text: str) -> list[Form]:

@@ -1,13 +1,13 @@
-"""Format numbers and tables as text, also for narrow terminals."""
+"""Text for terminals and pages: untrusted text escaped, tables in columns, numbers with units.
+
+`dualtune --help` imports this, so rich is imported where columns are measured.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Escape untrusted text, so that a terminal or a page shows it and does not interpret it.
 
 # Control characters except tab and newline; bidirectional controls; zero-width characters and line separators; tag
 # characters; fillers that look like spaces; lone surrogates, as in file names that are not UTF-8.
@@ -30,14 +30,13 @@ def one_line(text: str) -> str:
     return visible(text).replace("\n", "␊").replace("\t", "␉")
 
 
-def _code(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _code(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code < 0x20:
         return chr(0x2400 + code)
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format a table with one line per row; each column is as wide as its widest cell."""
     rows = [[one_line(cell) for cell in row] for row in rows]
@@ -77,30 +76,25 @@ def stamped(text: str, when: float) -> str:
     return "\n".join(f"{time}  {line}" for line in text.split("\n"))
 
 
-def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    from rich.cells import cell_len  # `dualtune --help` answers without it
-
-    return cell_len(text)
-
-
 def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
     """Fit fields into one line. The most important field is first; each field has forms from long to short.
 
     If they do not fit, the last fields are shortened, and then omitted. The first field always stays.
     """
+    from rich.cells import cell_len
+
     long, short = [forms[0] for forms in fields], [forms[-1] for forms in fields]
     some_short = (long[:i] + short[i:] for i in range(len(fields), -1, -1))
     some_left_out = (short[:i] for i in range(len(fields) - 1, 0, -1))
     lines = ["  ".join(shown) for shown in (*some_short, *some_left_out)]
-    return next((line for line in lines if columns_of(line) <= width), lines[-1])
+    return next((line for line in lines if cell_len(line) <= width), lines[-1])
 
 
 def cut(text: str, width: int) -> str:
     """Return text in at most `width` columns; East Asian characters take two."""
-    from rich.cells import set_cell_size
+    from rich.cells import cell_len, set_cell_size
 
-    return text if columns_of(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -113,16 +107,18 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> str:
-    if columns_of(line) <= width:
+    from rich.cells import cell_len
+
+    if cell_len(line) <= width:
         return line
-    columns = [columns_of(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
+    columns = [cell_len(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
     columns = [column for column in columns if column <= width // 2]
     indent = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
     lines = [""]
     for word in re.findall(r"\s*\S+", line):
-        for part in re.findall(r".+?,|.+", word) if len(indent) + columns_of(word) > width else [word]:
+        for part in re.findall(r".+?,|.+", word) if len(indent) + cell_len(word) > width else [word]:
             is_new = len(lines[-1]) <= len(indent)  # another line would have no more room
-            if is_new or columns_of(lines[-1]) + columns_of(part) <= width:
+            if is_new or cell_len(lines[-1]) + cell_len(part) <= width:
                 lines[-1] += part
             else:
                 lines.append(indent + part.lstrip())

@@ -14,8 +14,8 @@ VERSION = "0.1.0"
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of each package that is installed, in the given order."""
-    found = ((package, _version_of(package)) for package in packages)
-    return {package: version for package, version in found if version is not None}
+    versions = ((package, _version_of(package)) for package in packages)
+    return {package: version for package, version in versions if version is not None}
 
 
 @functools.cache  # a checkpoint writes them, and each takes milliseconds

@@ -80,32 +80,32 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
     from dualtune.model.formats.directory import write_adapter
     from dualtune.model.importing.repair import import_adapter
 
-    found = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
-    adapter, warnings = found.adapter, [*found.warnings]
+    imported = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
+    adapter, warnings = imported.adapter, [*imported.warnings]
     name = adapter.base_model
     if name is not None and (is_elsewhere(name) or plain_name(name) != name):
-        what = "a path of another machine" if is_elsewhere(name) else "a copy in few bits"
+        description = "a path of another machine" if is_elsewhere(name) else "a copy in few bits"
         if base:
             adapter = replace(adapter, base_model=base)
-        then = (
+        remedy = (
             f"{base} is written instead"
             if base
             else "give the plain model with --base MODEL, to write its name instead"
         )
-        warnings.append(f"the adapter names its base as {shown(name)}, {what}: {then}")
-    write_adapter(out, adapter, layout=layout, metadata=found.metadata)
+        warnings.append(f"the adapter names its base as {shown(name)}, {description}: {remedy}")
+    write_adapter(out, adapter, layout=layout, metadata=imported.metadata)
     if as_json:
-        report = {"source": found.source, "out": str(out), "layout": layout, "warnings": warnings}
-        fixed = found.metadata["import"]["fixed"]
-        report |= {"fixed": fixed, "mended": fixed, "notes": found.adapter.notes}  # `mended`: the old name
+        report = {"source": imported.source, "out": str(out), "layout": layout, "warnings": warnings}
+        fixed = imported.metadata["import"]["fixed"]
+        report |= {"fixed": fixed, "mended": fixed, "notes": imported.adapter.notes}  # `mended`: the old name
         say(json.dumps(report, indent=2))
         return
-    for fault, how in found.repaired:
+    for fault, how in imported.repaired:
         say(f"repaired: {fault} -> {how}")
-    for title, texts in (("converted", found.adapter.notes), ("warning", warnings)):
+    for title, texts in (("converted", imported.adapter.notes), ("warning", warnings)):
         for text in texts:
             say(f"{title}: {text}")
-    say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
+    say(f"{out}: written in layout {layout}, read as an adapter of {imported.source}")
 
 
 @command.command("diff")
@@ -119,9 +119,9 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
 
     from dualtune.model.inspection import diff_adapters, render_difference
 
-    found = diff_adapters(a, b)
-    say(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
-    ctx.exit(0 if found.is_same_function else 1)
+    difference = diff_adapters(a, b)
+    say(json.dumps(difference.to_json(), indent=2) if as_json else render_difference(difference))
+    ctx.exit(0 if difference.is_same_function else 1)
 
 
 @command.command("merge")

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     """Return the directories by name. UsageError for a name that comes twice, or that is the base's."""
-    found: dict[str, Path] = {}
-    for given in adapters:
-        name, equals, directory = given.rpartition("=")
-        path = expanded(directory if equals else given)
+    directories: dict[str, Path] = {}
+    for argument in adapters:
+        name, equals, directory = argument.rpartition("=")
+        path = expanded(directory if equals else argument)
         name = name or (path.parent.name if path.name in ("adapter", "") else path.name)
-        if name in found or name == "base":
-            raise click.UsageError(f"--adapter {given}: the name '{name}' is taken. Give another one: NAME={path}")
-        found[name] = path
-    return found
+        if name in directories or name == "base":
+            raise click.UsageError(f"--adapter {argument}: the name '{name}' is taken. Give another one: NAME={path}")
+        directories[name] = path
+    return directories
 
 
 def model_or_adapter(model: str | None, adapters: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -87,7 +87,7 @@ def _named_base(directory: Path, option: str, plain: bool) -> str:
 
 
 def system_messages(
-    given: str | None, trained: Mapping[str, Path], *, no_system: bool, chats: bool = True
+    message: str | None, trained: Mapping[str, Path], *, no_system: bool, chats: bool = True
 ) -> dict[str, str | None]:
     """Return the system message for each name: the given one, or that of its training, which is said.
 
@@ -96,15 +96,15 @@ def system_messages(
     from dualtune.base.fields import shown
     from dualtune.data.system_message import trained_system_message
 
-    if given is not None and no_system:
+    if message is not None and no_system:
         raise click.UsageError("Give --system or --no-system, not both.")
-    if given is not None or no_system or not chats:
-        return dict.fromkeys(("base", *trained), given)
-    found = {name: trained_system_message(path) for name, path in trained.items()}
-    for name, text in found.items():
+    if message is not None or no_system or not chats:
+        return dict.fromkeys(("base", *trained), message)
+    messages = {name: trained_system_message(path) for name, path in trained.items()}
+    for name, text in messages.items():
         if text is not None:
             say(f"system      {name}: {shown(text, 60)} (of its training; --no-system leaves it out)", err=True)
-    return {"base": next(iter(found.values()), None)} | found
+    return {"base": next(iter(messages.values()), None)} | messages
 
 
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
@@ -129,8 +129,10 @@ def load_adapters(
         from dualtune.use.chat import load_adapter_set
 
         shown.begin("loading", "the model")
-        found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
-    for name, loaded in found.models.items():
+        adapter_set = load_adapter_set(
+            backend, model, directories, dtype=dtype, quantization=quantization, template=template
+        )
+    for name, loaded in adapter_set.models.items():
         if loaded.note:
             say(f"template    {name}: {loaded.note}", err=True)
-    return found, backend
+    return adapter_set, backend

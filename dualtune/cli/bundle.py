@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dualtune.use.transfer.bundles.signature import Trust
 
 
-def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add options for the required binding of a bundle; the command gets it as `wanted`."""
+def binding_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add options for the required binding of a bundle; the command gets it as `required`."""
 
     @click.option("--name", metavar="NAME", help="Require the bundle to have this name. Default: the name of its file.")
     @click.option("--max-age", metavar="AGE", help="Refuse content that is older than this, such as 90m, 12h, 7d, 2w.")
@@ -28,8 +28,8 @@ def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
         from dualtune.use.transfer.bundles.manifest import RequiredBinding, parse_age
 
-        wanted = RequiredBinding(name=name, max_age=None if max_age is None else parse_age(max_age))
-        return function(*args, wanted=wanted, **options)
+        required = RequiredBinding(name=name, max_age=None if max_age is None else parse_age(max_age))
+        return function(*args, required=required, **options)
 
     return wrapped
 
@@ -42,7 +42,7 @@ def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
         help="Require a signature in FILE.sig by a key in this file (format: ssh-keygen(1), ALLOWED SIGNERS).",
     )  # fmt: skip
     @click.option("--identity", metavar="NAME", help="The required signer: a name in ALLOWED_SIGNERS.")
-    @wanted_options
+    @binding_options
     @functools.wraps(function)
     def wrapped(*args: Any, signers: Path | None, identity: str | None, **options: Any) -> Any:
         return function(*args, trust=_trust(signers, identity), **options)
@@ -90,7 +90,7 @@ def pack_(
 @json_option
 @trust_options
 @click.pass_context
-def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: RequiredBinding) -> None:
+def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, required: RequiredBinding) -> None:
     """Show what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
     import json
 
@@ -99,7 +99,7 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None,
     from dualtune.use.transfer.bundles.bundle import inspect
 
     try:
-        report = inspect(file, trust, wanted)
+        report = inspect(file, trust, required)
     except FormatError as error:
         if not as_json:
             raise
@@ -112,11 +112,11 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None,
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
 @trust_options
-def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: RequiredBinding) -> None:
+def unpack_(file: Path, dest: Path, trust: Trust | None, required: RequiredBinding) -> None:
     """Write the content of FILE to the new directory DEST, all or nothing; every file is verified."""
     from dualtune.use.transfer.bundles.bundle import unpack
 
-    report = unpack(file, dest, trust, wanted)
+    report = unpack(file, dest, trust, required)
     tell_notes(report)
     say(f"unpacked    {dest}: {len(report.bundle.files)} files, each verified by its sha256")
     say(next_step(report, dest))

@@ -141,8 +141,8 @@ def _of_config(path: Path) -> list[Stream]:
         rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)
         return Stream(source.path, role, rows, data.on_lost_text == "accept")
 
-    chosen: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
-    return [stream(role, source) for role, sources in chosen.items() for source in sources]
+    sources_by_role: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
+    return [stream(role, source) for role, sources in sources_by_role.items() for source in sources]
 
 
 def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
@@ -202,9 +202,9 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         refusal = redact(str(error))
     if not silent:
         _say_kinds(kinds, listing)
-        told = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]
-        if told:
-            say("\n".join(map(one_line, told)))
+        messages = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]
+        if messages:
+            say("\n".join(map(one_line, messages)))
         if way := advice_for(kinds):
             say(way)
     return {

@@ -25,17 +25,17 @@ def command(run_dir: Path, as_json: bool) -> None:
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_checkpoints
 
-    found = list_checkpoints(run_dir)
+    checkpoints = list_checkpoints(run_dir)
     if as_json:
-        say(json.dumps([asdict(entry) for entry in found], indent=2))
-    elif not found:
+        say(json.dumps([asdict(entry) for entry in checkpoints], indent=2))
+    elif not checkpoints:
         say(f"there is no checkpoint in {run_dir}")
     else:
         rows = [("step", "size", "state", "")]
-        for entry in found:
+        for entry in checkpoints:
             state = "damaged" if entry.problem else "ok"
             note = entry.problem or ("best evaluation" if entry.is_best else "")
             rows.append((str(entry.step), in_bytes(entry.num_bytes), state, note))
         say(in_columns(rows))
-    if damaged := [entry for entry in found if entry.problem]:
-        raise FormatError(f"{len(damaged)} of {len(found)} checkpoints are damaged; resuming ignores them")
+    if damaged := [entry for entry in checkpoints if entry.problem]:
+        raise FormatError(f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged; resuming ignores them")

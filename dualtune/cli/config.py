@@ -107,7 +107,7 @@ def _in_hub_cache(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        path = try_to_load_from_cache(model, "config.json")
     except HFValidationError:
-        found = None
-    return Path(found).parent if isinstance(found, str) else Path(model)
+        path = None
+    return Path(path).parent if isinstance(path, str) else Path(model)

@@ -69,8 +69,8 @@ def clean_command(
         shown.begin("reading", "the rows")
         recognize = recognizer() if pii else None
         opened = _opened(sources, format, named_columns(format, columns))
-        found = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
-    say(json.dumps(asdict(found), indent=2) if as_json else _in_words(found, out))
+        cleaned = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
+    say(json.dumps(asdict(cleaned), indent=2) if as_json else _in_words(cleaned, out))
 
 
 def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:
@@ -82,7 +82,7 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
     from dualtune.data.documents import open_one
     from dualtune.data.sources.readers import has_role, kind_of
 
-    found: dict[str, OpenedSource] = {}
+    opened: dict[str, OpenedSource] = {}
     for path in paths:
         source, name = SourceConfig.model_construct(path=path, format=format, columns=columns), Path(path).name
         kind = kind_of(Path(path))
@@ -91,26 +91,26 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
         for role in held or ("train",):
             new = role if held else stem
             names = chain([f"{new}.jsonl"], (f"{new}-{number}.jsonl" for number in count(2)))
-            free = next(each for each in names if each not in (LEFT_OUT, PERSONAL, *found))
-            found[free] = open_one(source, role)
-    return found
+            free = next(candidate for candidate in names if candidate not in (LEFT_OUT, PERSONAL, *opened))
+            opened[free] = open_one(source, role)
+    return opened
 
 
-def _in_words(found: Cleaned, out: Path) -> str:
+def _in_words(cleaned: Cleaned, out: Path) -> str:
     from dualtune.base.text import in_columns, one_line
     from dualtune.data.cleaning import LEFT_OUT, PERSONAL
 
-    rows, kept = (sum(getattr(source, name) for source in found.sources) for name in ("rows", "kept"))
+    rows, kept = (sum(getattr(source, name) for source in cleaned.sources) for name in ("rows", "kept"))
     parts = [
-        f"{number} {why}{'' if why == 'unusable' or number == 1 else 's'}" for why, number in found.left_out.items()
+        f"{number} {why}{'' if why == 'unusable' or number == 1 else 's'}" for why, number in cleaned.left_out.items()
     ]
-    files = [f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}" for s in found.sources]
+    files = [f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}" for s in cleaned.sources]
     lines = [
         ("rows", f"{rows} read, {kept} kept, {rows - kept} left out{': ' if parts else ''}{', '.join(parts)}"),
         *zip(["written", *("" for _ in files)], [*files, f"{out / LEFT_OUT}: what was left out, and why"], strict=True),
     ]
-    if found.personal is not None:
-        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(found.personal.items())) or "none found"
-        lines.append(("personal", f"{kinds}; in {found.personal_rows} of the rows, listed in {out / PERSONAL}"))
+    if cleaned.personal is not None:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(cleaned.personal.items())) or "none found"
+        lines.append(("personal", f"{kinds}; in {cleaned.personal_rows} of the rows, listed in {out / PERSONAL}"))
         lines.append(("", "names and addresses of people are not looked for: that needs a language model"))
-    return in_columns([(what, one_line(text)) for what, text in lines])
+    return in_columns([(label, one_line(text)) for label, text in lines])

@@ -288,9 +288,9 @@ def _metric_lines(means: Mapping[str, float]) -> Iterator[str]:
     return (f"{name:<13} {_shown(mean)}" for name, mean in means.items())
 
 
-def _leak_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    first = f", the first: {found['first'][0]} and {found['first'][1]}" if found["first"] else ""
-    counted = f"{found['exact']} exactly and {found['near']} nearly of {found['rows']} held-out rows"
+def _leak_lines(leaks: Mapping[str, Any]) -> Iterator[str]:
+    first = f", the first: {leaks['first'][0]} and {leaks['first'][1]}" if leaks["first"] else ""
+    counted = f"{leaks['exact']} exactly and {leaks['near']} nearly of {leaks['rows']} held-out rows"
     yield f"{'leaks':<13} {counted} are in the training data{first}"
 
 
@@ -479,7 +479,7 @@ def _adapter_of(settings: Config, options: EvalOptions) -> Path | None:
         return None
     if options.base:
         return None
-    chosen = options.adapter or expanded(settings.run.dir) / "adapter"
-    if not chosen.is_dir():
-        raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
-    return adapter_directory(chosen)
+    directory = options.adapter or expanded(settings.run.dir) / "adapter"
+    if not directory.is_dir():
+        raise ConfigError(f"there is no adapter directory {directory}. Train first, or give --adapter DIR, or --base")
+    return adapter_directory(directory)

@@ -108,15 +108,15 @@ def command(
     with phases(err=as_json) as shown:
         backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
         shown.begin("exporting", "the model")
-        found = export(request, backend, tools, shown.tell)
+        exported = export(request, backend, tools, shown.tell)
     if as_json:
         say((out / RECORD).read_text(encoding="utf-8").rstrip())
         return
-    say(f"\n{_table(found, target if kind == 'none' else kind)}")
-    say(f"loss        {_losses(found)}")
-    for note in found.notes:
+    say(f"\n{_table(exported, target if kind == 'none' else kind)}")
+    say(f"loss        {_losses(exported)}")
+    for note in exported.notes:
         say(note)
-    say(f"written     {out}: {', '.join(found.files)}")
+    say(f"written     {out}: {', '.join(exported.files)}")
     if target == "ollama":
         created = re.sub(r"[^\w.-]+", "-", request.name).lower()
         say(f"next        {shlex.join(['ollama', 'create', created, '-f', str(out / 'Modelfile')])}")
@@ -137,32 +137,32 @@ def _whole_model(directory: Path) -> Path | None:
     return next((place for place in (directory / "model", directory) if (place / "config.json").is_file()), None)
 
 
-def _losses(found: Exported) -> str:
+def _losses(exported: Exported) -> str:
     """Return the losses on the held-out rows, the run's last evaluation first."""
-    loss = found.loss
+    loss = exported.loss
     named = (("the run's last evaluation", loss.run), ("merged", loss.merged), ("as written", loss.written))
-    measured = ", ".join(f"{what} {value:.4f}" for what, value in named if value is not None)
+    measured = ", ".join(f"{label} {value:.4f}" for label, value in named if value is not None)
     texts = [f"on the held-out rows: {measured}"] if measured else []
     if loss.unknown is not None:
         texts.append(f"of the export not measured: {loss.unknown}")
     return "; ".join(texts) or "not measured"
 
 
-def _table(found: Exported, kind: str) -> str:
+def _table(exported: Exported, kind: str) -> str:
     """Return the distances: what the adapter changes, and what each step does to that."""
     from dualtune.base.text import in_columns
 
     rows = [("", "mean KL, nats", "largest", "same first token")]
-    tuned = "the model" if found.effect is None else "base and adapter"
-    for what, distance in (
-        ("the adapter changes the base by", found.effect),
-        ("merged: from base and adapter", found.merge),
-        (f"written as {kind}: from {tuned}", found.result),
-        (f"the base as {kind}: from the base", found.base),
+    tuned = "the model" if exported.effect is None else "base and adapter"
+    for label, distance in (
+        ("the adapter changes the base by", exported.effect),
+        ("merged: from base and adapter", exported.merge),
+        (f"written as {kind}: from {tuned}", exported.result),
+        (f"the base as {kind}: from the base", exported.base),
     ):
         if distance is not None:
-            rows.append((what, f"{distance.kl:.2e}", f"{distance.largest:.2e}", f"{distance.same_token:.0%}"))
+            rows.append((label, f"{distance.kl:.2e}", f"{distance.largest:.2e}", f"{distance.same_token:.0%}"))
     lines = in_columns(rows)
-    if found.result is not None and found.effect is not None and found.result.kl > found.effect.kl:
+    if exported.result is not None and exported.effect is not None and exported.result.kl > exported.effect.kl:
         lines += "\nnote: writing it so costs more than the adapter changes. Choose a finer --quantize"
     return lines

@@ -176,18 +176,18 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
     with open_file(path, max_bytes=MOST_FILE) as file:
         lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
-    found = list[PromptRow]()
+    rows = list[PromptRow]()
     for where, line in lines:
         if path.suffix not in (".jsonl", ".ndjson"):
-            found.append((where, {"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}))
+            rows.append((where, {"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}))
             continue
         row = parse_object(line, where)
         if not isinstance(row.get("prompt"), str) and not isinstance(row.get("messages"), list):
             raise DataError(f"{where}: has the keys {', '.join(row)}; needed: 'prompt', a text, or 'messages', a list")
-        found.append((where, row))
-    if not found:
+        rows.append((where, row))
+    if not rows:
         raise DataError(f"{path}: holds no prompt. Write one in each line")
-    return found
+    return rows
 
 
 def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | None) -> np.ndarray:

@@ -68,14 +68,14 @@ def bench(
     source, changes = (config, overrides) if config else (demo.CONFIG, (*demo.places(), *overrides))
     backend = backend_for(platform)
     with phases() as shown:
-        found = compare(
+        comparison = compare(
             source, changes, backend, arms=names, seeds=seeds or 3, tune=tune,
-            tell=lambda what: shown.begin("training", what),
+            tell=lambda arm: shown.begin("training", arm),
         )  # fmt: skip
-    say(_as_text(found))
-    write_json(json_file, found.as_json())
+    say(_as_text(comparison))
+    write_json(json_file, comparison.as_json())
     if plot_file is not None:
-        write_file(plot_file, plot(found))
+        write_file(plot_file, plot(comparison))
     return None
 
 
@@ -96,14 +96,18 @@ def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> Non
     write_json(json_file, found.as_json())
 
 
-def _as_text(found: Comparison) -> str:
+def _as_text(comparison: Comparison) -> str:
     from dualtune.base.redaction import redact
     from dualtune.base.text import in_columns
     from dualtune.doctor.bench.hybrid import LEGEND, lines
 
-    tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in found.tried_rates.items())
-    rate = f"learning rate {found.learning_rate:g}" + (f", the best of {tried}" if tried else ", that of the config")
-    blocks = [rate, in_columns([*lines(found)]), in_columns([*LEGEND])]
-    if found.not_offered:
-        blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in found.not_offered.items()]))
+    rates = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in comparison.tried_rates.items())
+    rate = f"learning rate {comparison.learning_rate:g}" + (
+        f", the best of {rates}" if rates else ", that of the config"
+    )
+    blocks = [rate, in_columns([*lines(comparison)]), in_columns([*LEGEND])]
+    if comparison.not_offered:
+        blocks.append(
+            "not offered\n" + in_columns([(f"  {name}", why) for name, why in comparison.not_offered.items()])
+        )
     return redact("\n\n".join(blocks))

@@ -77,7 +77,7 @@ _count = click.IntRange(min=1)
 @click.pass_context
 def command(
     ctx: click.Context, config: Path, place: str, platform: str, overrides: tuple[str, ...], resume: str,
-    is_shown: bool, **given: Any,
+    is_shown: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train from CONFIG in several processes, with the same result as in one.
 
@@ -88,17 +88,17 @@ def command(
     from dualtune.train.state.run_dir import path_of
 
     _refuse_other_options(ctx, place)
-    tried = [override.replace("%a", "0") for override in overrides] if given["array"] else overrides
+    tried = [override.replace("%a", "0") for override in overrides] if options["array"] else overrides
     run_dir = path_of(load_config(config, tried))
     work = Work(config.absolute(), run_dir, platform, overrides, resume)
-    options = {name: value for name, value in given.items() if place in MEANT_FOR[name]}
+    own_options = {name: value for name, value in options.items() if place in MEANT_FOR[name]}
     match place:
         case "local":
-            code = _local(work, is_shown, **options)
+            code = _local(work, is_shown, **own_options)
         case "mlx":
-            code = _mlx(work, is_shown, **options)
+            code = _mlx(work, is_shown, **own_options)
         case _:
-            code = _slurm(work, is_shown, **options)
+            code = _slurm(work, is_shown, **own_options)
     ctx.exit(code)
 
 

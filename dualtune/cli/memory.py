@@ -52,29 +52,29 @@ def ablate(
     from dualtune.doctor.bench import ablation
 
     with phases() as shown:
-        found = ablation.ablate(
+        result = ablation.ablate(
             config, overrides, platform, steps=steps, rounds=rounds, only=only,
-            tell=lambda what: shown.begin("measuring", what),
+            tell=lambda technique: shown.begin("measuring", technique),
         )  # fmt: skip
-    say(_as_text(found))
-    write_json(json_file, found.as_json())
-    ctx.exit(1 if found.problems else 0)
+    say(_as_text(result))
+    write_json(json_file, result.as_json())
+    ctx.exit(1 if result.problems else 0)
 
 
-def _as_text(found: Ablation) -> str:
+def _as_text(ablation: Ablation) -> str:
     from dualtune.base.redaction import redact
     from dualtune.base.text import in_columns
     from dualtune.doctor.bench.ablation import lines
 
-    blocks = [in_columns([*lines(found)]), in_columns(_legend(found))]
-    if found.not_offered:
-        blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in found.not_offered.items()]))
-    blocks.append("\n".join(found.problems) or "every plan is within 10 % of what was measured")
+    blocks = [in_columns([*lines(ablation)]), in_columns(_legend(ablation))]
+    if ablation.not_offered:
+        blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in ablation.not_offered.items()]))
+    blocks.append("\n".join(ablation.problems) or "every plan is within 10 % of what was measured")
     return redact("\n\n".join(blocks))
 
 
-def _legend(found: Ablation) -> list[tuple[str, str]]:
-    measured = found.baseline.measured
+def _legend(ablation: Ablation) -> list[tuple[str, str]]:
+    measured = ablation.baseline.measured
     cells = max((cells for cells, _ in measured[0].micro_batches), default=0) if measured else 0
     of = f", for micro-batches of up to {cells:,} tokens" if cells else ""
     return [

@@ -92,7 +92,8 @@ def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> B
     Its framework is imported when it is needed, or `at_once`: errors of the config, the model and the data come first.
     """
     from dualtune.cli.screen import phases
-    from dualtune.engine.choose import PlatformChoice, choose, deferred, open_backend
+    from dualtune.engine.choose import PlatformChoice, choose, open_backend
+    from dualtune.engine.deferred import deferred
 
     def opened(choice: PlatformChoice) -> Backend:
         with phases(err=err) as shown, shown.inside("importing", choice.backend):

@@ -13,7 +13,7 @@ from dualtune.cli.terminal import say
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.doctor.check_config import MemoryNeed
-    from dualtune.doctor.check_config_data import Seen
+    from dualtune.doctor.check_config_data import SourceSample
     from dualtune.engine.choose import PlatformChoice
     from dualtune.engine.detect import Load
     from dualtune.engine.machine import Machine
@@ -34,13 +34,14 @@ class Run(NamedTuple):
 @config_argument
 @platform_option
 @click.option(
-    "--machine", default="this", show_default=True, metavar="NAME", help="The machine to plan for, such as h100-80."
-)
+    "--machine", "name", default="this", show_default=True, metavar="NAME",
+    help="The machine to plan for, such as h100-80.",
+)  # fmt: skip
 @set_option
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, config: Path, platform: str, machine: str, overrides: tuple[str, ...], as_json: bool
+    ctx: click.Context, config: Path, platform: str, name: str, overrides: tuple[str, ...], as_json: bool
 ) -> None:
     """Plan the memory and time of CONFIG, from the model's shape alone: nothing is downloaded or loaded.
 
@@ -61,18 +62,18 @@ def command(
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
         settings = _settings(config, overrides)
-        found = detect() if machine == "this" else named(machine)
-        choice = choose(platform, found)
-        seen = look_at_data(settings)
-        steps, evaluated = with_lengths_of(settings, seen)
-        memory = plan_config(steps, found, choice, evaluated)
+        machine = detect() if name == "this" else named(name)
+        choice = choose(platform, machine)
+        samples = look_at_data(settings)
+        steps, evaluated = with_lengths_of(settings, samples)
+        memory = plan_config(steps, machine, choice, evaluated)
         shown.begin("predicting", "the time of a step")
-        load = load_average() if machine == "this" else None  # before the CPU is measured, which is load too
-        limits = _limits(choice, machine, found, memory.plan.ask.dtype)
-        time = _predicted(settings, memory, limits, seen)
-    run = Run(steps_of_run(settings, seen), time, load)
-    found_json = _as_json(memory, limits, run)
-    say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, run, machine))
+        load = load_average() if name == "this" else None  # before the CPU is measured, which is load too
+        limits = _limits(choice, name, machine, memory.plan.ask.dtype)
+        time = _predicted(settings, memory, limits, samples)
+    run = Run(steps_of_run(settings, samples), time, load)
+    report = _as_json(memory, limits, run)
+    say(json.dumps(report, indent=2) if as_json else _as_text(settings, memory, limits, run, name))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 
@@ -94,7 +95,9 @@ def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> 
     return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
 
 
-def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None, seen: list[Seen]) -> StepTime | str:
+def _predicted(
+    config: Config, memory: MemoryNeed, limits: MachineLimits | None, samples: list[SourceSample]
+) -> StepTime | str:
     """Return the time of a step, or why it is not known."""
     from dualtune.base.errors import EnvironmentFault
     from dualtune.doctor.check_config_data import first_step
@@ -103,7 +106,7 @@ def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None,
     if limits is None:
         return "no rate is known for this machine"
     try:
-        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, seen), limits)
+        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, samples), limits)
     except EnvironmentFault as error:
         return str(error)
 
@@ -174,7 +177,7 @@ def _time(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str
     plan = memory.plan
     flops = plan.flops_per_token * plan.time
     again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
-    found = f"{flops / 1e9:.3g} GFLOP for each token{again}"
+    flop_text = f"{flops / 1e9:.3g} GFLOP for each token{again}"
     if limits is None or isinstance(time, str):
-        return f"{found}; {time}"
-    return f"{found}; {time.describe()} ({limits.source}; documents: {time.documents})"
+        return f"{flop_text}; {time}"
+    return f"{flop_text}; {time.describe()} ({limits.source}; documents: {time.documents})"

@@ -60,25 +60,27 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         shown.begin("measuring", "the documents")
         order = Order(settings, train.lengths, train.sources, train.weights)
         documents = first_documents(train, order, tokenizer, rows)
-        found = survey(settings, train, eval_, order, layout_of(settings))
-        notes = warnings(found, settings, data.train, train, tokenizer, eval_)
+        statistics = survey(settings, train, eval_, order, layout_of(settings))
+        notes = warnings(statistics, settings, data.train, train, tokenizer, eval_)
         notes += [f"evaluation data: {eval_.remark}"] * bool(eval_.remark)
-        numbers = [*describe(found), ("template", _template(tokenizer))]
+        numbers = [*describe(statistics), ("template", _template(tokenizer))]
         if page:
             shown.begin("writing", "the page")
             shown_samples = samples(data, train, eval_, order, tokenizer, rows)
             title = f"{config.name}: training data"
             sources = by_source(data.train, train)
-            write_file(page, preview_page(Page(title, found, numbers, notes, sources, shown_samples)))
+            write_file(page, preview_page(Page(title, statistics, numbers, notes, sources, shown_samples)))
     if as_json:
         markers = bool(tokenizer.template and tokenizer.template.marks_turns)
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
         first = [_as_json(document) for document in documents]
-        return say(json.dumps({**asdict(found), "template": template, "warnings": notes, "shown": first}, indent=2))
+        return say(
+            json.dumps({**asdict(statistics), "template": template, "warnings": notes, "shown": first}, indent=2)
+        )
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)
-    _tell(numbers, found.histogram)
+    _tell(numbers, statistics.histogram)
     for note in notes:
         if coloured:
             say_styled([(f"warning     {note}", {"fg": "yellow"})])
@@ -130,9 +132,9 @@ def _show(document: ShownDocument, coloured: bool) -> None:
 def _tell(numbers: Sequence[tuple[str, str]], histogram: Sequence[Bar]) -> None:
     from dualtune.base.text import in_columns
 
-    for what, number in numbers:
-        tell(f"{what:<12}{number}")
-        if what == "lengths":
+    for label, value in numbers:
+        tell(f"{label:<12}{value}")
+        if label == "lengths":
             most = max(bar.documents for bar in histogram)
             say(in_columns([_bar(bar, most) for bar in histogram]))
 

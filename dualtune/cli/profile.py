@@ -83,7 +83,7 @@ def _as_json(
         "total_bytes": snapshots[-1].total_bytes if snapshots else None,
         "planned_bytes": total if type(total := recorded.get("planned_bytes")) is int and total > 0 else None,
         "plan": planned and asdict(planned),
-        "phases": {phase: asdict(found) for phase, found in by_phase(snapshots).items()},
+        "phases": {phase: asdict(use) for phase, use in by_phase(snapshots).items()},
         "spikes": [spike._asdict() for spike in spikes_in(snapshots, threshold_mb)],
         "leak": leak and asdict(leak),
         "process_leak": in_process and asdict(in_process),

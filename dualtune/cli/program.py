@@ -14,8 +14,8 @@ def program() -> str:
     script = Path(sys.executable).with_name("dualtune")
     if not script.is_file():
         return f"{quoted(sys.executable)} -m dualtune"
-    found = shutil.which("dualtune")
-    return "dualtune" if found and Path(found).samefile(script) else quoted(script)
+    path = shutil.which("dualtune")
+    return "dualtune" if path and Path(path).samefile(script) else quoted(script)
 
 
 def quoted(path: str | Path) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="Maximum number of consecutive retries without progress.",
 )  # fmt: skip
 def command(
-    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, retries: int
+    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, required: RequiredBinding, retries: int
 ) -> None:
     """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
 
@@ -38,10 +38,10 @@ def command(
     from dualtune.use.transfer.carry import pull
 
     with transferring("fetching", retries) as patience:
-        done = pull(target, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
-    tell_notes(done.report)
-    say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each verified by its sha256")
-    say("\n".join(_next_steps(done, keep_packed=keep_packed)))
+        pulled = pull(target, dest, keep_packed=keep_packed, trust=trust, required=required, patience=patience)
+    tell_notes(pulled.report)
+    say(f"pulled      {pulled.path}: {len(pulled.report.bundle.files)} files, each verified by its sha256")
+    say("\n".join(_next_steps(pulled, keep_packed=keep_packed)))
 
 
 def _next_steps(done: Pulled, *, keep_packed: bool) -> list[str]:

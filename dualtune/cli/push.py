@@ -64,7 +64,7 @@ def command(
     for note in done.notes:
         say(f"note        {note}")
     pushed = done.report.bundle
-    what = pushed.kind if pushed.step is None else f"{pushed.kind} after step {pushed.step}"
+    content = pushed.kind if pushed.step is None else f"{pushed.kind} after step {pushed.step}"
     state = "sent" if done.is_new else "unchanged"
-    say(f"{state:<11} {done.where}: {what}, {in_bytes(done.report.num_bytes)}, digest {pushed.digest}")
+    say(f"{state:<11} {done.where}: {content}, {in_bytes(done.report.num_bytes)}, digest {pushed.digest}")
     say(f"pull        dualtune pull {target}")

@@ -56,18 +56,18 @@ def command(
 
         settings = load_config(config, overrides)
         backend = backend_for(platform, err=as_json)
-        wanted = list(dict.fromkeys((UNQUANTIZED, *formats))) if formats else []
-        for name in wanted:
+        names = list(dict.fromkeys((UNQUANTIZED, *formats))) if formats else []
+        for name in names:
             check_value(backend, "model.quantization", name)
         with explained(backend, settings, "while a format of the base was measured"):
-            found = compare_formats(
-                settings, backend, rows, wanted, lambda name: shown.begin("measuring", name),
-                lambda each: shown.finish("measured", _result(each)), shown.update,
+            comparison = compare_formats(
+                settings, backend, rows, names, lambda name: shown.begin("measuring", name),
+                lambda result: shown.finish("measured", _result(result)), shown.update,
             )  # fmt: skip
-    kept = _keep(expanded(settings.run.dir), found)
+    path = _keep(expanded(settings.run.dir), comparison)
     if as_json:
-        return say(to_json(found.as_json()))
-    return say(_as_text(found) + (f"\n\nkept in {kept}" if kept else ""))
+        return say(to_json(comparison.as_json()))
+    return say(_as_text(comparison) + (f"\n\nkept in {path}" if path else ""))
 
 
 def _result(measured: FormatLoss) -> str:
@@ -76,25 +76,26 @@ def _result(measured: FormatLoss) -> str:
     return redact(f"not: {measured.problem}," if measured.loss is None else f"loss {measured.loss:.4f}")
 
 
-def _keep(run_dir: Path, found: FormatComparison) -> Path | None:
+def _keep(run_dir: Path, comparison: FormatComparison) -> Path | None:
     """Write the result beside a run, if there is one. Return the file."""
     from dualtune.base.files import write_file
     from dualtune.train.state.run_dir import BASE_FORMATS, ENVIRONMENT
 
     if not (run_dir / ENVIRONMENT).is_file():
         return None
-    write_file(run_dir / BASE_FORMATS, to_json(found.as_json()) + "\n")
+    write_file(run_dir / BASE_FORMATS, to_json(comparison.as_json()) + "\n")
     return run_dir / BASE_FORMATS
 
 
-def _as_text(found: FormatComparison) -> str:
+def _as_text(comparison: FormatComparison) -> str:
     from dualtune.base.redaction import redact
     from dualtune.base.text import in_columns
 
     rows = [("format", "loss", "above unquantized")]
-    for each in found.as_json()["formats"]:
-        loss, above = each["loss"], each["above"]
-        last = each["problem"] or ("" if above is None or each["quantization"] == "none" else f"{above:+.4f}")
-        rows.append((each["quantization"], "–" if loss is None else f"{loss:.4f}", last))
-    head = f"{found.model}, without an adapter: {found.rows} rows, {found.targets} targets, computed in {found.dtype}"
+    for row in comparison.as_json()["formats"]:
+        loss, above = row["loss"], row["above"]
+        last = row["problem"] or ("" if above is None or row["quantization"] == "none" else f"{above:+.4f}")
+        rows.append((row["quantization"], "–" if loss is None else f"{loss:.4f}", last))
+    data = f"{comparison.rows} rows, {comparison.targets} targets, computed in {comparison.dtype}"
+    head = f"{comparison.model}, without an adapter: {data}"
     return redact(f"{head}\n\n{in_columns(rows)}")

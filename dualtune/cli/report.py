@@ -31,17 +31,17 @@ def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     from dualtune.train.state.listing import runs_at
     from dualtune.train.state.run_dir import REPORT
 
-    found = {run.resolve(): run for given in runs for run in runs_at(given)}
-    target = output or _place(runs, [*found]) / REPORT
-    write_file(target, run_page([*found.values()], lambda problem: say(f"left out    {problem}", err=True)))
+    runs_by_path = {run.resolve(): run for path in runs for run in runs_at(path)}
+    target = output or _place(runs, [*runs_by_path]) / REPORT
+    write_file(target, run_page([*runs_by_path.values()], lambda problem: say(f"left out    {problem}", err=True)))
     say(f"report      {target}")
     if opens and not webbrowser.open(target.resolve().as_uri()):
         raise EnvironmentFault(f"{target}: no browser was found to open it. Open the file yourself")
 
 
-def _place(given: Sequence[Path], runs: Sequence[Path]) -> Path:
+def _place(paths: Sequence[Path], runs: Sequence[Path]) -> Path:
     """Return where the page of these runs lies: in the one that is given, beside them, or in the current directory."""
-    if len(given) == 1:
-        return given[0]
+    if len(paths) == 1:
+        return paths[0]
     parents = {run.parent for run in runs}
     return parents.pop() if len(parents) == 1 else Path()

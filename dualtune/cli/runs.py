@@ -38,21 +38,21 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import deletable, delete
 
-    found = deletable(directory)
-    total = f"{len(found)} directories, {in_bytes(sum(entry.num_bytes for entry in found))}"
+    deletions = deletable(directory)
+    total = f"{len(deletions)} directories, {in_bytes(sum(entry.num_bytes for entry in deletions))}"
     if not as_json:
-        if not found:
+        if not deletions:
             return say(f"there is nothing to delete in {directory}")
-        say(in_columns([(in_bytes(entry.num_bytes), entry.path, entry.why) for entry in found]))
+        say(in_columns([(in_bytes(entry.num_bytes), entry.path, entry.why) for entry in deletions]))
         if not yes and not sys.stdin.isatty():
             return say(f"{total}. Nothing was deleted: give --yes to delete them")
     if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
-        return say(json.dumps({"found": [asdict(entry) for entry in found], "deleted": [], "left": []}, indent=2)
+        return say(json.dumps({"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}, indent=2)
                    if as_json else "nothing was deleted")  # fmt: skip
-    deleted, left = delete(found)
+    deleted, left = delete(deletions)
     if as_json:
         tables = {
-            name: [asdict(entry) for entry in entries] for name, entries in (("found", found), ("deleted", deleted))
+            name: [asdict(entry) for entry in entries] for name, entries in (("found", deletions), ("deleted", deleted))
         }
         return say(json.dumps(tables | {"left": left}, indent=2))
     for reason in left:
@@ -90,16 +90,16 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     from dualtune.train.state.resume import differing, read_flat
     from dualtune.train.state.run_dir import METRICS
 
-    runs = tuple(run for given in runs for run in runs_at(given))
+    runs = tuple(run for path in runs for run in runs_at(path))
     if len(runs) < 2:
         raise click.UsageError("Give at least two run directories.")
-    found = [summary_of(run) for run in runs]
+    summaries = [summary_of(run) for run in runs]
     differs = differing([read_flat(run) for run in runs])
     curves = [[(row["step"], row["loss"]) for row in each_row(run / METRICS) if "loss" in row] for run in runs]
     if as_json:
-        table = {"runs": [asdict(run) for run in found], "differs": differs, "losses": curves}
+        table = {"runs": [asdict(run) for run in summaries], "differs": differs, "losses": curves}
         return say(to_json(table))
-    say(_table(found, differs))
+    say(_table(summaries, differs))
     live = is_live(sys.stdout)
     names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]
     columns = width() if live else PLAIN_WIDTH
@@ -108,15 +108,16 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     return None
 
 
-def _table(found: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
+def _table(summaries: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
     """Return the table, a column for each run: its letter and name, its numbers, the keys that differ."""
     from dualtune.base.fields import shown
     from dualtune.base.text import in_columns
 
-    paths = [Path(run.path) for run in found]
+    paths = [Path(run.path) for run in summaries]
     rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
     rows += [
-        ("train_loss" if name == "loss" else name, *(_cell(getattr(run, name)) for run in found)) for name in NUMBERS
+        ("train_loss" if name == "loss" else name, *(_cell(getattr(run, name)) for run in summaries))
+        for name in NUMBERS
     ]
     rows += [(shown(key), *map(_cell, values)) for key, values in differs.items()]
     return in_columns(rows)
@@ -196,24 +197,24 @@ def command(
     from dualtune.train.state.listing import list_runs
     from dualtune.train.state.resume import Condition, read_flat
 
-    wanted = [Condition(text) for text in conditions]
+    filters = [Condition(text) for text in conditions]
     runs = sorted(list_runs(directory), key=ORDERS[sort])
-    configs = {run.path: read_flat(Path(run.path)) for run in runs} if wanted else {}
-    found = [
+    configs = {run.path: read_flat(Path(run.path)) for run in runs} if filters else {}
+    summaries = [
         run
         for run in runs
         if (not states or run.state in states)
         and (model is None or model.lower() in (run.model or "").lower())
-        and all(condition.holds(configs[run.path]) for condition in wanted)
+        and all(condition.holds(configs[run.path]) for condition in filters)
     ]
     if as_json:
-        return say(to_json([asdict(run) for run in found]))
-    if not found:
+        return say(to_json([asdict(run) for run in summaries]))
+    if not summaries:
         such = "such " if states or model or conditions else ""
-        absent = [each.key for each in wanted if not any(map(each.concerns, configs.values()))]
+        absent = [filter_.key for filter_ in filters if not any(map(filter_.concerns, configs.values()))]
         why = f": none has the key {', '.join(absent)}" if absent else ""
         return say(f"there is no {such}run in {directory}{why}")
-    return say("\n".join(table(found, width() if is_live(sys.stdout) else NO_LIMIT)))
+    return say("\n".join(table(summaries, width() if is_live(sys.stdout) else NO_LIMIT)))
 
 
 def table(runs: Sequence[RunSummary], width: int) -> list[str]:

@@ -54,11 +54,11 @@ def command(
         ctx.exit(_compare(*compare))
     if show:
         ctx.exit(_show(show))
-    found = _run(platform, only)
-    write_json(json_file, found)
-    tell("\n" + "\n".join(found["verdict"]))
-    _write(output, found)
-    ctx.exit(found["exit_code"])
+    results = _run(platform, only)
+    write_json(json_file, results)
+    tell("\n" + "\n".join(results["verdict"]))
+    _write(output, results)
+    ctx.exit(results["exit_code"])
 
 
 def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:

@@ -73,12 +73,12 @@ def command(
             f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
     model = base_of(model, [*directories.values()])
-    found, backend = load_adapters(
+    adapter_set, backend = load_adapters(
         model, directories, platform, dtype=dtype, quantization=quantization, template=template
     )
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
-        found, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
+        adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
         is_fatal=backend.is_device_fault,
         systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
     )  # fmt: skip
@@ -88,8 +88,8 @@ def command(
         )
     except OSError as error:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        what = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
-        raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {what}") from error
+        remedy = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
+        raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {remedy}") from error
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
         address = f"[{host}]" if ":" in host else host

@@ -54,14 +54,14 @@ def with_short_options(
             return json.dumps(value) if name in _LITERAL else value  # JSON is YAML
         return json.dumps(value[0] if len(value) == 1 else list(value))
 
-    given = {name: value for name, value in short.items() if value is not None and value != ()}
-    for name, value in given.items():
+    values = {name: value for name, value in short.items() if value is not None and value != ()}
+    for name, value in values.items():
         option, key = f"--{name.replace('_', '-')}", SHORT[name][0]
         if "" in ([value] if isinstance(value, str) else value):
             raise ConfigError(f"{option}: got an empty text. Give a value (is a variable of the shell unset?)")
         if key in _keys(overrides):
             raise click.UsageError(f"{option} sets {key}, which is also set by its name. Give one of them.")
-    return (*(f"{SHORT[name][0]}={text(name, value)}" for name, value in given.items()), *overrides)
+    return (*(f"{SHORT[name][0]}={text(name, value)}" for name, value in values.items()), *overrides)
 
 
 def config_from_options(overrides: Sequence[str]) -> Config | None:

@@ -72,20 +72,20 @@ def with_keys_as_set(args: Sequence[str]) -> list[str]:
 
     UsageError if another option stands where the value should.
     """
-    found: list[str] = []
+    words: list[str] = []
     rest = iter(args)
     for word in rest:
         if word == "--":
-            return [*found, word, *rest]
+            return [*words, word, *rest]
         if not CONFIG_KEY.match(word):
-            found.append(word)
+            words.append(word)
         elif "=" in word:
-            found += ["--set", word.removeprefix("--")]
+            words += ["--set", word.removeprefix("--")]
         elif (value := next(rest, "--")).startswith("--"):
             raise click.UsageError(f"{word} needs a value. One that begins with -- is given as {word}=--…")
         else:
-            found += ["--set", f"{word.removeprefix('--')}={value}"]
-    return found
+            words += ["--set", f"{word.removeprefix('--')}={value}"]
+    return words
 
 
 class SuggestingGroup(click.Group):

@@ -70,8 +70,8 @@ def command(
         checked = check_plan(plan, backend, show)
     tell("\n".join(_described(plan, checked)))
     if dry_run:
-        for each in checked:
-            tell("\n".join([f"run         {each.trial.name}, {each.num_steps} steps", *each.memory]))
+        for run in checked:
+            tell("\n".join([f"run         {run.trial.name}, {run.num_steps} steps", *run.memory]))
         return tell("dry run     nothing was loaded or written")
     attempt = Attempts(_trainer(backend), tell)
     results = ranked([result_of(trial) for trial in carry_out(plan, checked, attempt, tell)])
@@ -129,7 +129,7 @@ def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory:
 
 
 def _write_page(runs: Sequence[Path], directory: Path) -> None:
-    """Write the page that compares the runs. They are trained, so a page that cannot be written is no failure."""
+    """Write the page that compares the runs. They are trained, so failing to write it does not fail the sweep."""
     from dualtune.base.files import write_file
     from dualtune.show.report.run_page import run_page
     from dualtune.train.state.run_dir import REPORT

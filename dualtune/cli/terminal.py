@@ -53,7 +53,7 @@ def _print(text: str, err: bool) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a stream that is no file, set by another program
+        with contextlib.suppress(OSError):  # a stream without a file, set by another program
             _redirect_to_null(stream.fileno())
         if error.errno != errno.EPIPE and not err:  # a closed pipe is intended, a full disk is not
             say(f"standard output: {error.strerror}; the lines that follow are not shown", err=True)

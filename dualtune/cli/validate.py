@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -70,6 +70,7 @@ def command(
     from dualtune.base.errors import Preempted
     from dualtune.base.files import write_file
     from dualtune.cli.screen import phases
+    from dualtune.doctor.validate.run import report
     from dualtune.doctor.validate.tiers import open_setup, tiers_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
@@ -92,13 +93,13 @@ def command(
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
-    found = _report(results, setup, machine)
-    text = json.dumps(found, indent=2)
+    values = report(results, setup, machine)
+    text = json.dumps(values, indent=2)
     write_file(setup.out / "report.json", text + "\n")
     if as_json:
         say(text)
     options.tell(f"report      {setup.out / 'report.json'}")
-    ctx.exit(found["exit_code"])
+    ctx.exit(values["exit_code"])
 
 
 def _write_data(path: Path) -> None:
@@ -154,32 +155,6 @@ def _tell_end(result: TierResult, options: TierOptions) -> TierResult:
     ending = f": {', '.join(failed)}" if failed else ""
     options.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
     return result
-
-
-def _report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machine) -> dict[str, Any]:
-    """Return all results as JSON values."""
-    from datetime import UTC, datetime
-
-    from dualtune.doctor.validate.run import exit_code_of, report
-
-    code = exit_code_of(results)
-    gpus = [{"name": g.name, "bytes": g.total_bytes, "capability": g.compute_capability} for g in machine.gpus]
-    return {
-        "ok": code == 0,
-        "exit_code": code,
-        "date": datetime.now(UTC).date().isoformat(),
-        "platform": setup.platform,
-        "random_weights": setup.random_weights,
-        "machine": {
-            "cpu": machine.cpu,
-            "cores": machine.cores,
-            "memory_bytes": machine.memory_bytes,
-            "gpus": gpus,
-            "driver": machine.driver,
-            "cuda": machine.cuda,
-        },
-        "tiers": [report(result) for result in results],
-    }
 
 
 def _live(name: str, setup: ValidationSetup, options: TierOptions) -> Hook:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.cli.adapter_sets import base_of
-from dualtune.cli.bundle import wanted_options
+from dualtune.cli.bundle import binding_options
 from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     "--base", metavar="MODEL",
     help="The base model: a directory or a hub id.  [default: the one that the adapter names]",
 )  # fmt: skip
-@wanted_options
+@binding_options
 @dtype_option
 @quantization_option
 @platform_option
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, directory: Path, base: str | None, wanted: RequiredBinding, dtype: str, quantization: str,
+    ctx: click.Context, directory: Path, base: str | None, required: RequiredBinding, dtype: str, quantization: str,
     platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
@@ -48,7 +48,7 @@ def command(
     from dualtune.use.transfer.bundles import manifest
 
     if base is None:
-        path, _ = manifest.find(adapter_directory(directory), wanted)
+        path, _ = manifest.find(adapter_directory(directory), required)
         base = base_of(None, [path], option="--base MODEL")
     with phases(err=as_json) as shown:
         shown.begin("checking", "the adapter and its base")
@@ -63,7 +63,7 @@ def command(
             shown.begin("computing", "what was recorded")
             return backend
 
-        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, wanted=wanted)
+        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, required=required)
     if as_json:
         say(json.dumps(result.to_json(), indent=2))
     else:

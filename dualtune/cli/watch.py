@@ -85,9 +85,9 @@ def _tell_state(watched: WatchedRun, shown: Phases) -> None:
     for line in panel(view, 120, time.time()):
         shown.tell(line)
     if watched.is_running:
-        told = watched.silent_s or 0.0
-        ends = f", {in_time(max(0.0, left - told))} left" if left is not None else ""
-        return shown.tell(f"{'running':<11} last row {in_time(told)} ago{ends}")
+        silent_s = watched.silent_s or 0.0
+        ends = f", {in_time(max(0.0, left - silent_s))} left" if left is not None else ""
+        return shown.tell(f"{'running':<11} last row {in_time(silent_s)} ago{ends}")
     return shown.tell(f"{watched.state:<11} {safe(watched.reason, 500)}".rstrip())
 
 

@@ -60,19 +60,19 @@ class SourceConfig(Section):
         return {key: value for key, value in handler(self).items() if value != fields[key].default}
 
 
-def _listed(given: str | SourceConfig | tuple[str | SourceConfig, ...]) -> list[SourceConfig]:
+def _listed(sources: str | SourceConfig | tuple[str | SourceConfig, ...]) -> list[SourceConfig]:
     """Normalize the value of data.train or data.eval to a list of sources."""
-    items = given if isinstance(given, tuple) else (given,)
+    items = sources if isinstance(sources, tuple) else (sources,)
     return [SourceConfig(path=item) if isinstance(item, str) else item for item in items]
 
 
-def _all_different_sources(given: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
+def _all_different_sources(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
     seen: set[object] = set()
-    for source in _listed(given):
+    for source in _listed(sources):
         if source.identity in seen:
             raise refuse(f"lists {source.path!r} more than once; to use it more often, give it a weight")
         seen.add(source.identity)
-    return given
+    return sources
 
 
 Sources = Annotated[

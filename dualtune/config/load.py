@@ -33,9 +33,8 @@ from dualtune.config.words import examples, is_union, missing, wrong_value
 # Read YAML into plain data with the place of every key, so that an error can name the line.
 #
 # PyYAML's loader keeps the last of two equal keys, reads `1e-4` as a string, `on` as true, `016` as 14 and `1:30` as
-# 90,
-# and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data. Scalars
-# follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
+# 90, and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data.
+# Scalars follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
 
 UNREADABLE = object()  # replaces a value that has already been reported
 _MAX_EVENTS = 50_000  # a config has a few hundred
@@ -292,9 +291,9 @@ def _plain(value: Any) -> Any:
     """Convert a value to plain YAML types; always a copy, because overrides are written into it."""
     match value:
         case Mapping():
-            return {key: _plain(each) for key, each in cast(Mapping[Any, Any], value).items()}
+            return {key: _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
         case list() | tuple():
-            return [_plain(each) for each in cast(list[Any], value)]
+            return [_plain(item) for item in cast(list[Any], value)]
         case Path():
             return str(value)
         case _:
@@ -375,9 +374,9 @@ def _validate(document: ParsedYaml) -> Config | None:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        found = dict(_faults(error, data))
-    faulty = [*found, *(problem.path for problem in document.problems)]
-    for path, message in (found | _impossible_pairs(data, faulty)).items():
+        faults = dict(_faults(error, data))
+    faulty = [*faults, *(problem.path for problem in document.problems)]
+    for path, message in (faults | _impossible_pairs(data, faulty)).items():
         document.problems.append(ConfigProblem(document.place(path), path, message))
     return None
 

@@ -54,8 +54,8 @@ def fragment(path: KeyPath) -> Fragment:
 def _inner(node: Fragment, part: str | int) -> Fragment:
     kind = "items" if isinstance(part, int) else "additionalProperties"
     options = [_resolve(option) for option in cast(list[Fragment], node.get("anyOf", [node]))]
-    found = (option.get("properties", {}).get(part) or option.get(kind) for option in options)
-    return next(filter(None, found), Fragment())
+    inner = (option.get("properties", {}).get(part) or option.get(kind) for option in options)
+    return next(filter(None, inner), Fragment())
 
 
 def _resolve(node: Fragment) -> Fragment:

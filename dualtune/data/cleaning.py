@@ -84,9 +84,9 @@ def clean(
             files = [opened_files.enter_context((directory / name).open("xb")) for name in names]
             written = _Written(files, len(sources), recognize)
             waiting.write(repeats.find(keep), written)
-            for each in files:
-                each.flush()
-                os.fsync(each.fileno())
+            for output in files:
+                output.flush()
+                os.fsync(output.fileno())
     kept, total = written.kept, Counter(waiting.sources)
     return Cleaned(
         [CleanedSource(o.files.name, name, total[i], kept[i]) for i, (name, o) in enumerate(sources.items())],
@@ -166,9 +166,9 @@ class _Written:
         self.kept[source] += 1
         if self.recognize is None:
             return
-        found = [each for text in texts_in(json.loads(line)) for each in self.recognize(text)]
-        self.personal_rows += bool(found)
-        for kind, masked in found:
+        values = [value for text in texts_in(json.loads(line)) for value in self.recognize(text)]
+        self.personal_rows += bool(values)
+        for kind, masked in values:
             self.personal[kind] += 1
             self.files[-1].write(_line({**where, "kind": kind, "masked": masked}))
 
@@ -225,10 +225,14 @@ def recognizer() -> Recognize:
     recognizers[0].validate_result = is_address
 
     def recognize(text: str) -> list[Personal]:
-        found = [result for each in recognizers for result in each.analyze(text, each.supported_entities, None)]
+        results = [
+            result
+            for recognizer in recognizers
+            for result in recognizer.analyze(text, recognizer.supported_entities, None)
+        ]
         return [
             Personal(result.entity_type, masked(text[result.start : result.end]))
-            for result in sorted(found, key=lambda result: (result.start, result.end, result.entity_type))
+            for result in sorted(results, key=lambda result: (result.start, result.end, result.entity_type))
             if result.score >= LEAST_SCORE
         ]
 

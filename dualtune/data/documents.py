@@ -126,7 +126,7 @@ class Dedup:
         if self._mode == "off":
             yield from examples
             return
-        left_out, number = self._found[source], 0
+        left_out, number = self._left_out[source], 0
         for example in examples:
             if isinstance(example, Example):
                 repeat = left_out.get(number)
@@ -146,7 +146,7 @@ class Dedup:
         return [[o.files.identity(), o.source.format, o.source.columns] for o in self._sources]
 
     @functools.cached_property
-    def _found(self) -> list[dict[int, Repeat]]:
+    def _left_out(self) -> list[dict[int, Repeat]]:
         """For each training source, its rows to leave out by their number among the good ones."""
         starts: list[int] = []
         try:
@@ -164,11 +164,11 @@ class Dedup:
                 f"data.dedup: the texts to compare cannot be kept in a temporary file: {error.strerror or error}. "
                 "Free disk space, or set TMPDIR to a directory on another disk"
             ) from error
-        found: list[dict[int, Repeat]] = [{} for _ in starts]
+        left_out: list[dict[int, Repeat]] = [{} for _ in starts]
         for row, repeat in repeated.items():
             source = bisect_right(starts, row) - 1  # a source may have no row
-            found[source][row - starts[source]] = repeat
-        return found
+            left_out[source][row - starts[source]] = repeat
+        return left_out
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
     chosen = _by_tokens(tokens, order, share)
     if _is_near(tokens, chosen, share):
         return chosen, ""
-    found = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
-    return chosen, f"{found}: there are too few rows, and their lengths differ too much. Split the longest rows"
+    problem = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
+    return chosen, f"{problem}: there are too few rows, and their lengths differ too much. Split the longest rows"
 
 
 def _by_tokens(tokens: np.ndarray, order: np.ndarray, share: float) -> np.ndarray:
@@ -241,8 +241,8 @@ def _share(tokens: np.ndarray, chosen: np.ndarray) -> float:
 
 
 def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
-    found = _share(tokens, chosen)
-    return share / FAR <= found <= share * FAR and found < 1
+    actual = _share(tokens, chosen)
+    return share / FAR <= actual <= share * FAR and actual < 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,15 +275,15 @@ class Documents(Sequence[Document]):
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
         self._states: Counter[int] = Counter()
         sources, indices, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
-        for s, (store, found) in enumerate(zip(stores, self._entries, strict=True)):
+        for s, (store, entries) in enumerate(zip(stores, self._entries, strict=True)):
             # Count a split row once.
-            first = found[np.diff(store.index["row"][found], prepend=-1) != 0]
+            first = entries[np.diff(store.index["row"][entries], prepend=-1) != 0]
             self._states.update(store.index["state"][first].tolist())
-            kept = found[store.index["length"][found] > 0]
-            sources.append(np.full(len(kept), s, np.int64))
-            indices.append(kept)
-            lengths.append(store.index["length"][kept].astype(np.int64))
-            targets.append(store.index["num_targets"][kept].astype(np.int64))
+            documents = entries[store.index["length"][entries] > 0]
+            sources.append(np.full(len(documents), s, np.int64))
+            indices.append(documents)
+            lengths.append(store.index["length"][documents].astype(np.int64))
+            targets.append(store.index["num_targets"][documents].astype(np.int64))
         self.sources, self._indices, self.lengths, self.targets = map(
             np.concatenate, (sources, indices, lengths, targets)
         )
@@ -370,20 +370,20 @@ class Documents(Sequence[Document]):
 
     def lines(self) -> set[tuple[str, int]]:
         """Return (path, line) of the rows that the documents come from, including dropped rows."""
-        found: set[tuple[str, int]] = set()
+        lines: set[tuple[str, int]] = set()
         for store, mine in zip(self.stores, self._entries, strict=True):
             entries = store.index[mine]
             files: list[int] = entries["file"].tolist()
-            found.update(zip((store.files[file] for file in files), entries["line"].tolist(), strict=True))
-        return found
+            lines.update(zip((store.files[file] for file in files), entries["line"].tolist(), strict=True))
+        return lines
 
     def with_control_text(self) -> list[str]:
         """Return path:line of the rows with a control token in their content."""
-        found: dict[str, None] = {}
+        places: dict[str, None] = {}
         for store, mine in zip(self.stores, self._entries, strict=True):
             for entry in store.index[mine[store.index["control"][mine] > 0]]:
-                found[f"{store.files[entry['file']]}:{entry['line']}"] = None
-        return list(found)
+                places[f"{store.files[entry['file']]}:{entry['line']}"] = None
+        return list(places)
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
@@ -439,7 +439,7 @@ class Data:
         return [*self.train, *self._eval]
 
     def train_and_eval(
-        self, tokenizer: Tokenizer, show: Show = lambda what, share: None
+        self, tokenizer: Tokenizer, show: Show = lambda name, share: None
     ) -> tuple[Documents, Documents]:
         """Return the training and evaluation documents.
 
@@ -474,9 +474,9 @@ class Data:
 
     def held_out_examples(self, documents: Documents) -> list[Example]:
         """Return the examples that these held-out documents come from, in order."""
-        wanted = documents.lines()
+        lines = documents.lines()
         rows = chain.from_iterable(opened.trainable() for opened in self._eval) if self._eval else self._training()
-        return [e for e in rows if isinstance(e, Example) and (e.path, e.line) in wanted]
+        return [e for e in rows if isinstance(e, Example) and (e.path, e.line) in lines]
 
     def training_examples(self, held_out: Documents) -> Iterator[Example]:
         """Yield the examples to train on: without those of `held_out`, if a share of the same rows is held out."""
@@ -490,7 +490,7 @@ class Data:
             yield from self._dedup.sift(number, opened.trainable())
 
     def _store(
-        self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda what, share: None,
+        self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda name, share: None,
         number: int | None = None,
     ) -> TokenStore:  # fmt: skip
         """Return the tokenized rows of a source. `number` is that of a training source, None for evaluation data."""

@@ -104,11 +104,11 @@ class Order:
         if weight == 1.0 or not n:
             return documents
         start, end = (math.floor(e * weight * n) for e in (epoch, epoch + 1))
-        found = [np.zeros(0, np.int64)]
+        parts = [np.zeros(0, np.int64)]
         for turn in range(start // n, -(-end // n)):
             shuffled = documents[np.random.default_rng([self._seed, 4, source, turn]).permutation(n)]
-            found.append(shuffled[max(start - turn * n, 0) : end - turn * n])
-        return np.sort(np.concatenate(found))
+            parts.append(shuffled[max(start - turn * n, 0) : end - turn * n])
+        return np.sort(np.concatenate(parts))
 
     def _bounds(self, lengths: np.ndarray) -> list[int]:
         if self.documents_per_step:

@@ -172,9 +172,9 @@ class Repeats:
         if self._texts is None:
             return
         text = text_of(example)
-        found = shingles(text)
-        self._sketches += sketch(found).astype(np.uint32).tobytes()
-        self._num_shingles.append(len(found))
+        hashes = shingles(text)
+        self._sketches += sketch(hashes).astype(np.uint32).tobytes()
+        self._num_shingles.append(len(hashes))
         size = self._texts.write(text.encode(errors="surrogatepass"))
         self._ends.append((self._ends[-1] if self._ends else 0) + size)
 
@@ -186,11 +186,11 @@ class Repeats:
         equal = _first_equal(np.frombuffer(self._digests, "V16"))
         again = [row for row in np.flatnonzero(equal != np.arange(len(equal))).tolist() if row >= protected]
         near = {} if self._near is None else self._near_ones(set(again), keep, protected)
-        found = dict(near)
+        repeats = dict(near)
         for row in again:
             first = int(equal[row])
-            found[row] = near[first] if first in near else Repeat(first, 1.0, is_exact=True)
-        return found
+            repeats[row] = near[first] if first in near else Repeat(first, 1.0, is_exact=True)
+        return repeats
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
         """Return the near duplicates among the rows that are not exact duplicates."""
@@ -199,15 +199,15 @@ class Repeats:
         if keep == "longest":
             lengths = np.diff(np.frombuffer(self._ends, np.int64), prepend=0)
             rows.sort(key=lambda row: (row >= protected, -lengths[row]))  # stable: of equal ones the first
-        found: dict[int, Repeat] = {}
+        repeats: dict[int, Repeat] = {}
         for row in rows:
             interrupt.poll()
             repeat = self._nearest(row, *index.candidates(row)) if row >= protected else None
             if repeat is None:
                 index.keep(row)
             else:
-                found[row] = repeat
-        return found
+                repeats[row] = repeat
+        return repeats
 
     def _most_alike(self, row: int, others: np.ndarray) -> np.ndarray:
         """Return the rows that the larger sketch puts nearest, at most MOST_EXACT, in order.
@@ -231,10 +231,10 @@ class Repeats:
             self._fine += fine_sketch(self._shingles(row)).tobytes()
         return np.frombuffer(self._fine, np.uint8).reshape(-1, FINE_HASHES)[self._fine_places[rows]]
 
-    def _nearest(self, row: int, ids: np.ndarray, given: np.ndarray | None) -> Repeat | None:
+    def _nearest(self, row: int, ids: np.ndarray, similarities: np.ndarray | None) -> Repeat | None:
         """Return the first of these rows that is near, in the order of what the sketches say.
 
-        `given`: estimates of their similarity, float [ids]; None: those of the sketches.
+        `similarities`: estimates of their similarity, float [ids]; None: those of the sketches.
         """
         if not len(ids):
             return None
@@ -243,10 +243,10 @@ class Repeats:
         smaller, larger = np.minimum(sizes[ids], sizes[row]), np.maximum(sizes[ids], sizes[row])
         may_be = smaller >= self._near * larger  # two sets cannot be more similar than their sizes
         ids = ids[may_be]
-        if given is None:
+        if similarities is None:
             estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
         else:
-            estimates = given[may_be]
+            estimates = similarities[may_be]
         if len(ids) > MOST_FINE:
             most = np.sort(np.argpartition(-estimates, MOST_FINE)[:MOST_FINE])
             ids, estimates = ids[most], estimates[most]
@@ -335,10 +335,10 @@ class _Kept:
             likely = np.flatnonzero(num_equal_K >= self._least_equal)
             order = likely[np.argsort(self._ids_K[likely], kind="stable")]
             return self._ids_K[order], num_equal_K[order] / np.float32(HASHES)
-        found: set[int] = set()
+        neighbours: set[int] = set()
         for band, bucket in enumerate(self._buckets_NB[row].tolist()):
             other = int(self._newest[bucket]) if bucket >= 0 else -1
             while other >= 0:
-                found.add(other)
+                neighbours.add(other)
                 other = int(self._before_NB[other, band])
-        return np.array(sorted(found), np.int64), None
+        return np.array(sorted(neighbours), np.int64), None

@@ -60,8 +60,8 @@ def memory_row(memory: MemoryNeed) -> Check:
     plan, budget = memory.plan, memory.budget
     if not budget.bytes:  # no such device: another row reports it
         return Check("memory", "skipped", f"needs {in_bytes(plan.estimate.total_bytes)}; {budget.reason}")
-    found = plan.compare(budget.reason)
-    return Check("memory", "ok", found) if plan.fits else Check("memory", "fail", found, str(plan.smaller))
+    text = plan.compare(budget.reason)
+    return Check("memory", "ok", text) if plan.fits else Check("memory", "fail", text, str(plan.smaller))
 
 
 def plan_config(
@@ -128,20 +128,20 @@ def check_config(
     report.checks += rows
     tokenizer, row = load_tokenizer(config, model)
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
-    rows, seen = check_sources(config, tokenizer)
-    report.checks += [*rows, *step_rows(config, seen)]
+    rows, samples = check_sources(config, tokenizer)
+    report.checks += [*rows, *step_rows(config, samples)]
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
-        row, report.memory = _memory(*with_lengths_of(config, seen), decoder, reason, choice, machine)
+        row, report.memory = _memory(*with_lengths_of(config, samples), decoder, reason, choice, machine)
         report.checks.append(row)
         if report.memory is not None:
             limits = limits_or_none(machine_name) if machine_name else published(machine)
-            documents, num_steps = first_step(config, seen), steps_of_run(config, seen)
+            documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
-    report.checks += _run_dir_rows(config, decoder, steps_of_run(config, seen))
+    report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
     return report
 
 
@@ -149,7 +149,7 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     """Return rows with advice on the adapter."""
     if adapter.trains_model:
         return [Check("adapter", "ok", "none: all parameters of the model are trained")]
-    rows = [Check("adapter", "advice", found, fix) for found, fix in _advice(adapter)]
+    rows = [Check("adapter", "advice", text, fix) for text, fix in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
@@ -164,8 +164,8 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
         config = with_adapter_of(config, start_of(config))
     except DualtuneError as error:
         return config, [failure("start", error)]
-    found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
-    return config, [Check("start", "ok", f"{found}, alpha {config.adapter.alpha:g}")]
+    text = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
+    return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}")]
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
@@ -178,8 +178,8 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
     if adapter.dropout > MOST_DROPOUT:
         yield f"dropout {adapter.dropout:g} is high", f"adapter.dropout up to {MOST_DROPOUT:g} is usual"
     if not isinstance(adapter.targets, str) and len(adapter.targets) < LEAST_TARGETS:
-        found = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
-        yield found, "Name more adapter.targets: all of attention, or all seven, which learn more at the same rank"
+        text = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
+        yield text, "Name more adapter.targets: all of attention, or all seven, which learn more at the same rank"
 
 
 # --- platform and backend --------------------------------------------------------------------------------------------
@@ -193,9 +193,9 @@ def _choice(platform: str, machine: Machine, report: ConfigReport) -> PlatformCh
         report.checks.append(failure("platform", error))
         return None
     if choice.platform.startswith("cuda") and not machine.gpus:
-        found = f"cuda, but there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
+        text = f"cuda, but there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
         fix = "dualtune check-gpu, or check another machine with --machine, such as h100-80"
-        report.checks.append(Check("platform", "fail", found, fix, EnvironmentFault.exit_code))
+        report.checks.append(Check("platform", "fail", text, fix, EnvironmentFault.exit_code))
     else:
         report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
     return choice
@@ -263,8 +263,8 @@ def _run_dir_rows(config: Config, decoder: Shape | None, num_steps: int | None) 
     except ConfigError as error:
         return [failure("run.dir", error)]
     except OSError as error:
-        found = f"{path}: {place} cannot be written: {error.strerror}"
-        return [Check("run.dir", "fail", found, "Choose another with --set run.dir=…", DiskError.exit_code)]
+        text = f"{path}: {place} cannot be written: {error.strerror}"
+        return [Check("run.dir", "fail", text, "Choose another with --set run.dir=…", DiskError.exit_code)]
     holds = " holds a run, which would be resumed" if path.is_dir() and is_run_dir(path) else " is free"
     rows = [Check("run.dir", "ok", f"{path}{holds}")]
     if decoder is None:

@@ -38,7 +38,7 @@ FEW_STEPS = 50  # fewer steps train little
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SourceSample:
     """What is known of a source of training data."""
 
     weight: float
@@ -49,25 +49,25 @@ class Seen:
     is_evaluated: bool = False  # data to evaluate on, not to train on
 
 
-def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
+def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[SourceSample]]:
     """Return a row for each source, and what is known of each."""
     rows: list[Check] = []
-    seen: list[Seen] = []
+    samples: list[SourceSample] = []
     for source in config.data.sources():
-        row, found = _look(config, source, "train", tokenizer)
+        row, sample = _look(config, source, "train", tokenizer)
         rows.append(row)
-        seen.append(found)
+        samples.append(sample)
     # A dataset of the hub may include validation data, which only a download shows.
     local = not any(is_of_hub(source) for source in config.data.sources())
     own = eval_sources(config.data) if local else config.data.eval_sources()
     for source in own:
-        row, found = _look(config, source, "valid", tokenizer)
+        row, sample = _look(config, source, "valid", tokenizer)
         rows.append(row)
-        seen.append(replace(found, is_evaluated=True))
-    if config.data.held_out_share and not own and [found.num_rows for found in seen] == [1]:
-        found = f"none: data.eval holds out {config.data.held_out_share:.0%} of the rows, but there is only one"
-        rows.append(Check("eval data", "advice", found, "Split the row, or name evaluation data in data.eval"))
-    return rows, seen
+        samples.append(replace(sample, is_evaluated=True))
+    if config.data.held_out_share and not own and [sample.num_rows for sample in samples] == [1]:
+        text = f"none: data.eval holds out {config.data.held_out_share:.0%} of the rows, but there is only one"
+        rows.append(Check("eval data", "advice", text, "Split the row, or name evaluation data in data.eval"))
+    return rows, samples
 
 
 def is_of_hub(source: SourceConfig) -> bool:
@@ -75,9 +75,9 @@ def is_of_hub(source: SourceConfig) -> bool:
     return is_hub_name(source.path) and not kind_of(Path(source.path)) and not expanded(source.path).exists()
 
 
-def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer | None) -> tuple[Check, Seen]:
+def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer | None) -> tuple[Check, SourceSample]:
     name = "data" if role == "train" else "eval data"
-    nothing = Seen(source.weight)
+    nothing = SourceSample(source.weight)
     if is_of_hub(source):
         return Check(name, "skipped", f"{source.path}: a dataset of the hub; it is not downloaded now"), nothing
     try:
@@ -90,20 +90,20 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         return replace(failure(name, error), fix=fix), nothing
     bad = [row for row in first if isinstance(row, BadRow)]
     whole = num_rows == len(first)
-    found = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
-    found += f", {num_rows} in all" if num_rows is not None and not whole else ""
+    text = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
+    text += f", {num_rows} in all" if num_rows is not None and not whole else ""
     fix = f"dualtune check-data {source.path}"
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
-    seen = Seen(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
+    sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
     if bad and config.data.on_bad_row == "error":
-        found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
-        return Check(name, "fail", found, fix, DataError.exit_code), seen
+        text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
+        return Check(name, "fail", text, fix, DataError.exit_code), sample
     if bad:
-        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), seen
-    row = Check(name, "ok", found)
-    return _tokens_row(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
+        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), sample
+    row = Check(name, "ok", text)
+    return _tokens_row(config, row, tokenized, sample.lengths, whole=whole) if tokenized else row, sample
 
 
 def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
@@ -117,8 +117,10 @@ def _longest(config: Config, opened: OpenedSource, tokenizer: Tokenizer) -> int 
     """Return the tokens of the longest document, by tokenizing the rows with the most characters."""
     examples = (example for example in opened.trainable() if isinstance(example, Example))
     rows = heapq.nlargest(LONGEST_ROWS, examples, key=lambda example: len(repr(example)))
-    found = tokenize_rows(iter(rows), tokenizer, config.data.loss_on, config.data.max_length)
-    return max((len(ids) for row in found if isinstance(row, TokenizedRow) for ids, _ in row.documents), default=None)
+    tokenized = tokenize_rows(iter(rows), tokenizer, config.data.loss_on, config.data.max_length)
+    return max(
+        (len(ids) for row in tokenized if isinstance(row, TokenizedRow) for ids, _ in row.documents), default=None
+    )
 
 
 def _count(opened: OpenedSource) -> int | None:
@@ -132,11 +134,11 @@ def _tokens_row(
     config: Config, row: Check, tokenized: list[TokenizedRow], lengths: tuple[int, ...], *, whole: bool
 ) -> Check:
     """Add to the row what tokenizing the first rows showed."""
-    states = Counter(found.state for found in tokenized)
+    states = Counter(row.state for row in tokenized)
     if not lengths:
-        found = f"{row.found}, but none has a target within data.max_length = {config.data.max_length}"
+        text = f"{row.found}, but none has a target within data.max_length = {config.data.max_length}"
         fix = "Raise data.max_length, or check data.loss_on"
-        return Check(row.name, "fail" if whole else "advice", found, fix, DataError.exit_code)
+        return Check(row.name, "fail" if whole else "advice", text, fix, DataError.exit_code)
     text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
     cut, dropped = states[State.CUT], states[State.NO_TARGET] + states[State.TOO_LONG]
     if not cut + dropped:
@@ -148,20 +150,20 @@ def _tokens_row(
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def step_rows(config: Config, seen: list[Seen]) -> list[Check]:
+def step_rows(config: Config, samples: list[SourceSample]) -> list[Check]:
     """Return rows on the size of an optimizer step and on the number of steps."""
-    order, lengths = _estimated(config, seen)
-    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, seen, order, lengths)]
+    order, lengths = _estimated(config, samples)
+    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, samples, order, lengths)]
 
 
-def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarray]:
+def _estimated(config: Config, samples: list[SourceSample]) -> tuple[Order | None, np.ndarray]:
     """Return the order of the rows to train on, and their lengths in tokens, as if all were like the first ones.
 
     The order is None if rows are not counted, or if they are not tokenized and the step size is in tokens.
     """
-    seen = [found for found in seen if not found.is_evaluated]
-    counts = [found.num_rows for found in seen]
-    lengths = [length for found in seen for length in found.lengths]
+    samples = [sample for sample in samples if not sample.is_evaluated]
+    counts = [sample.num_rows for sample in samples]
+    lengths = [length for sample in samples for length in sample.lengths]
     if None in counts or (config.train.documents_per_step is None and not lengths):
         return None, np.array(lengths)
     sizes = [count or 0 for count in counts]
@@ -170,7 +172,7 @@ def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarr
     if not len(sources):
         return None, np.array(lengths)
     documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
-    return Order(config, documents, sources, [found.weight for found in seen]), documents
+    return Order(config, documents, sources, [sample.weight for sample in samples]), documents
 
 
 def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
@@ -181,85 +183,85 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
     limit = "" if train.documents_per_step else f"up to {tokens} tokens: "
     if order and lengths.max() < length:
         ids = order.step(0).documents.tolist()
-        what = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
+        text = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
         micro_batches, condition = len(plan(lengths, ids, layout)), ""
     else:
         number = train.documents_per_step or max(1, tokens // length)
         more = "" if train.documents_per_step else " or more"
-        what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
+        text = f"{_counted(number, 'document')}{more} of at most {length} tokens"
         micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
-    return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
+    return f"{limit}{text}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
 
 
-def look_at_data(config: Config) -> list[Seen]:
+def look_at_data(config: Config) -> list[SourceSample]:
     """Return what a quick look shows of each source."""
     tokenizer, _ = load_tokenizer(config, find_model(config)[0])
     return check_sources(config, tokenizer)[1]
 
 
-def with_lengths_of(config: Config, seen: list[Seen]) -> tuple[Config, Config]:
+def with_lengths_of(config: Config, samples: list[SourceSample]) -> tuple[Config, Config]:
     """Return the config with the lengths of the data, as a run plans its memory; unchanged if one is not known.
 
     The first is for the steps, the second for the evaluation, whose micro-batches may be larger.
     """
-    longest = [found.longest for found in seen if found.longest is not None]
-    order, lengths = _estimated(config, seen)
-    if order is None or len(longest) < len(seen):
+    longest = [sample.longest for sample in samples if sample.longest is not None]
+    order, lengths = _estimated(config, samples)
+    if order is None or len(longest) < len(samples):
         return config, config
-    own = [found for found in seen if found.is_evaluated]
-    num_held_out = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
+    own = [sample for sample in samples if sample.is_evaluated]
+    num_held_out = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - len(lengths)
     eval_tokens = num_held_out * lengths.mean()
-    eval_tokens += sum((found.num_rows or 0) * sum(found.lengths) / max(1, len(found.lengths)) for found in own)
+    eval_tokens += sum((sample.num_rows or 0) * sum(sample.lengths) / max(1, len(sample.lengths)) for sample in own)
     cells = largest_micro_batch(order, lengths, layout_of(config))
     evaluated = with_real_lengths(config, max(longest), max(cells, math.ceil(eval_tokens)))
     return with_real_lengths(config, max(longest), cells), evaluated
 
 
-def first_step(config: Config, seen: list[Seen]) -> StepDocuments:
+def first_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
     """Return the documents of the first step, as if all rows were like the first ones; else the longest allowed."""
-    order, lengths = _estimated(config, seen)
+    order, lengths = _estimated(config, samples)
     layout, longest = layout_of(config), config.data.max_length
-    seen = [found for found in seen if not found.is_evaluated]
-    known = sum(len(found.lengths) for found in seen)
+    samples = [sample for sample in samples if not sample.is_evaluated]
+    known = sum(len(sample.lengths) for sample in samples)
     if order is None or not known:
         tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
         number = config.train.documents_per_step or max(1, tokens // longest)
         source = f"data.max_length, {longest} tokens for every document, because the data are not known"
         return step_documents(np.full(number, longest), layout, source)
     ids = order.step(0).documents
-    all_targets = sum(length - 1 for found in seen for length in found.lengths)
-    share = sum(found.targets for found in seen) / max(1, all_targets)
+    all_targets = sum(length - 1 for sample in samples for length in sample.lengths)
+    share = sum(sample.targets for sample in samples) / max(1, all_targets)
     return step_documents(lengths[ids], layout, f"the first {_counted(known, 'document')} of the data", share)
 
 
-def steps_of_run(config: Config, seen: list[Seen]) -> int | None:
+def steps_of_run(config: Config, samples: list[SourceSample]) -> int | None:
     """Return the number of steps, as if all rows were like the first ones; None if it is not known."""
-    order, _ = _estimated(config, seen)
+    order, _ = _estimated(config, samples)
     return config.train.steps or (order.num_steps if order else None)
 
 
-def _counted(number: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{number} {what}{'' if number == 1 else plural}"
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.ndarray) -> Check:
+def _steps(config: Config, samples: list[SourceSample], order: Order | None, lengths: np.ndarray) -> Check:
     train = config.train
     if train.steps is not None:
         return Check("steps", "ok", f"{train.steps}, set by train.steps")
     if order is None:
         return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
     number = order.num_steps
-    held_out_rows = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
+    held_out_rows = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - len(lengths)
     held = f", {held_out_rows} rows held out" if held_out_rows else ""
     whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
-    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"
+    text = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"
     if train.warmup >= number:
         fix = f"--set train.warmup={max(1, number // 10)}"
-        return Check("steps", "advice", f"{found}, but train.warmup takes {train.warmup}", fix)
+        return Check("steps", "advice", f"{text}, but train.warmup takes {train.warmup}", fix)
     if number < FEW_STEPS:
-        return Check("steps", "advice", f"{found}; so few steps train little", _more_steps(config, number))
-    return Check("steps", "ok", found)
+        return Check("steps", "advice", f"{text}; so few steps train little", _more_steps(config, number))
+    return Check("steps", "ok", text)
 
 
 def _more_steps(config: Config, number: int) -> str:

@@ -57,15 +57,13 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     if directory is not None and (is_here(name) or (directory / "config.json").is_file()):
         return _on_this_machine(config, directory)
     if not is_hub_name(name) or Path(name).exists():
-        found = f"there is no model directory {expanded(name)}"
-        return BaseModel(None, None), [_fails("model", found, "Set model.name to a directory or a hub id")]
+        text = f"there is no model directory {expanded(name)}"
+        return BaseModel(None, None), [_fails("model", text, "Set model.name to a directory or a hub id")]
     if (known := published(name)) is not None:
-        found = f"{name}: not downloaded yet; its shape is known"
-        return BaseModel(None, known), [Check("model", "ok", found), *_architecture(known)]
-    found = (
-        f"{name}: not downloaded yet, so its shape and the memory for it are unknown; config.json is enough for that"
-    )
-    return BaseModel(None, None), [Check("model", "advice", found, f"hf download {name} --include '*.json'")]
+        text = f"{name}: not downloaded yet; its shape is known"
+        return BaseModel(None, known), [Check("model", "ok", text), *_architecture(known)]
+    text = f"{name}: not downloaded yet, so its shape and the memory for it are unknown; config.json is enough for that"
+    return BaseModel(None, None), [Check("model", "advice", text, f"hf download {name} --include '*.json'")]
 
 
 def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
@@ -93,11 +91,11 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
     names: list[str] = described.get("architectures") or []
     if not names or any(name.endswith(CAUSAL) for name in names):
         return []
-    found = f"{', '.join(names)}: not a causal language model ({', '.join(f'…{end}' for end in CAUSAL)})"
+    text = f"{', '.join(names)}: not a causal language model ({', '.join(f'…{end}' for end in CAUSAL)})"
     if any(name.endswith(WITH_MORE) for name in names):
-        found = f"{', '.join(names)}: of a multimodal model only the text part is loaded and trained"
-        return [Check("architecture", "advice", found)]
-    return [_fails("architecture", found, "Choose a causal language model")]
+        text = f"{', '.join(names)}: of a multimodal model only the text part is loaded and trained"
+        return [Check("architecture", "advice", text)]
+    return [_fails("architecture", text, "Choose a causal language model")]
 
 
 def shape_of(model: BaseModel, name: str, backend: str) -> tuple[Shape | None, str]:
@@ -127,16 +125,16 @@ def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, 
     if model.directory is None or not list(model.directory.glob("tokenizer*")):
         if model.directory is None or not is_here(config.model.name):
             return None, Check("tokenizer", "skipped", "not downloaded yet")
-        found = f"{model.directory} has no tokenizer.json"
-        return None, _fails("tokenizer", found, "Copy the whole model directory")
+        text = f"{model.directory} has no tokenizer.json"
+        return None, _fails("tokenizer", text, "Copy the whole model directory")
     try:
         tokenizer = Tokenizer.of(model.directory, config.data)
     except DualtuneError as error:
         return None, failure("tokenizer", error)
     size = tokenizer.vocabulary_size
     if size is not None and (largest := tokenizer.largest_id) >= size:
-        found = f"ids up to {largest}, but the model has embeddings for {size} tokens; data with other ids are refused"
-        return tokenizer, Check("tokenizer", "advice", found, "Use the tokenizer.json and the weights of one model")
+        text = f"ids up to {largest}, but the model has embeddings for {size} tokens; data with other ids are refused"
+        return tokenizer, Check("tokenizer", "advice", text, "Use the tokenizer.json and the weights of one model")
     if tokenizer.warning:
         return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
     chats = "with a chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
@@ -159,12 +157,12 @@ def stop_rows(config: Config, model: BaseModel, tokenizer: Tokenizer | None) -> 
         return []
     if not rows:
         return []
-    found = f"{shown(tokenizer.decode_all([token]))} ends an answer, but the model has not learned it: "
-    found += "; ".join(f"{row.tensor}: {row.why}" for row in rows)
+    text = f"{shown(tokenizer.decode_all([token]))} ends an answer, but the model has not learned it: "
+    text += "; ".join(f"{row.tensor}: {row.why}" for row in rows)
     fix = (
         "Set data.template to one whose end token the model knows, add lm_head to adapter.targets where the model has "
     )
-    return [Check("stop token", "advice", found, f"{fix}one of its own, or train all of it: adapter.method full")]
+    return [Check("stop token", "advice", text, f"{fix}one of its own, or train all of it: adapter.method full")]
 
 
 def length_row(config: Config, model: BaseModel) -> Check:
@@ -174,13 +172,13 @@ def length_row(config: Config, model: BaseModel) -> Check:
     longest, table_size = longest_text(known), position_table_size(known.get("text_config", known))
     if longest is None:
         return Check("length", "skipped", "the model's config does not state a maximum length")
-    found = f"data.max_length is {length}, the model has positions up to {longest}"
+    text = f"data.max_length is {length}, the model has positions up to {longest}"
     if length <= longest:
-        return Check("length", "ok", found)
+        return Check("length", "ok", text)
     fix = f"--set data.max_length={longest}"
     if table_size:
-        return Check("length", "fail", f"{found} and no more", fix, ConfigError.exit_code)
-    return Check("length", "advice", f"{found}; it was not trained on longer texts", fix)
+        return Check("length", "fail", f"{text} and no more", fix, ConfigError.exit_code)
+    return Check("length", "advice", f"{text}; it was not trained on longer texts", fix)
 
 
 def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
@@ -194,8 +192,8 @@ def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
         below = layers_below(decoder, (targets,) if isinstance(targets, str) else targets)
     except DualtuneError as error:
         return [failure(name, error)]
-    found = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
-    return [Check(name, "ok", found)]
+    text = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
+    return [Check(name, "ok", text)]
 
 
 def targets_rows(config: Config, model: BaseModel) -> list[Check]:
@@ -210,12 +208,12 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
     targets = config.adapter.targets
     try:
         shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
-        found = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
+        adapted = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
     except DualtuneError as error:
         return [failure("targets", error)]
-    what = adapted_as(shapes, (targets,) if isinstance(targets, str) else targets)
-    said = f"{len(found)} linear layers{_share(model.directory, found)}"
-    return [Check("targets", "ok", f"{said}; {what}" if what else said)]
+    kinds = adapted_as(shapes, (targets,) if isinstance(targets, str) else targets)
+    text = f"{len(adapted)} linear layers{_share(model.directory, adapted)}"
+    return [Check("targets", "ok", f"{text}; {kinds}" if kinds else text)]
 
 
 def _share(directory: Path, adapted: Shapes) -> str:
@@ -232,5 +230,5 @@ def failure(name: str, error: DualtuneError) -> Check:
     return Check(name, "fail", "; ".join(str(error).splitlines()), exit_code=error.exit_code)
 
 
-def _fails(name: str, found: str, fix: str | None = None) -> Check:
-    return Check(name, "fail", found, fix, EnvironmentFault.exit_code)
+def _fails(name: str, text: str, fix: str | None = None) -> Check:
+    return Check(name, "fail", text, fix, EnvironmentFault.exit_code)

@@ -108,12 +108,12 @@ def check_environment(name: str, machine: Machine, config: Config | None) -> lis
     return rows + place_checks(target, config)
 
 
-def python_check(found: str) -> Check:
+def python_check(version: str) -> Check:
     needed = least_python()
-    if needed.contains(found, prereleases=True):
-        return Check("Python", "ok", found)
+    if needed.contains(version, prereleases=True):
+        return Check("Python", "ok", version)
     return Check(
-        "Python", "fail", f"got {found}, Python {needed} is needed", "python3.12 -m venv .venv, and install again"
+        "Python", "fail", f"got {version}, Python {needed} is needed", "python3.12 -m venv .venv, and install again"
     )
 
 
@@ -125,21 +125,21 @@ def cuda_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Che
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
         return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do")]
-    gpu, found = machine.gpus[0], problems(machine)
+    gpu, machine_problems = machine.gpus[0], problems(machine)
     return [
         Check("GPU", "ok", f"{gpu.name}, driver {machine.driver}"),
-        row_or_problem(Check("CUDA of the driver", "ok", str(machine.cuda)), "driver", found),
-        row_or_problem(_capability_check(gpu), "compute capability", found),
+        row_or_problem(Check("CUDA of the driver", "ok", str(machine.cuda)), "driver", machine_problems),
+        row_or_problem(_capability_check(gpu), "compute capability", machine_problems),
         _memory("GPU memory", gpu.total_bytes / GB, "GB", target),
         *(card.environment(machine) if card.environment else ()),
     ]
 
 
 def _capability_check(gpu: Gpu) -> Check:
-    name, found = "compute capability", gpu.compute_capability
+    name, capability = "compute capability", gpu.compute_capability
     if gpu.capability < BFLOAT16_CAPABILITY:
-        return Check(name, "advice", f"{found}: no bfloat16 below 8.0, so model.dtype auto takes float16")
-    return Check(name, "ok", found)
+        return Check(name, "advice", f"{capability}: no bfloat16 below 8.0, so model.dtype auto takes float16")
+    return Check(name, "ok", capability)
 
 
 def metal_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Check]:
@@ -155,13 +155,13 @@ def metal_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Ch
     return [chip, *(card.environment(machine) if card.environment else ()), memory]
 
 
-def _memory(name: str, found: float, unit: str, target: TargetMachine) -> Check:
-    text = f"{found:.0f} {unit}, {target.good_memory} or more recommended"
-    if found >= target.good_memory:
+def _memory(name: str, size: float, unit: str, target: TargetMachine) -> Check:
+    text = f"{size:.0f} {unit}, {target.good_memory} or more recommended"
+    if size >= target.good_memory:
         return Check(name, "ok", text)
-    if found >= target.least_memory:
+    if size >= target.least_memory:
         return Check(name, "advice", text, target.smaller)
-    return Check(name, "fail", f"{found:.0f} {unit}, at least {target.least_memory} is needed", target.smaller)
+    return Check(name, "fail", f"{size:.0f} {unit}, at least {target.least_memory} is needed", target.smaller)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

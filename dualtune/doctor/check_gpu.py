@@ -194,9 +194,9 @@ def start_of(machine: Machine, largest: Largest | None) -> Start | None:
         return Start(CPU_CONFIG)
     questions = {name: about_config(machine, example_path(name)) for name in configs}
     starts = [Start(name, question.need_bytes, question.smaller) for name, question in questions.items()]
-    found = next((start for start in starts if start.smaller is None or _is_worth_it(start.smaller)), None)
-    if found is not None or largest is None:
-        return found
+    first = next((start for start in starts if start.smaller is None or _is_worth_it(start.smaller)), None)
+    if first is not None or largest is None:
+        return first
     length = largest.max_length
     settings = {"model.name": largest.name, "model.quantization": qlora(device_of(machine)).quantization}
     lengths = {"data.max_length": length, "train.micro_batch_tokens": length}
@@ -221,6 +221,9 @@ def _is_worth_it(smaller: Smaller) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The report: rows, and one sentence.
+
+
 @dataclass(frozen=True, slots=True)
 class MachineReport:
     """The full report on a machine."""
@@ -311,8 +314,8 @@ def _other_gpus(machine: Machine) -> Iterator[Check]:
     others = [*rest, *machine.hidden_gpus]
     largest = max(others, key=lambda gpu: gpu.total_bytes, default=first)
     if largest.total_bytes > first.total_bytes:
-        found = f"a run uses {first.name}, but {largest.name} with {_gb(largest.total_bytes)} is larger"
-        yield Check("larger GPU", "advice", found, f"export CUDA_VISIBLE_DEVICES={largest.uuid}")
+        text = f"a run uses {first.name}, but {largest.name} with {_gb(largest.total_bytes)} is larger"
+        yield Check("larger GPU", "advice", text, f"export CUDA_VISIBLE_DEVICES={largest.uuid}")
     if machine.hidden_gpus:
         why = "CUDA_VISIBLE_DEVICES leaves out" if machine.visible_devices is not None else "CUDA uses one slice, not"
         yield Check("hidden", "ok", f"{why} {', '.join(gpu.name for gpu in machine.hidden_gpus)}")
@@ -338,23 +341,23 @@ def _largest_row(machine: Machine, largest: Largest | None) -> Check:
     if largest is None:
         return Check(name, "advice", "none of the published models that dualtune knows fits")
     needs = f"an estimated {in_bytes(largest.estimate.total_bytes)}"
-    found = f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}"
+    text = f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}"
     if device_of(machine) == "cpu":  # the verdict says that it is too slow: the memory alone is no "ok"
-        return Check(name, "advice", f"{found}, by memory only: a CPU is too slow for it")
-    return Check(name, "ok", found)
+        return Check(name, "advice", f"{text}, by memory only: a CPU is too slow for it")
+    return Check(name, "ok", text)
 
 
 def _config_row(start: Start | None) -> Check:
     """Return a row with the config to start with, and the settings if this machine is smaller."""
     if start is None:
         return Check("config", "advice", "no example config fits, with any model that dualtune knows")
-    found = f"configs/{start.config}"
+    text = f"configs/{start.config}"
     if start.need_bytes is not None:
-        found += f", an estimated {in_bytes(start.need_bytes)}"
+        text += f", an estimated {in_bytes(start.need_bytes)}"
     if start.smaller is not None:
-        found += f", too much for this machine: {start.smaller}"
+        text += f", too much for this machine: {start.smaller}"
     get = f"dualtune config {start.config.removesuffix('.yaml')} > config.yaml"
-    return Check("config", "advice" if start.smaller else "ok", found, get)
+    return Check("config", "advice" if start.smaller else "ok", text, get)
 
 
 # --- the sentence ----------------------------------------------------------------------------------------------------
@@ -362,9 +365,9 @@ def _config_row(start: Start | None) -> Check:
 
 def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | None, start: Start | None) -> str:
     """Say what the machine is, and why; what fits; which config to start with; what to fix first."""
-    what = f"{_subject(machine)} is {kind.meaning}"
+    text = f"{_subject(machine)} is {kind.meaning}"
     if kind.level != "fail":
-        what += f", which fit with documents up to {longest:,} tokens"
+        text += f", which fit with documents up to {longest:,} tokens"
     fits = "no known model fits"
     if device_of(machine) == "cpu":
         fits = "small models can be trained with --platform cpu"
@@ -374,7 +377,7 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
     first_step += ", with the settings shown at config" if start and start.smaller else ""
     first = next((row for row in problems(machine) if row.level == "fail"), None)
     fix = f". Before that: {first.found} -> {first.fix}" if first else ""
-    return f"{what}; {fits}. {first_step}{fix}"
+    return f"{text}; {fits}. {first_step}{fix}"
 
 
 def _answer(question: Question) -> str:

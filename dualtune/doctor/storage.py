@@ -27,13 +27,13 @@ def hub_cache() -> Path:
 
 def directory_checks(run_dir: Path) -> list[Check]:
     """Check that the directories for runs, models, tokenized data and temporary files are writable."""
-    wanted = {
+    directories = {
         "run directory": (run_dir, "set run.dir"),
         "hub cache": (hub_cache(), "set HF_HOME"),
         "data cache": (cache_dir(), "set DUALTUNE_CACHE"),
         "temporary files": (Path(tempfile.gettempdir()), "set TMPDIR"),
     }
-    return [_writable(name, path, other) for name, (path, other) in wanted.items()]
+    return [_writable(name, path, other) for name, (path, other) in directories.items()]
 
 
 def _writable(name: str, path: Path, other: str) -> Check:
@@ -99,9 +99,9 @@ def model_checks(config: Config) -> list[Check]:
     if missing:
         listed = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
         model = Check("model", "fail", f"{path} lacks {listed}", _download(name))
-    found = [file for file in TOKENIZERS if (path / file).is_file()]
-    if found:
-        return [model, Check("tokenizer", "ok", found[0])]
+    tokenizers = [file for file in TOKENIZERS if (path / file).is_file()]
+    if tokenizers:
+        return [model, Check("tokenizer", "ok", tokenizers[0])]
     return [model, Check("tokenizer", "fail", f"{path} has none of {', '.join(TOKENIZERS)}", _download(name))]
 
 

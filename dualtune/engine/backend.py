@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
@@ -159,7 +159,7 @@ class EngineDescription:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that are known, as JSON values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -416,7 +416,7 @@ def get_backend(name: str, device: str = "auto") -> Backend:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks that all engines share: a base that loads and can be merged, tensors that fit, the slots of the optimizer.
+# What all engines check alike: states that fit, a base that loads and can be merged, layers below the adapter.
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 
@@ -455,6 +455,26 @@ def merge_base(request: LoadRequest) -> BaseWeights:
     if weights is None:
         raise ConfigError("merge: the base was initialized at random (model.init: random), and is in no file")
     return weights
+
+
+def num_layers_below(layers: Iterable[Iterable[object]], adapted: Iterable[object], head: object) -> int:
+    """Return how many layers, given by their modules, lie below the lowest one with an adapted module.
+
+    There are none if anything but a layer or the output head is adapted.
+    """
+    adapted_ids: Set[int] = {id(module) for module in adapted}
+    in_layers = [{id(module) for module in layer} & adapted_ids for layer in layers]
+    if adapted_ids - {id(head)} - set().union(*in_layers):
+        return 0
+    return next((i for i, ids in enumerate(in_layers) if ids), len(in_layers))
+
+
+def returns_more_than_states(layer: str) -> ConfigError:
+    """Return the error for a model whose layers return more than hidden states. `layer` names their kind."""
+    return ConfigError(
+        f"train.activation_cache: got disk, but the layers of this model ({layer}) return more than their hidden "
+        "states; allowed: none"
+    )
 
 
 @contextmanager

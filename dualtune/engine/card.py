@@ -248,8 +248,8 @@ def backend_names() -> list[str]:
 @cache
 def cards() -> tuple[Card, ...]:
     """Return a card for every registered backend, sorted by name."""
-    given = {point.name: _loaded(point) for point in entry_points(group=CARDS_GROUP)}
-    return tuple(given.get(name) or Card(name) for name in backend_names())
+    by_name = {point.name: _loaded(point) for point in entry_points(group=CARDS_GROUP)}
+    return tuple(by_name.get(name) or Card(name) for name in backend_names())
 
 
 def _loaded(point: EntryPoint) -> Card:
@@ -274,18 +274,18 @@ def automatic_cards() -> list[Card]:
 
 def card_of(name: str) -> Card:
     """Return the card of a backend. ConfigError for an unknown name."""
-    found = next((card for card in cards() if card.name == name), None)
-    if found is None:
+    card = next((card for card in cards() if card.name == name), None)
+    if card is None:
         raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
-    return found
+    return card
 
 
 def driver_of(kind: str) -> Card:
     """Return the card of the backend for a kind of device. ConfigError if none is registered."""
-    found = next((card for card in automatic_cards() if card.device(kind)), None)
-    if found is None:
+    card = next((card for card in automatic_cards() if card.device(kind)), None)
+    if card is None:
         raise ConfigError(f"device: got '{kind}', but no registered backend computes on it")
-    return found
+    return card
 
 
 def platforms() -> list[str]:
@@ -295,11 +295,11 @@ def platforms() -> list[str]:
 
 def launch_on(on: str, platform: str) -> tuple[Card, Launch]:
     """Return what `dualtune launch --on` starts for a value of --platform. ConfigError if no backend supports it."""
-    able = [(card, each) for card in by_preference() for each in card.launches if on in each.on]
-    for card, each in able:
-        if platform in ("auto", *each.platforms):
-            return card, each
-    takes = [f"{' or '.join(each.platforms)}: {each.program} runs {card}" for card, each in able]
+    able = [(card, launch) for card in by_preference() for launch in card.launches if on in launch.on]
+    for card, launch in able:
+        if platform in ("auto", *launch.platforms):
+            return card, launch
+    takes = [f"{' or '.join(launch.platforms)}: {launch.program} runs {card}" for card, launch in able]
     raise ConfigError(f"--platform: got {platform!r}, --on {on} takes {'; '.join(takes) or 'no registered backend'}")
 
 

@@ -150,7 +150,7 @@ NVIDIA_VENDOR = "0x10de"
 def detect() -> Machine:
     """Inspect this machine. Never raises: what cannot be detected is reported as unknown."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = nvidia.query(visible_devices)
+    answer = nvidia.query(visible_devices)
     name, features = linux_cpu()
     memory = psutil.virtual_memory()
     machine = Machine(
@@ -161,15 +161,15 @@ def detect() -> Machine:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
-        gpus=list(found.visible),
-        driver=found.driver,
-        cuda=found.cuda,
-        gpu_problem=found.problem,
+        gpus=list(answer.visible),
+        driver=answer.driver,
+        cuda=answer.cuda,
+        gpu_problem=answer.problem,
         packages=_packages(),
-        hidden_gpus=found.hidden,
-        gpu_fault=found.fault,
-        mig_without_slice=found.mig_without_slice,
-        unreadable_gpus=found.unreadable,
+        hidden_gpus=answer.hidden,
+        gpu_fault=answer.fault,
+        mig_without_slice=answer.mig_without_slice,
+        unreadable_gpus=answer.unreadable,
         visible_devices=visible_devices,
         cpu_features=features,
         torch_cuda=torch_cuda(),
@@ -215,9 +215,11 @@ def is_installed(framework: str) -> bool:
 def _packages() -> dict[str, str]:
     """Return the versions of the relevant packages, also of a framework on the path without metadata."""
     packages = [card.package for card in by_preference()]
-    found = versions_of(dict.fromkeys([*(name for each in packages for name in each.detected), *OTHER_PACKAGES]))
-    frameworks = [each.framework for each in packages if each.framework]
-    return found | {name: "?" for name in frameworks if name not in found and is_installed(name)}
+    versions = versions_of(
+        dict.fromkeys([*(name for package in packages for name in package.detected), *OTHER_PACKAGES])
+    )
+    frameworks = [package.framework for package in packages if package.framework]
+    return versions | {name: "?" for name in frameworks if name not in versions and is_installed(name)}
 
 
 def torch_cuda() -> str | None:

@@ -131,9 +131,9 @@ def limits_or_none(machine: str) -> MachineLimits | None:
 
 def limits_of(machine: str, names: list[str]) -> MachineLimits:
     """Return the limits of a machine, of which there are these. ConfigError lists those with limits."""
-    found = limits_or_none(machine)
-    if found is not None and machine in names:
-        return found
+    limits = limits_or_none(machine)
+    if limits is not None and machine in names:
+        return limits
     known = [name for name in names if limits_or_none(name)]
     near = closest(machine, known)
     hint = f" {did_you_mean(near)}" if near else ""
@@ -264,7 +264,7 @@ def published(machine: Machine) -> MachineLimits | None:
     """Return the published limits of a machine's GPU or chip, by its name; None if they are not known."""
     own = _accelerator(machine)
     same = (name for name, known in MACHINES.items() if own and _accelerator(known) == own)
-    return next((found for name in same if (found := limits_or_none(name))), None)
+    return next((limits for name in same if (limits := limits_or_none(name))), None)
 
 
 def limits_for(name: str) -> MachineLimits:

@@ -84,7 +84,7 @@ def _read(nvml: Any, visible_devices: str | None) -> Nvidia:
 # --- which of them CUDA shows ----------------------------------------------------------------------------------------
 
 
-def choose_visible(cards: Iterable[_Card], wanted: str | None) -> list[Gpu]:
+def choose_visible(cards: Iterable[_Card], visible_devices: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order and by CUDA's rules.
 
     CUDA stops at the first entry that is no GPU and shows nothing if one comes twice; a GPU- or MIG- UUID may be
@@ -93,12 +93,12 @@ def choose_visible(cards: Iterable[_Card], wanted: str | None) -> list[Gpu]:
     is also CUDA's order if CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
     """
     cards = list(cards)
-    if wanted is None:
+    if visible_devices is None:
         return [card.parts[0] for card in cards if card.parts]
-    entries = [entry.strip() for entry in wanted.split(",")]
+    entries = [entry.strip() for entry in visible_devices.split(",")]
     chosen = list(takewhile(lambda gpu: gpu is not None, (_entry(cards, entry) for entry in entries)))
-    found = [gpu for gpu in chosen if gpu is not None]
-    return found if len({gpu.uuid for gpu in found}) == len(found) else []
+    gpus = [gpu for gpu in chosen if gpu is not None]
+    return gpus if len({gpu.uuid for gpu in gpus}) == len(gpus) else []
 
 
 def _entry(cards: list[_Card], entry: str) -> Gpu | None:

@@ -28,14 +28,14 @@ def named(adapter: Adapter, directory: Path) -> Adapter:
     PEFT renames some names of files itself and some not, so that a wrapper's are tried both ways.
     """
     naming = naming_of(directory, modules_of(adapter.tensors))
-    for each in (naming, replace(naming, peft=())) if naming.peft else (naming,):
-        found = replace(adapter, naming=each)
-        if not (notes := peft_notes(found, directory)):
+    for variant in (naming, replace(naming, peft=())) if naming.peft else (naming,):
+        renamed = replace(adapter, naming=variant)
+        if not (notes := peft_notes(renamed, directory)):
             break
     else:
-        found = replace(adapter, naming=naming)
-        notes = peft_notes(found, directory)
-    return replace(found, naming=replace(found.naming, notes=notes))
+        renamed = replace(adapter, naming=naming)
+        notes = peft_notes(renamed, directory)
+    return replace(renamed, naming=replace(renamed.naming, notes=notes))
 
 
 def peft_notes(adapter: Adapter, directory: Path) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
             in_peft, tensors = peft_layout(replace(adapter, spec=replace(adapter.spec, alpha=1.0)))  # an integer
             module, _, function = card.peft_trial.partition(":")
             shapes = {name: x.shape for name, x in tensors.items()}
-            found: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
-            return found
+            problems: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
+            return problems
     return {}
 
 

@@ -106,9 +106,9 @@ def _required(distribution: str, extra: str, system: str) -> list[Requirement]:
     return [one for one in required if one.marker is None or one.marker.evaluate(where)]
 
 
-def at_least(found: str, least: str) -> bool:
+def at_least(installed: str, least: str) -> bool:
     """Return whether a version is at least another: 0.10 is newer than 0.7, and 13.0 than 12.1."""
-    return Version(found) >= Version(least)
+    return Version(installed) >= Version(least)
 
 
 def package_checks(required: list[Requirement], command: str, installed: Mapping[str, str]) -> list[Check]:
@@ -116,17 +116,19 @@ def package_checks(required: list[Requirement], command: str, installed: Mapping
     return [_package_check(one, command, installed.get(one.name)) for one in required]
 
 
-def _package_check(required: Requirement, command: str, found: str | None) -> Check:
+def _package_check(required: Requirement, command: str, installed: str | None) -> Check:
     needed = f"{required.name}{required.specifier}"
-    if found is None:
+    if installed is None:
         return Check(required.name, "fail", f"not installed, {needed} is needed", command)
     try:
-        fits = required.specifier.contains(Version(found), prereleases=True)  # a nightly counts as its version number
+        fits = required.specifier.contains(
+            Version(installed), prereleases=True
+        )  # a nightly counts as its version number
     except InvalidVersion:
         fits = False
     if fits:
-        return Check(required.name, "ok", found)
-    return Check(required.name, "fail", f"got {found}, {needed} is needed", f"pip install --upgrade '{needed}'")
+        return Check(required.name, "ok", installed)
+    return Check(required.name, "fail", f"got {installed}, {needed} is needed", f"pip install --upgrade '{needed}'")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,9 +161,9 @@ def found_on(machine: Machine, table: Sequence[KnownProblem]) -> list[Check]:
     return rows
 
 
-def row_or_problem(fine: Check, name: str, found: Sequence[Check]) -> Check:
+def row_or_problem(fine: Check, name: str, rows: Sequence[Check]) -> Check:
     """Return the row, or the problem `name` and its fix, under the name of the row."""
-    problem = next((row for row in found if row.name == name), None)
+    problem = next((row for row in rows if row.name == name), None)
     return replace(problem, name=fine.name) if problem else fine
 
 
@@ -276,10 +278,10 @@ def _all_hidden(machine: Machine) -> str | None:
 
 
 def _some_ignored(machine: Machine) -> str | None:
-    wanted = (machine.visible_devices or "").split(",")
-    if not machine.gpus or machine.visible_devices is None or len(wanted) == len(machine.gpus):
+    listed = (machine.visible_devices or "").split(",")
+    if not machine.gpus or machine.visible_devices is None or len(listed) == len(machine.gpus):
         return None
-    last = wanted[len(machine.gpus)].strip()
+    last = listed[len(machine.gpus)].strip()
     if last == "-1":
         return None  # the usual way to end the list
     return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is not a GPU here"
@@ -293,8 +295,8 @@ def _old_gpu(machine: Machine) -> str | None:
 
 
 def _deprecated_binding(machine: Machine) -> str | None:
-    found = machine.packages.get("pynvml")
-    return f"the deprecated package pynvml {found} replaces the module of nvidia-ml-py" if found else None
+    installed = machine.packages.get("pynvml")
+    return f"the deprecated package pynvml {installed} replaces the module of nvidia-ml-py" if installed else None
 
 
 def dotted(numbers: tuple[int, ...]) -> str:

@@ -77,10 +77,10 @@ class StepDocuments:
 # What a training step computes, reads and writes, part by part: by formula from the model's shape, and by the card.
 #
 # The products follow from the shape: forward 2 operations for each weight and token, backward as many for the gradient
-# of
-# the input, and of the weight only for what is trained. A product reads its operands and writes its result once. What a
-# backend's kernels do between the products (numbers read and written, elementwise operations, operator calls) stands in
-# its card as `StepCosts`: so many for each of a unit, forward and backward. `units` counts the units of a step.
+# of the input, and of the weight only for what is trained. A product reads its operands and writes its result once.
+# What a backend's kernels do between the products (numbers read and written, elementwise operations, operator calls)
+# stands in its card as `StepCosts`: so many for each of a unit, forward and backward. `units` counts the units of a
+# step.
 #
 # Legend: T tokens of a micro-batch with padding, r rank, c bytes of a number in the compute dtype.
 
@@ -169,11 +169,11 @@ class _Step:
 
     def groups(self) -> dict[str, list[Linear]]:
         """Return the adapted linear layers of one layer, by what they read: one group has one input."""
-        found: dict[str, list[Linear]] = {}
+        by_input: dict[str, list[Linear]] = {}
         for name, linear in self.decoder.linears().items():
             if name in self.on.inside:
-                found.setdefault(linear.reads, []).append(linear)
-        return found
+                by_input.setdefault(linear.reads, []).append(linear)
+        return by_input
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
@@ -282,23 +282,23 @@ def _lora_products(step: _Step) -> Iterator[Piece]:
         out = sum(linear.out for linear in group)
         into = layers * 2 * T * width * ranks  # A, for all of the group at once
         back = layers * 2 * T * out * r  # B, one after another
-        each = layers * c * T
-        yield Piece(LORA, False, into, ranks, bytes=each * (width + ranks))
-        yield Piece(LORA, False, back, r, bytes=each * (2 * out + ranks))  # added to what the base has written
-        yield Piece(LORA, True, back, r, bytes=each * (out + ranks))  # the gradient of u
-        yield Piece(LORA, True, back, r, bytes=each * (out + ranks))  # of B
-        yield Piece(LORA, True, into, ranks, bytes=each * (width + ranks))  # of A
+        layer_bytes = layers * c * T
+        yield Piece(LORA, False, into, ranks, bytes=layer_bytes * (width + ranks))
+        yield Piece(LORA, False, back, r, bytes=layer_bytes * (2 * out + ranks))  # added to what the base has written
+        yield Piece(LORA, True, back, r, bytes=layer_bytes * (out + ranks))  # the gradient of u
+        yield Piece(LORA, True, back, r, bytes=layer_bytes * (out + ranks))  # of B
+        yield Piece(LORA, True, into, ranks, bytes=layer_bytes * (width + ranks))  # of A
         # Of the input: added to that of the base, or a tensor of its own until it has passed dropout.
-        yield Piece(LORA, True, into, ranks, bytes=each * ((1 if step.ask.dropout else 2) * width + ranks))
+        yield Piece(LORA, True, into, ranks, bytes=layer_bytes * ((1 if step.ask.dropout else 2) * width + ranks))
 
 
 def _attention(step: _Step, counts: Counts) -> Iterator[Piece]:
     """2 products forward, 5 backward, which computes the scores again (arXiv 2307.08691, section 4.1)."""
     forward, backward = counts["scores"]
     side = min(step.decoder.head_dim, step.costs.attention_block)
-    each = 2 * step.decoder.head_dim
-    yield Piece(ATTENTION, False, 2 * each * forward, side)
-    yield Piece(ATTENTION, True, 5 * each * backward, side)
+    pair_operations = 2 * step.decoder.head_dim
+    yield Piece(ATTENTION, False, 2 * pair_operations * forward, side)
+    yield Piece(ATTENTION, True, 5 * pair_operations * backward, side)
 
 
 def _head(step: _Step) -> Iterator[Piece]:
@@ -358,7 +358,7 @@ def _by_card(step: _Step, counts: Counts) -> Iterator[Piece]:
             continue
         for is_backward in (False, True):
             launches, numbers, operations = (
-                sum(each[is_backward] * counts[unit][is_backward] for unit, each in table.get(part, {}).items())
+                sum(by_unit[is_backward] * counts[unit][is_backward] for unit, by_unit in table.get(part, {}).items())
                 for table in (costs.launches, costs.numbers, costs.operations)
             )
             if launches or numbers or operations:

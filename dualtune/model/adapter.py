@@ -1,4 +1,8 @@
-"""What an adapter is: its hyperparameters, the names and shapes of its tensors, their initial values, dropout.
+"""What an adapter is: its hyperparameters, the names and shapes of its tensors, and their initial values.
+
+The core, both backends and checkpoints all use PEFT's form: for a linear layer with LoRA, `y = W x + scale · B (A x)`,
+the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and `….lora_B.weight` with shape
+[out, rank], both float32. The method decides which tensors a layer has (`dualtune.model.methods`).
 
 Reading an adapter needs only NumPy, neither torch nor MLX.
 """
@@ -9,14 +13,13 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dualtune.base.errors import ConfigError
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR as ALL_LINEAR
@@ -25,16 +28,6 @@ from dualtune.model.targets import Shapes
 from dualtune.model.targets import is_target as is_target
 from dualtune.model.targets import lacks as lacks
 from dualtune.model.targets import select_modules as select_modules
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What an adapter is: its hyperparameters, the names of its tensors, and their initial values.
-#
-# The core, both backends and checkpoints all use PEFT's form: for a linear layer with LoRA, `y = W x + scale · B (A
-# x)`,
-# the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and `….lora_B.weight` with shape
-# [out, rank], both float32. The method decides which tensors a layer has (`dualtune.model.methods`).
-
-# Also part of this module, in a separate file because it needs no NumPy.
 
 Tensors = dict[str, np.ndarray]
 
@@ -113,9 +106,8 @@ def init_adapter(
 # ----------------------------------------------------------------------------------------------------------------------
 # Module names in a stack of layers: `model.layers.3.self_attn.q_proj` is `self_attn.q_proj` of layer 3.
 #
-# PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, which it looks for in every
-# layer.
-# Both short forms are correct only if the adapter covers the whole stack; full paths are always correct.
+# PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, in every layer. Both short
+# forms are correct only if the adapter covers the whole stack; full paths are always correct.
 
 # The first number in the path is the layer; later numbers are experts.
 _POSITION = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
@@ -162,18 +154,18 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
     """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
-    given, uniform = tuple(targets), uniform_names(modules)
-    if given == (ALL_LINEAR,):
+    names, uniform = tuple(targets), uniform_names(modules)
+    if names == (ALL_LINEAR,):
         return short_targets(modules)
 
     def is_exact(module: str) -> bool:
         position = position_of(module)
-        return module in given or (is_target(module, given) and (position is None or position.name in uniform))
+        return module in names or (is_target(module, names) and (position is None or position.name in uniform))
 
     # A number as a name, such as that of the first layer of an MLP in a list, would also select a whole decoder layer.
-    is_name = not any(target.isdigit() for target in given)
-    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in given)
-    return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
+    is_name = not any(target.isdigit() for target in names)
+    selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in names)
+    return names if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
@@ -191,28 +183,3 @@ def short_targets(modules: Collection[str]) -> tuple[str, ...]:
         for name in names
     }
     return tuple(sorted({short[position.name] if position else module for module, position in positions.items()}))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What all engines know of the layers below the lowest adapter.
-
-KEY = "train.activation_cache"
-
-
-def num_below(layers: Iterable[Iterable[object]], adapted: Iterable[object], head: object) -> int:
-    """Return how many layers, given by their modules, lie below the lowest one with an adapted module.
-
-    There are none if anything but a layer or the output head is adapted.
-    """
-    wanted: Set[int] = {id(module) for module in adapted}
-    has = [{id(module) for module in layer} & wanted for layer in layers]
-    if wanted - {id(head)} - set().union(*has):
-        return 0
-    return next((i for i, inside in enumerate(has) if inside), len(has))
-
-
-def more_than_states(layer: str) -> ConfigError:
-    """Return the error for a model whose layers return more than hidden states. `layer` names their kind."""
-    return ConfigError(
-        f"{KEY}: got disk, but the layers of this model ({layer}) return more than their hidden states; allowed: none"
-    )

@@ -59,9 +59,6 @@ __all__ = [
     "vocabulary_size",
 ]
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Find a base model by its name, and check it completely before anything is loaded.
-
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 # The same weights again under their publisher's names (Mistral, Llama): they would double the download.

@@ -85,7 +85,7 @@ def check_limits(config: Mapping[str, Any], file: Path) -> None:
 
 def _is_shape(value: object) -> bool:
     values = cast("list[object]", value) if isinstance(value, list) else [value]
-    return value is None or (bool(values) and all(type(each) is int and each >= 1 for each in values))
+    return value is None or (bool(values) and all(type(size) is int and size >= 1 for size in values))
 
 
 def _check_limit(key: str, value: object, file: Path) -> None:
@@ -125,21 +125,21 @@ def check_counts(config: Mapping[str, Any], weights: BaseWeights) -> None:
     _check_embedding(file, table, weights)
 
 
-def _check_at_most(file: Path, key: str, value: object, most: int, what: str) -> None:
+def _check_at_most(file: Path, key: str, value: object, most: int, noun: str) -> None:
     for number in cast("list[object]", value) if isinstance(value, list) else [value]:
         if isinstance(number, int) and number > most:
             raise wrong(
-                file, key, number, f"at most {most:,}: the weight files hold no more {what}. Use the config.json and "
+                file, key, number, f"at most {most:,}: the weight files hold no more {noun}. Use the config.json and "
                 "the weights of the same model"
             )  # fmt: skip
 
 
 def _check_embedding(file: Path, table: Mapping[str, Any], weights: BaseWeights) -> None:
     """Compare the sizes of a config with a plain embedding, if there is one and only one."""
-    found = [tensor for name, tensor in weights.tensors.items() if EMBEDDING.fullmatch(name)]
-    if len(found) != 1 or len(found[0].shape) != 2 or found[0].dtype not in ("F32", "F16", "BF16"):
+    tables = [tensor for name, tensor in weights.tensors.items() if EMBEDDING.fullmatch(name)]
+    if len(tables) != 1 or len(tables[0].shape) != 2 or tables[0].dtype not in ("F32", "F16", "BF16"):
         return
-    rows, columns = found[0].shape
+    rows, columns = tables[0].shape
     _check_at_most(file, "vocab_size", table.get("vocab_size"), rows, "rows of the embedding")
     has_own_width = any(re.fullmatch(r"\w*embed\w*_(size|dim)", key) and value for key, value in table.items())
     for key in ("hidden_size", "n_embd"):
@@ -222,15 +222,15 @@ def ignored_code(config: Mapping[str, Any]) -> str | None:
 def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of the position table, as in GPT-2; None if positions are computed and therefore unlimited."""
     key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
-    found = config.get(key)
-    return found if isinstance(found, int) else None
+    size = config.get(key)
+    return size if isinstance(size, int) else None
 
 
 def longest_text(config: Mapping[str, Any]) -> int | None:
     """Return the tokens of the longest text that the model was trained on; None if its config does not state it."""
     text = decoder_table(config)
-    found = text.get("max_position_embeddings")
-    return position_table_size(text) or (found if type(found) is int and found > 1 else None)
+    positions = text.get("max_position_embeddings")
+    return position_table_size(text) or (positions if type(positions) is int and positions > 1 else None)
 
 
 def _names(value: object) -> list[object]:

@@ -43,8 +43,8 @@ def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list
         if (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)) and tensor.dtype in _NUMPY and len(tensor.shape) == 2
     }
     reserved = {*reserved} - {token}
-    found = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
-    return [UntrainedRow(name, why) for name, why in found.items() if why]
+    reasons = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
+    return [UntrainedRow(name, why) for name, why in reasons.items() if why]
 
 
 def own_head(tensors: Mapping[str, StoredTensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The report of `dualtune inspect`: the contents of an adapter directory, and its problems."""
+"""What `dualtune inspect` reports of an adapter directory, and `dualtune adapter diff` of two."""
 
 from __future__ import annotations
 
@@ -82,24 +82,31 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
         _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
     ]
     extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
-    modules = [_with_extras(found, *(extras_of(found.module, tensors) for tensors in extras)) for found in modules]
+    modules = [
+        _with_extras(difference, *(extras_of(difference.module, tensors) for tensors in extras))
+        for difference in modules
+    ]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
         only_in_a=tuple(sorted(pairs.keys() - others.keys())),
         only_in_b=tuple(sorted(others.keys() - pairs.keys())),
         of_other_shape=reshaped,
-        modules=tuple(sorted(modules, key=lambda found: (-found.relative_difference, found.module))),
+        modules=tuple(sorted(modules, key=lambda difference: (-difference.relative_difference, difference.module))),
     )
 
 
-def render_difference(found: AdapterDifference) -> str:
+def render_difference(difference: AdapterDifference) -> str:
     """Format the difference as plain text, the largest parts first."""
-    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.settings.items()]
-    apart = {"only in A": found.only_in_a, "only in B": found.only_in_b, "different shape": found.of_other_shape}
+    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in difference.settings.items()]
+    apart = {
+        "only in A": difference.only_in_a,
+        "only in B": difference.only_in_b,
+        "different shape": difference.of_other_shape,
+    }
     for title, names in apart.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
-    differing = [m for m in found.modules if m.relative_difference > SAME_FUNCTION]
+    differing = [m for m in difference.modules if m.relative_difference > SAME_FUNCTION]
     if differing:
         rows = [("module", "difference", "‖ΔW‖ of A", "‖ΔW‖ of B", "cosine")]
         rows += [
@@ -108,11 +115,11 @@ def render_difference(found: AdapterDifference) -> str:
         ]
         lines += ["", in_columns(rows)]
         lines += [f"and {len(differing) - MAX_ROWS} more modules"] * (len(differing) > MAX_ROWS)
-    largest = max((m.relative_difference for m in found.modules), default=0.0)
+    num_shared, largest = len(difference.modules), max((m.relative_difference for m in difference.modules), default=0.0)
     verdict = (
         f"same function: no update differs by more than {SAME_FUNCTION:g} of its norm (largest {largest:.1e})"
-        if found.is_same_function
-        else f"different: {len(differing)} of {len(found.modules)} shared modules (largest difference {largest:.1e})"
+        if difference.is_same_function
+        else f"different: {len(differing)} of {num_shared} shared modules (largest difference {largest:.1e})"
     )
     return "\n".join([*lines, verdict])
 
@@ -140,10 +147,10 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
 
 
-def _with_extras(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
+def _with_extras(difference: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
     """Include the parameters that the method trains in addition to A and B, if they differ more."""
-    distance = max(found.relative_difference, extras_distance(ours, theirs))
-    return replace(found, relative_difference=distance)
+    distance = max(difference.relative_difference, extras_distance(ours, theirs))
+    return replace(difference, relative_difference=distance)
 
 
 def _inner(ours: Pair, theirs: Pair) -> float:
@@ -157,6 +164,8 @@ def _shown(cosine: float | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The contents of one directory, and its problems.
+
 MLX_DEFAULT_SCALE = 20.0
 
 

@@ -35,11 +35,11 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
     ConfigError if an adapted matrix is not stored in floating point.
     """
     adapted = _by_tensor(base, places)
-    wanted = PRECISIONS[dtype]
-    kept = wanted == precision(base)
+    precision_name = PRECISIONS[dtype]
+    keeps = precision_name == precision(base)
     forms = {
-        name: StoredForm(each.dtype if kept or each.dtype not in _NUMPY else wanted, each.shape)
-        for name, each in base.tensors.items()
+        name: StoredForm(tensor.dtype if keeps or tensor.dtype not in _NUMPY else precision_name, tensor.shape)
+        for name, tensor in base.tensors.items()
     }
 
     def content(name: str) -> memoryview:
@@ -53,7 +53,7 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
         return bytes_of(_rounded(values, form.dtype))
 
     copy_without_weights(base.directory, out)
-    _write_config(base, out, None if kept else dtype)
+    _write_config(base, out, None if keeps else dtype)
     _write_files(base, out, forms, content)
 
 
@@ -61,7 +61,7 @@ def _write_files(
     base: BaseWeights, out: Path, forms: Mapping[str, StoredForm], content: Callable[[str], memoryview]
 ) -> None:
     """Write the files of the base; or where one would be larger than the hub takes, shards of our own."""
-    files = {file: [name for name, each in base.tensors.items() if each.file == file] for file in base.files}
+    files = {file: [name for name, tensor in base.tensors.items() if tensor.file == file] for file in base.files}
     if max(sum(forms[name].num_bytes for name in names) for names in files.values()) > tensors.SHARD_BYTES:
         tensors.write_model_weights(out, forms, content)
         return
@@ -74,9 +74,9 @@ def _write_files(
 def precision(base: BaseWeights) -> str | None:
     """Return the dtype in which most numbers of a model are stored, None if it has no floating-point tensors."""
     sizes: Counter[str] = Counter()
-    for each in base.tensors.values():
-        if each.dtype in _NUMPY:
-            sizes[each.dtype] += each.num_bytes // SIZES[each.dtype]
+    for tensor in base.tensors.values():
+        if tensor.dtype in _NUMPY:
+            sizes[tensor.dtype] += tensor.num_bytes // SIZES[tensor.dtype]
     return sizes.most_common(1)[0][0] if sizes else None
 
 
@@ -86,9 +86,9 @@ def _by_tensor(base: BaseWeights, places: Mapping[str, FilePlace]) -> dict[str, 
     for module, place in places.items():
         stored = base.tensors.get(place.tensor)
         if stored is None or stored.dtype not in _NUMPY:
-            found = "is not there" if stored is None else f"is stored as {stored.dtype}"
+            problem = "is not there" if stored is None else f"is stored as {stored.dtype}"
             raise ConfigError(
-                f"merge: {base.directory}: {place.tensor} {found}, so the adapter of {module} cannot be added to it. "
+                f"merge: {base.directory}: {place.tensor} {problem}, so the adapter of {module} cannot be added to it. "
                 "Give the plain model as --base"
             )
         adapted[place.tensor].append(module)

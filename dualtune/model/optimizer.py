@@ -4,7 +4,7 @@ Each formula is here once, as a plain function of one tensor. A backend has a fa
 and the conformance suite compares it with the one here.
 
 The weights w that an optimizer trains need not be those that a run evaluates and writes. What the latter, its RESULT,
-are is part of the entry, and `averaging.py` adds an average to any entry (decision 0027).
+are is part of the entry, and `Averaging` adds an average to any entry (decision 0027).
 
 Legend: w weights, g their gradient after clipping, slots the state in w's shape; all arrays have one shape.
 """
@@ -132,7 +132,7 @@ def schedule_free(
 def newest_share(step: float, warmup_steps: float) -> float:
     """Return c, the weight of the newest z in x: its squared relative rate, divided by the sum of all of them so far.
 
-    Update i has the relative rate min(1, i / (warmup_steps + 1)), as in `train/schedule.py`; squares are the paper's.
+    Update i has the relative rate min(1, i / (warmup_steps + 1)), as in `train/objective.py`; squares are the paper's.
     The sum in closed form makes c a function of the number of updates, so there is nothing to save.
     """
     end, m = warmup_steps + 1, min(step, warmup_steps)
@@ -215,8 +215,8 @@ class OptimizerSpec:
     def result(self, w: np.ndarray, slots: Slots) -> np.ndarray:
         """Return the result's weights of one tensor, in the precision of the arguments."""
         rule = self.entry.result
-        found = w if rule is None else rule(w, slots, settings=self.settings)
-        return found if self.average is None else found + slots[OFFSET]
+        weights = w if rule is None else rule(w, slots, settings=self.settings)
+        return weights if self.average is None else weights + slots[OFFSET]
 
 
 def rule_of(optimizer: OptimizerName, schedule: str) -> RuleName:
@@ -233,8 +233,7 @@ def slots_of(rule: RuleName, *, averages: bool) -> tuple[str, ...]:
 # Averages of the weights of a run, on top of any optimizer.
 #
 # The average is kept as its offset from the weights, a slot that is zero before the first update: an engine adds one
-# line
-# to its update, and training itself is bitwise what it is without.
+# line to its update, and training itself is bitwise what it is without.
 
 OFFSET = "offset"  # the slot: average − weights
 

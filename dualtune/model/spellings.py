@@ -24,9 +24,9 @@ MAMBA_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def translate(config: Keys) -> dict[str, Any]:
     """Return the keys that this model needs beside its own: those of any family, and those of this one."""
-    found = _head_size(config) | _pattern(config)
+    general = _head_size(config) | _pattern(config)
     make = TRANSLATIONS.get(config.get("model_type", ""))
-    return found | (make(dict(config) | found) if make else {})
+    return general | (make(dict(config) | general) if make else {})
 
 
 def _head_size(config: Keys) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def _gemma4(config: Keys) -> dict[str, Any]:
     """The heads of layers with full attention are larger: transformers 5 lists these layers one by one."""
     changed: Mapping[str, Keys] = config.get("per_layer_config") or {}
     special = [keys["head_dim"] for keys in changed.values() if "head_dim" in keys]
-    found: dict[str, Any] = {"global_head_dim": special[0]} if special else {}
+    heads: dict[str, Any] = {"global_head_dim": special[0]} if special else {}
     per_layer = {"hidden_size_per_layer_input": 0} if config["model_type"] == "gemma4_unified_text" else {}
-    return {name: value for name, value in (found | per_layer).items() if config.get(name) is None}
+    return {name: value for name, value in (heads | per_layer).items() if config.get(name) is None}
 
 
 def _yarn_of_one(config: Keys) -> dict[str, Any]:
@@ -180,6 +180,8 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The config completed.
+
 # What transformers' configs hold beside what describes the model.
 UNRELATED = {
     "transformers_version", "dtype", "torch_dtype", "architectures", "id2label", "label2id", "_name_or_path",
@@ -195,7 +197,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         return full
     result = copy.deepcopy(dict(config))
     for part in ("text_config", None):
-        old, new = (each.get(part) or {} if part else each for each in (result, full))
+        old, new = (table.get(part) or {} if part else table for table in (result, full))
         for key in [key for key in new if key != "text_config" and (key not in old or old[key] != new[key])]:
             before = dict(old)
             old[key] = new[key]
@@ -208,15 +210,15 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values(config: Mapping[str, Any]) -> Any:
     """Return all values that transformers reads from a config.json, None if it does not know the model."""
-    found = _of_transformers(config)
-    return None if found is None else found.to_dict()
+    config_of_transformers = _of_transformers(config)
+    return None if config_of_transformers is None else config_of_transformers.to_dict()
 
 
-def _agrees(found: Any, expected: Any) -> bool:
+def _agrees(actual: Any, expected: Any) -> bool:
     """Return whether all that is expected was found, whatever else was."""
-    if not (isinstance(expected, dict) and isinstance(found, dict)):
-        return found == expected
-    all_found, needed = cast("dict[str, Any]", found), cast("dict[str, Any]", expected)
+    if not (isinstance(expected, dict) and isinstance(actual, dict)):
+        return actual == expected
+    all_found, needed = cast("dict[str, Any]", actual), cast("dict[str, Any]", expected)
     return all(key in all_found and _agrees(all_found[key], value) for key, value in needed.items())
 
 
@@ -252,7 +254,7 @@ def _of_transformers(config: Mapping[str, Any]) -> Any:
 
 def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
     """Return the values of transformers' config that are not null and that the file has not, by all their names."""
-    found: dict[str, Any] = {}
+    lacking: dict[str, Any] = {}
     if theirs is not None:
         values = {name: value for name, value in theirs.to_dict().items() if name not in UNRELATED}
         aliases = cast("dict[str, str]", theirs.attribute_map)
@@ -262,8 +264,8 @@ def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
         }  # a property that follows from others
         if "sliding_window_pattern" in config:
             values.pop("layer_types", None)  # which transformers computes from a pattern of its own
-        found = {name: value for name, value in values.items() if value is not None and config.get(name) is None}
-    return found | _rotary(dict(config) | found)
+        lacking = {name: value for name, value in values.items() if value is not None and config.get(name) is None}
+    return lacking | _rotary(dict(config) | lacking)
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,18 +273,18 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = _table(config, "rope_parameters")
     if rope is None:
         return {}
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     sliding = _table(rope, "sliding_attention")
     if sliding is not None and "rope_theta" in sliding:  # one rotary embedding for each kind of layer
-        found |= {"rope_local_base_freq": sliding["rope_theta"], "swa_rope_theta": sliding["rope_theta"]}
+        keys |= {"rope_local_base_freq": sliding["rope_theta"], "swa_rope_theta": sliding["rope_theta"]}
     if "full_attention" in rope:
         rope = _table(rope, "full_attention")
     if rope is None:
-        return found
-    found |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        return keys
+    keys |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     scaled = rope.get("rope_type", "default") != "default"
-    found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
-    return {name: value for name, value in found.items() if config.get(name) is None}
+    keys["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
+    return {name: value for name, value in keys.items() if config.get(name) is None}
 
 
 def _table(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:
@@ -297,5 +299,5 @@ def _decoded(value: Any) -> Any:
         table = cast("dict[str, Any]", value)
         if table.keys() == {"__float__"}:
             return {"Infinity": math.inf, "-Infinity": -math.inf}.get(table["__float__"], math.nan)
-        return {key: _decoded(each) for key, each in table.items()}
-    return [_decoded(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
+        return {key: _decoded(item) for key, item in table.items()}
+    return [_decoded(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value

@@ -55,19 +55,19 @@ def matched(modules: Iterable[str], known: Collection[str]) -> dict[str, str]:
     for name in known:
         if is_text(name):
             bare[bare_name(name)].append(name)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for module in modules:
         matches = [module] if module in known else bare.get(bare_name(module), [])
-        found[module] = matches[0] if len(matches) == 1 else module
-    return found
+        names[module] = matches[0] if len(matches) == 1 else module
+    return names
 
 
 def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
     """Return which of the default targets a model lacks, if these are the targets: then all-linear replaces them."""
-    modules, wanted = list(available), tuple(targets)
-    if {*wanted} != {*DEFAULT_TARGETS}:
+    modules, asked = list(available), tuple(targets)
+    if {*asked} != {*DEFAULT_TARGETS}:
         return []
-    return [target for target in wanted if not any(_selects(target, module) for module in modules)]
+    return [target for target in asked if not any(_selects(target, module) for module in modules)]
 
 
 def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -78,13 +78,13 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
     where a model lacks one of them.
     ConfigError, with the names in the model, if a target selects nothing.
     """
-    wanted = tuple(targets)
-    if lacks(available, wanted):
-        wanted = (ALL_LINEAR,)
+    asked = tuple(targets)
+    if lacks(available, asked):
+        asked = (ALL_LINEAR,)
     selected: dict[str, tuple[int, int]] = {}
-    for target in wanted:
-        found = [module for module in available if _selects(target, module)]
-        if not found:
+    for target in asked:
+        matches = [module for module in available if _selects(target, module)]
+        if not matches:
             names = sorted({module.split(".")[-1] for module in available})
             if target == ALL_LINEAR:
                 raise ConfigError(
@@ -96,7 +96,7 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
                 f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names) or 'none'}. "
                 f"Use --set adapter.targets={ALL_LINEAR}, or names: --set 'adapter.targets=[{', '.join(names[:2])}]'"
             )
-        selected |= {module: available[module] for module in found}
+        selected |= {module: available[module] for module in matches}
     return dict(sorted(selected.items()))
 
 

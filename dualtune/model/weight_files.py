@@ -60,13 +60,13 @@ def weights_in(directory: Path) -> BaseWeights:
     listed = _chosen(directory)
     tensors: dict[str, StoredTensor] = {}
     for file, names in listed.items():
-        found = _tensors(directory, file.name)
+        of_file = _tensors(directory, file.name)
         if names is not None:
-            check_shard(file, set(found), names, directory / INDEX)
-        if twice := sorted(found.keys() & tensors.keys()):
+            check_shard(file, set(of_file), names, directory / INDEX)
+        if twice := sorted(of_file.keys() & tensors.keys()):
             other = tensors[twice[0]].file.name
             raise FormatError(f"{file}: the tensor {shown(repr(twice[0]))} is in {other} too. {REMEDY}")
-        tensors |= found
+        tensors |= of_file
     return BaseWeights(directory, tuple(listed), tensors)
 
 
@@ -103,12 +103,12 @@ def _numbered(directory: Path) -> list[Path]:
 
 
 def _no_weights(directory: Path) -> EnvironmentFault:
-    found = sorted(path.name for path in directory.iterdir())
-    unsafe = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
+    names = sorted(path.name for path in directory.iterdir())
+    unsafe = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     hint = f" It has {', '.join(unsafe[:3])}: convert to safetensors, other formats are not loaded." if unsafe else ""
-    if files := [name for name in found if is_gguf(name)]:
+    if files := [name for name in names if is_gguf(name)]:
         hint = f" To train on a GGUF file, name the file: model.name: {directory / files[0]}."
-    holds = f"{', '.join(found[:20])}{', …' if len(found) > 20 else ''}" if found else "nothing"
+    holds = f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}" if names else "nothing"
     return EnvironmentFault(
         f"model.name: {directory} has no weights ({SINGLE}, or {INDEX} and the files it names); it holds: "
         f"{holds}.{hint}"
@@ -139,9 +139,9 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def check_shard(shard: Path, found: set[str], listed: set[str], index: Path) -> None:
+def check_shard(shard: Path, stored: set[str], listed: set[str], index: Path) -> None:
     """Raise FormatError unless the shard has exactly the tensors that the index lists for it."""
-    if other := sorted(found ^ listed):
+    if other := sorted(stored ^ listed):
         fault = "is listed there, but not in the file" if other[0] in listed else "is in the file, but not listed there"
         raise FormatError(
             f"{shard}: does not match {index.name} in {len(other)} tensor{'s' * (len(other) > 1)}: "

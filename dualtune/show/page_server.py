@@ -111,7 +111,7 @@ class LimitedServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a connection that breaks is no news."""
+        """Do nothing: a connection that breaks is not worth a message."""
 
 
 def _shut(connection: socket.socket) -> None:
@@ -122,7 +122,7 @@ def _shut(connection: socket.socket) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 REFRESH_S = 10
-REST = 4.0  # a page is made again after so many times the seconds that it took: a long run's takes some
+REST = 4.0  # a page is remade after this many times the seconds that it took: a long run's takes some
 
 
 class PageServer(LimitedServer):

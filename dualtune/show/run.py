@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dualtune.base.files import write_file
 from dualtune.config import Config, load_config
-from dualtune.engine.choose import choose, deferred
+from dualtune.engine.choose import choose
+from dualtune.engine.deferred import deferred
 from dualtune.show.report.run_page import run_page
 from dualtune.show.summary import summary
 from dualtune.show.trackers.tracker import TrackerProcesses, check_installed

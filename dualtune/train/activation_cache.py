@@ -1,8 +1,4 @@
-"""Test whether a loaded model computes the same with hidden states from the cache, by running it on a few documents.
-
-Layers can exchange more than their hidden states: keys and values that upper layers share, inputs that each layer gets
-from the embedding. What of it a model does cannot be seen from outside, but its loss shows it.
-"""
+"""Hidden states of the documents below the lowest adapter: computed once, stored in a file, and tried on the model."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ from dualtune.engine.backend import NOISE, Backend, Batch, Engine
 from dualtune.engine.card import card_of
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import adapted
-from dualtune.model.adapter import KEY
 from dualtune.train.team import Team
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,9 +35,8 @@ from dualtune.train.team import Team
 #
 # `hidden.bin` holds the numbers of each document, [T, D], in the dtype in which they were computed. `crc32.bin` has the
 # checksum of each document. Both are read on demand, not mapped, like tokens (decision 0011). A store is written whole
-# or
-# not at all; a damaged one is made again, or is an error once the run uses it. Creating one removes those that have not
-# been used for thirty days.
+# or not at all; a damaged one is made again, or is an error once the run uses it. Creating one removes those that have
+# not been used for thirty days.
 
 STATES, CHECKSUMS, TABLE = "hidden.bin", "crc32.bin", "store.json"
 
@@ -122,13 +116,13 @@ def write_store(directory: Path, shape: StatesShape, computed: Computed) -> Stor
             forget_unused(directory.parent)
             _write(temporary, shape, computed)
     except DiskError as error:
-        if (found := read_store(directory, shape)) is not None:  # another process was faster
-            return found
+        if (store := read_store(directory, shape)) is not None:  # another process was faster
+            return store
         raise DiskError(f"{error} Set DUALTUNE_CACHE to a directory on another disk, or {KEY}=none") from error
-    found = read_store(directory, shape)
-    if found is None:
+    store = read_store(directory, shape)
+    if store is None:
         raise DiskError(f"{directory}: the hidden states were written, but are not there. Set {KEY}=none")
-    return found
+    return store
 
 
 def _write(directory: Path, shape: StatesShape, computed: Computed) -> None:
@@ -226,7 +220,13 @@ def _engine_key(engine: Engine, backend: Backend, base: Mapping[str, Any]) -> di
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-DOCUMENTS, LONGEST = 3, 16  # what is tried: so many documents, cut to so many tokens
+# Whether a loaded model computes the same with hidden states from the cache: run it on a few documents.
+#
+# Layers can exchange more than their hidden states: keys and values that upper layers share, inputs that each layer
+# gets from the embedding. What of it a model does cannot be seen from outside, but its loss shows it.
+
+DOCUMENTS, LONGEST = 3, 16  # documents that are tried, and the tokens they are cut to
+KEY = "train.activation_cache"
 BY_PATH = "Name modules of upper layers by their paths, as in adapter.targets: [layers.10.self_attn.q_proj, …]"
 
 
@@ -253,7 +253,7 @@ def check_engine(engine: Engine) -> None:
     """Raise ConfigError if the base is split, so that every layer needs all processes."""
     if engine.description.sharding == "full":
         raise ConfigError(
-            f"{KEY}: got disk, but the base is split among the processes ({engine.description.sharding_reason}); "
+            f"{KEY}: got disk, but the base is sharded among the processes ({engine.description.sharding_reason}); "
             f"set memory.sharding=none, or {KEY}=none"
         )
 
@@ -274,13 +274,13 @@ def try_on(engine: Engine, backend: Backend, documents: Documents, *, packs: boo
         if states_BTD.shape[:-1] != batch.tokens_BT.shape:
             raise _refusal(engine, f"has hidden states {[*states_BTD.shape]} for tokens {[*batch.tokens_BT.shape]}")
         few.hidden = [states_TD[:length] for states_TD, length in zip(states_BTD, few.lengths, strict=True)]
-        found = _loss(engine, make_batch(few, rows, seed=0, step=0))
+        loss = _loss(engine, make_batch(few, rows, seed=0, step=0))
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
         if backend.is_out_of_memory(error):
             raise
         raise _refusal(engine, f"fails with them ({type(error).__name__}: {error})".replace("\n", " ")) from error
-    if not abs(found - expected) <= NOISE[engine.description.dtype]:  # also true for NaN
-        raise _refusal(engine, f"computes another loss with them ({found:.6g}, without {expected:.6g})")
+    if not abs(loss - expected) <= NOISE[engine.description.dtype]:  # also true for NaN
+        raise _refusal(engine, f"computes another loss with them ({loss:.6g}, without {expected:.6g})")
     return states_BTD
 
 

@@ -271,8 +271,8 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
         logits_V, alone_V = single_V.astype(np.float64), engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
         top = np.argsort(-alone_V)[:TOP_K]
         shifted_V = logits_V - logits_V.max()
-        found = shifted_V[top] - np.log(np.exp(shifted_V).sum())
-        gap = float(np.abs(found - alone_V[top]).mean())
+        together_V = shifted_V[top] - np.log(np.exp(shifted_V).sum())
+        gap = float(np.abs(together_V - alone_V[top]).mean())
         if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
             raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
     _checked.add(engine)

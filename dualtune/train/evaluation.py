@@ -69,16 +69,16 @@ def by_document(
     """
     while True:
         groups = plan(documents.lengths, range(len(documents)), SequenceLayout(recovery.layout.max_tokens))
-        found: list[np.ndarray] = []
+        results: list[np.ndarray] = []
 
-        def work(batch: Batch, found: list[np.ndarray] = found, total: int = len(groups)) -> None:
-            found.append(measure(batch))
-            show(len(found), total)
+        def work(batch: Batch, results: list[np.ndarray] = results, total: int = len(groups)) -> None:
+            results.append(measure(batch))
+            show(len(results), total)
 
         if recovery.attempt(0, (make_batch(documents, rows, seed=0, step=0) for rows in groups), work):
             break
     order = [document for rows in groups for (document,) in rows]
-    return np.concatenate(found)[np.argsort(order)] if found else np.zeros(0)
+    return np.concatenate(results)[np.argsort(order)] if results else np.zeros(0)
 
 
 def losses(engine: Engine) -> Measure:
@@ -105,6 +105,9 @@ def greedy(engine: Engine) -> Measure:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The evaluation of a run: the loss over held-out documents, and answers that are exactly right.
+
+
 def layout_of(config: Config) -> SequenceLayout:
     """Return the sequence layout of a config."""
     longest = config.data.max_length
@@ -128,9 +131,9 @@ def evaluate(
     """
     team = team or Team()
     recovery = layout if isinstance(layout, Recovery) else Recovery(None, engine, layout, team=team)
-    while (found := _sums(engine, documents, recovery, step, show, team)) is None:
+    while (sums := _sums(engine, documents, recovery, step, show, team)) is None:
         pass
-    loss_sum, weight, num_targets = team.total(*found)
+    loss_sum, weight, num_targets = team.total(*sums)
     return EvalRecord(step=step, eval_loss=loss_sum / weight, eval_targets=int(num_targets))
 
 
@@ -179,9 +182,9 @@ def exact_answers(
     documents = tokenize(examples, model.tokenizer, "last", max_length)
     is_exact = by_document(documents, recovery, greedy(model.engine), show)
     whole = ~documents.is_cut()
-    found = np.zeros(len(examples), bool)
-    found[documents.rows()[whole]] = is_exact[whole]
-    return found
+    is_right = np.zeros(len(examples), bool)
+    is_right[documents.rows()[whole]] = is_exact[whole]
+    return is_right
 
 
 def losses_of_examples(
@@ -193,7 +196,7 @@ def losses_of_examples(
     The documents are those of the examples; one that was dropped gives no document, and 0 for both.
     """
     place = {example.where: i for i, example in enumerate(examples)}
-    found = np.zeros((len(examples), 2))
+    sums = np.zeros((len(examples), 2))
     by_row = by_document(documents, recovery, losses(engine), show)
-    np.add.at(found, [place[documents[i].where] for i in range(len(documents))], by_row)
-    return found
+    np.add.at(sums, [place[documents[i].where] for i in range(len(documents))], by_row)
+    return sums

@@ -45,9 +45,12 @@ Top = list[tuple[int, float]]
 def fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
     """Return an entry for each fixed prompt. NonFiniteError if the model computes NaN."""
     texts = [tokenizer.encode(prompt, special=True) for prompt in PROMPTS]
-    found = logprobs_of(engine, texts, [1 + EARLIER] * len(texts))
+    outputs = logprobs_of(engine, texts, [1 + EARLIER] * len(texts))
     dtype = engine.description.dtype
-    return [_entry(prompt, ids, dtype, each) for prompt, ids, each in zip(PROMPTS, texts, found, strict=True)]
+    return [
+        _entry(prompt, ids, dtype, logprobs_PV)
+        for prompt, ids, logprobs_PV in zip(PROMPTS, texts, outputs, strict=True)
+    ]
 
 
 def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
@@ -81,7 +84,7 @@ Text = Sequence[int] | np.ndarray  # token ids [T]
 
 def logprobs_of(engine: Engine, texts: Sequence[Text], num_last: Sequence[int]) -> list[np.ndarray]:
     """Return the engine's log p [P, V] after the last P tokens of each text, of which P is given."""
-    found = [np.zeros(0)] * len(texts)
+    outputs = [np.zeros(0)] * len(texts)
     waiting = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     while waiting:
         count = max(1, MOST_TOKENS // len(texts[waiting[0]]))
@@ -92,8 +95,8 @@ def logprobs_of(engine: Engine, texts: Sequence[Text], num_last: Sequence[int]) 
             last_PV = logprobs_TV[max(0, end - num_last[i]) : end]
             if len(rows) > 1 and engine.description.dtype == "float32" and _has_ties(last_PV):
                 last_PV = engine.logprobs(plain_batch(texts[i]))[0, -num_last[i] :]
-            found[i] = last_PV.copy()  # of a batch that is far larger
-    return found
+            outputs[i] = last_PV.copy()  # of a batch that is far larger
+    return outputs
 
 
 def _has_ties(logprobs_PV: np.ndarray) -> bool:
@@ -139,10 +142,10 @@ def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
     return logprobs_of(engine, [entry["tokens"] for entry in entries], [len(recorded_tops(entry)) for entry in entries])
 
 
-def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:
+def gap(entries: Sequence[Entry], outputs: Sequence[np.ndarray]) -> Gap:
     """Return the gap between recorded and recomputed values. A value that is not finite counts as infinite."""
     same, kls, gaps = list[bool](), list[float](), list[float]()
-    for entry, logprobs_PV in zip(entries, found, strict=True):
+    for entry, logprobs_PV in zip(entries, outputs, strict=True):
         for top, logprobs_V in zip(recorded_tops(entry), logprobs_PV, strict=True):
             p_K = np.array([p for _, p in top])
             q_K = logprobs_V[[i for i, _ in top]].astype(np.float64)
@@ -177,11 +180,11 @@ class Effect:
 
 
 def effect(
-    base: Sequence[Entry], adapter: Sequence[Entry], base_found: Sequence[np.ndarray], found: Sequence[np.ndarray]
+    base: Sequence[Entry], adapter: Sequence[Entry], base_outputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
 ) -> Effect | None:
     """Return the effect over the tokens recorded for both. None if there are none, or if no effect is visible."""
     before, here = list[float](), list[float]()
-    for base_entry, entry, base_PV, logprobs_PV in zip(base, adapter, base_found, found, strict=True):
+    for base_entry, entry, base_PV, logprobs_PV in zip(base, adapter, base_outputs, outputs, strict=True):
         tops = zip(recorded_tops(base_entry), recorded_tops(entry), base_PV, logprobs_PV, strict=True)
         for base_top, top, base_V, logprobs_V in tops:
             known = dict(base_top)

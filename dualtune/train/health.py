@@ -46,7 +46,7 @@ class Score:
         after = {step: loss for step, loss in evals.items() if step > 0}
         if after:
             finite = {step: loss for step, loss in after.items() if math.isfinite(loss)}
-            chosen = min(finite, key=lambda each: finite[each]) if best and finite else max(after)
+            chosen = min(finite, key=finite.__getitem__) if best and finite else max(after)
             return cls(finite.get(chosen), chosen, is_held_out=True)
         loss = end_loss(losses)
         return cls(loss if loss is not None and math.isfinite(loss) else None, step if losses else 0)
@@ -164,8 +164,8 @@ class _Evals:
     def before(self, share: float) -> float | None:
         """Return the evaluation nearest to a share of the steps, or None if none is near."""
         last = self.steps[-1]
-        found = [(abs(step / last - share), x) for step, x in zip(self.steps[1:-1], self.losses[1:-1], strict=True)]
-        distance, loss = min(found, default=(1.0, math.nan))
+        distances = [(abs(step / last - share), x) for step, x in zip(self.steps[1:-1], self.losses[1:-1], strict=True)]
+        distance, loss = min(distances, default=(1.0, math.nan))
         return loss if distance < 0.25 else None
 
 
@@ -247,6 +247,6 @@ def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:
 
 def _both(train: _Train, evals: _Evals) -> str:
     """Return both curves in numbers. The training loss is not that of the last step, so it says what it is."""
-    what = f"medians of {train.size} steps" if train.size > 1 else "of the first and the last step"
-    text = f"training loss {train.start:.4f} -> {train.end:.4f} ({what})"
+    basis = f"medians of {train.size} steps" if train.size > 1 else "of the first and the last step"
+    text = f"training loss {train.start:.4f} -> {train.end:.4f} ({basis})"
     return f"{text}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else text

@@ -268,11 +268,11 @@ def chooser(
             return None
         produced += 1
         logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
-        allowed = [each[0] for each in begins] if all(begins) else []  # one of the texts is whole: all is free
+        allowed = [text_ids[0] for text_ids in begins] if all(begins) else []  # one of the texts is whole: all is free
         if allowed:
             logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
         token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
-        begins = [each[1:] for each in begins if each[0] == token] if allowed else ()
+        begins = [text_ids[1:] for text_ids in begins if text_ids[0] == token] if allowed else ()
         counts[token] += 1
         return None if token in stop_ids else token
 

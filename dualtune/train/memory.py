@@ -1,4 +1,4 @@
-"""The memory plan of a run: what `auto` means on this machine, and whether `memory.limit` can hold."""
+"""The memory of a run: what it remembers of shortages, what a killed process left, and the plan on this machine."""
 
 from __future__ import annotations
 
@@ -146,6 +146,8 @@ def suspected(run_dir: RunDir, memory: RunMemory) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The plan: what `auto` means on this machine, and whether `memory.limit` can hold.
+
 LOOKED_AT = 64  # steps, to see how large their micro-batches are
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
 ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
@@ -177,17 +179,17 @@ class RunMemory:
         if self.plan is None:
             return None
         parts = [asdict(part) for part in self.plan.estimate.parts]
-        found = {"planned_bytes": self.plan.estimate.total_bytes, "parts": parts}
-        return found | {"available_bytes": self.budget.bytes, "available": self.budget.reason}
+        values = {"planned_bytes": self.plan.estimate.total_bytes, "parts": parts}
+        return values | {"available_bytes": self.budget.bytes, "available": self.budget.reason}
 
     def lines(self) -> list[str]:
         """Describe the plan for the start of a run."""
         if self.plan is None:
             return [f"memory      not estimated: {self.why_no_plan}"]
-        found = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
+        lines = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
         if not self.plan.fits:
-            found.append(f"warning     it may run out of memory. {self.plan.smaller}")
-        return found
+            lines.append(f"warning     it may run out of memory. {self.plan.smaller}")
+        return lines
 
 
 def largest_micro_batch(order: Order, lengths: np.ndarray, layout: SequenceLayout) -> int:
@@ -227,23 +229,23 @@ def plan_memory(
     pass. ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
     """
     evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
-    found = _plan(with_real_lengths(config, longest, cells), evaluated, backend, model_dir, num_processes)
+    memory = _plan(with_real_lengths(config, longest, cells), evaluated, backend, model_dir, num_processes)
     limit = config.memory.limit
     if limit == "auto":
-        return found
-    if found.plan is not None and not found.plan.fits:
-        need = in_bytes(found.plan.estimate.total_bytes)
-        raise ConfigError(f"memory.limit: got {limit}, but the run needs an estimated {need}. {found.plan.smaller}")
+        return memory
+    if memory.plan is not None and not memory.plan.fits:
+        need = in_bytes(memory.plan.estimate.total_bytes)
+        raise ConfigError(f"memory.limit: got {limit}, but the run needs an estimated {need}. {memory.plan.smaller}")
     device = card_of(backend.name).device(backend.devices()[0].kind)
     if device and device.enforces_limit:
-        return found
-    if found.plan is None:
+        return memory
+    if memory.plan is None:
         raise ConfigError(
             f"memory.limit: got {limit}, which {backend.name} can only keep by plan, and there is none: "
-            f"{found.why_no_plan}. Set memory.limit=auto"
+            f"{memory.why_no_plan}. Set memory.limit=auto"
         )
-    reserve = sum(part.bytes for part in found.plan.estimate.parts if part.name == RESERVE)
-    return replace(found, watched_bytes=(config.memory.limit_bytes or 0) - reserve)
+    reserve = sum(part.bytes for part in memory.plan.estimate.parts if part.name == RESERVE)
+    return replace(memory, watched_bytes=(config.memory.limit_bytes or 0) - reserve)
 
 
 def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationCheckpointing:
@@ -259,7 +261,7 @@ def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, 
     has = within(budget(detect(), name), config.memory.limit_bytes)
     decoder, reason = _shape(backend.name, device.kind, model_dir)
     if config.memory.sharding == "full":
-        decoder, reason = None, f"the base is split among {num_processes} processes"
+        decoder, reason = None, f"the base is sharded among {num_processes} processes"
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
     plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)

@@ -28,9 +28,8 @@ from dualtune.train.team import PeerFailed, Team
 # `memory.limit` on backends that cannot enforce it: a peak above the limit counts as a shortage of memory.
 #
 # The peak is read after each micro-batch, without synchronizing. Where the device still computes the micro-batch then,
-# as
-# MLX does, an excess is seen one micro-batch later, or in the next step. That is late, but never missed: the peak only
-# grows until `restart`, and the smaller cut gives the same result from any step on.
+# as MLX does, an excess is seen one micro-batch later, or in the next step. That is late, but never missed: the peak
+# only grows until `restart`, and the smaller cut gives the same result from any step on.
 
 
 class WatchedLimit:
@@ -66,7 +65,7 @@ SAME_RUN, NEW_RUN = "the run resumes with the same result", "another run: choose
 
 
 @contextlib.contextmanager
-def explained(backend: Backend, config: Config, what: str) -> Generator[None]:
+def explained(backend: Backend, config: Config, where: str) -> Generator[None]:
     """Raise OutOfMemory or DeviceFault in place of the backend's own error. `what` was done at that moment."""
     try:
         yield
@@ -74,21 +73,21 @@ def explained(backend: Backend, config: Config, what: str) -> Generator[None]:
     except Exception as error:
         reason = first_line(error)
         if backend.is_device_fault(error):
-            raise _device_fault(what, reason) from None
+            raise _device_fault(where, reason) from None
         if not backend.is_out_of_memory(error):
             raise
     # Outside of the block the traceback is gone, and with it what its frames held: the message needs some memory too.
-    raise OutOfMemory(explanation(backend, config, f"{what} ({reason})"))
+    raise OutOfMemory(explanation(backend, config, f"{where} ({reason})"))
 
 
-def _device_fault(what: str, reason: str) -> DeviceFault:
+def _device_fault(where: str, reason: str) -> DeviceFault:
     return DeviceFault(
-        f"the device failed {what} ({reason}), so this process can compute nothing more. Run the same command again: a "
-        "run continues after its newest checkpoint. If it fails again, docs/troubleshooting.md has the causes"
+        f"the device failed {where} ({reason}), so this process can compute nothing more. Run the same command again: "
+        "a run continues after its newest checkpoint. If it fails again, docs/troubleshooting.md has the causes"
     )
 
 
-def explanation(backend: Backend, config: Config, what: str) -> str:
+def explanation(backend: Backend, config: Config, where: str) -> str:
     """Return the message: what was done, what takes the memory, and three settings that take less."""
     planned = _planned(backend, config)
     firsts = _from_plan(*planned) if planned else _without_plan(backend, config)
@@ -96,7 +95,7 @@ def explanation(backend: Backend, config: Config, what: str) -> str:
     width = max(len(setting) for setting, _ in ways)
     lines = [f"  --set {setting:<{width}}   {effect}" for setting, effect in ways]
     parts = _parts(*planned) if planned else _peak(backend)
-    return "\n".join([f"out of memory: {what}", parts, "Each of these takes less:", *lines])
+    return "\n".join([f"out of memory: {where}", parts, "Each of these takes less:", *lines])
 
 
 def _planned(backend: Backend, config: Config) -> tuple[Shape, Ask] | None:
@@ -111,9 +110,9 @@ def _planned(backend: Backend, config: Config) -> tuple[Shape, Ask] | None:
 
 
 def _parts(decoder: Shape, ask: Ask) -> str:
-    found = estimate(decoder, ask)
-    parts = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in found.parts)
-    return f"By estimate it needs {in_bytes(found.total_bytes)}: {parts}"
+    estimated = estimate(decoder, ask)
+    parts = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in estimated.parts)
+    return f"By estimate it needs {in_bytes(estimated.total_bytes)}: {parts}"
 
 
 def _peak(backend: Backend) -> str:
@@ -164,6 +163,8 @@ def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The recovery itself: a step or an evaluation is attempted again, in smaller parts.
+
 IN_ANOTHER = "in another process"
 ALL_LAYERS = ActivationCheckpointing("all", reason="memory ran out")
 

@@ -48,10 +48,10 @@ def check_samples(
 
 
 def check_not_split(engine: Engine) -> None:
-    """Raise ConfigError if the base is split among processes: only the first one answers."""
+    """Raise ConfigError if the base is sharded among processes: only the first one answers."""
     if engine.description.sharding == "full":
         raise ConfigError(
-            "run.sample_prompts: the base is split among the processes, which would have to answer together. Remove "
+            "run.sample_prompts: the base is sharded among the processes, which would have to answer together. Remove "
             "the prompts, or set memory.sharding to none"
         )
 
@@ -79,8 +79,8 @@ class Samples:
         try:
             with using_result(self._model.engine, self._optimizer):
                 ids, answers = [ids for _, ids in self._prompts], dict[int, str]()
-                for each in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
-                    answers[each.number] = each.text
+                for continued in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
+                    answers[continued.number] = continued.text
                 for number, (prompt, _) in enumerate(self._prompts):
                     interrupt.poll()
                     record = SampleRecord(step, prompt, answers[number])

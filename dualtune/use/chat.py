@@ -1,4 +1,4 @@
-"""A conversation with a model: its history, and answers that compute only what is new."""
+"""Chat with a model: adapters that share one loaded base, and conversations whose answers compute only what is new."""
 
 from __future__ import annotations
 
@@ -146,6 +146,9 @@ def fit(adapter: Adapter, spec: AdapterSpec, empty: Tensors) -> Tensors:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A conversation.
+
+
 class Chat:
     """A conversation with one adapter of a set, or with the base."""
 
@@ -158,9 +161,9 @@ class Chat:
     def switch(self, name: str) -> None:
         """Let another adapter of the set answer from now on. ConfigError if it has no chat template."""
         if self._adapters.models[name].tokenizer.template is None:
-            what = "the model" if name == BASE else f"the adapter '{name}'"
+            subject = "the model" if name == BASE else f"the adapter '{name}'"
             raise ConfigError(
-                f"{what} has no chat template, so it was not trained to chat. Give --template FILE, or continue "
+                f"{subject} has no chat template, so it was not trained to chat. Give --template FILE, or continue "
                 "a text: dualtune generate --prompt TEXT"
             )
         self.name = name

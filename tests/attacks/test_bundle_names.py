@@ -18,7 +18,7 @@ from dualtune.use.transfer.remotes.retries import Patience
 
 
 def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):
-    return carry.pull(text, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=Patience(0))
+    return carry.pull(text, dest, keep_packed=keep_packed, trust=trust, required=wanted, patience=Patience(0))
 
 
 # --- names and dates -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from dualtune.base.text import one_line, visible
 from dualtune.cli import terminal
 
-PACKAGE = Path(terminal.__file__).parents[2]
+PACKAGE = Path(terminal.__file__).parents[1]
 # A title, cleared lines, a colour, C1, right-to-left overrides and isolates, what has no width, other ends of lines.
 EVIL = "a\x1b]0;owned\x07\x1b[2K\x1b[31m\x9b1A\u202egnp\u2066x\u2069\u200bz\u200d\ufeff\u2028\x85\x7f\x08\rb"
 STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
@@ -80,7 +80,7 @@ def test_text_leaves_through_one_module():
         "cli/terminal.py": {"print"},
         "doctor/validate/losses.py": {"print"},  # scripts of their own
         "doctor/bench/ablation_process.py": {"print"},
-        "doctor/selftest/process.py": {"print"},
+        "doctor/selftest/run.py": {"print"},
         "use/export/in_llama_cpp.py": {"sys.stdout.write"},
     }
 

@@ -27,7 +27,7 @@ def names_in(folder) -> list[str]:
 
 
 def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):
-    return carry.pull(text, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=Patience(0))
+    return carry.pull(text, dest, keep_packed=keep_packed, trust=trust, required=wanted, patience=Patience(0))
 
 
 def push(there, file, path, patience=None) -> bool:

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from dualtune.cli.main import cli
 from dualtune.doctor.bench import ablation
-from dualtune.doctor.bench.ablation_process import AblationWork
-from dualtune.doctor.bench.in_process import Failed, run_apart
+from dualtune.doctor.bench.ablation_process import AblationWork, Failed, run_apart
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 
 SHAPE = {

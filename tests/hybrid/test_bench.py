@@ -11,7 +11,7 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.doctor.bench import digits as digits_module
 from dualtune.doctor.bench import hybrid as compare_module
-from dualtune.doctor.bench import in_process
+from dualtune.doctor.bench import intervals
 from dualtune.doctor.bench.hybrid import (
     ARMS,
     BASELINE,
@@ -29,7 +29,7 @@ from dualtune.doctor.bench.hybrid import (
     predict_at_random,
     tune_rate,
 )
-from dualtune.doctor.bench.in_process import interval, paired
+from dualtune.doctor.bench.intervals import interval, paired
 from dualtune.train.hybrid.prediction import Window, norm
 from dualtune.train.step import Ordinary
 
@@ -68,7 +68,7 @@ def test_an_interval_is_student_s():
         c = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
         return np.trapezoid(c * (1 + x * x / degrees) ** (-(degrees + 1) / 2), x)
 
-    for degrees, t in enumerate(in_process._T_95, 1):
+    for degrees, t in enumerate(intervals._T_95, 1):
         assert inside(t, degrees) == pytest.approx(0.95, abs=5e-5)
     found = interval([1.0, 2.0, 3.0])
     assert (found.mean, found.margin) == pytest.approx((2.0, 4.303 / math.sqrt(3)))

@@ -60,8 +60,8 @@ def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, g
     assert said.startswith(f"{name}:3: must have ") and said.endswith(". Rows left out: 3") and shown in page
     (copy / name).write_bytes(b"[\n")
     assert notices(run_page([copy]))[0].startswith(f"{name}:1: ")
-    module = "answers" if name.startswith("predictions") else "samples"
-    monkeypatch.setattr(f"dualtune.show.report.{module}.MAX_BYTES", 1)
+    limit = "MAX_BYTES" if name.startswith("predictions") else "MAX_SAMPLE_BYTES"
+    monkeypatch.setattr(f"dualtune.show.report.answers.{limit}", 1)
     assert notices(run_page([copy])) == [f"{copy / name}: 2 bytes, at most 1 are allowed"]
     (copy / name).unlink()
     (copy / name).mkdir()

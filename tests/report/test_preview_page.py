@@ -48,7 +48,7 @@ def page() -> str:
     return preview_page(
         Page(
             title=f"{EVIL}.yaml",
-            found=Survey(**numbers),
+            survey=Survey(**numbers),
             numbers=[("rows", "1 to train on"), ("", "a reason"), ("duplicates", f"{LONG}:1 equals {LONG}:2")],
             warnings=[f"{LONG}: {EVIL}"],
             sources=[SourceNumbers(LONG, 1234, 1_234_567, 600_000, lengths), SourceNumbers("empty", 0, 0, 0, None)],

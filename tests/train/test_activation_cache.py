@@ -256,7 +256,7 @@ def test_a_split_base_is_refused(lab, settings, monkeypatch):
         return engine
 
     monkeypatch.setattr(type(lab.backend), "load", split)
-    with pytest.raises(ConfigError, match=r"the base is split among the processes \(too large\); set memory\.sharding"):
+    with pytest.raises(ConfigError, match=r"base is sharded among the processes \(too large\); set memory\.sharding"):
         lab.run(**settings)
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.doctor.validate.criteria import MEASURES, Criterion, Observed, Watch, judge, shown
+from dualtune.doctor.validate.criteria import MEASURES, Criterion, Observed, judge, shown
+from dualtune.doctor.validate.run import Watch
 from dualtune.doctor.validate.tiers import TIERS, criteria_of
 from dualtune.engine.backend import MemoryStats
 from dualtune.train.hooks import StepRecord
@@ -117,16 +118,17 @@ def test_a_nan_meets_no_criterion():
 
 def test_only_what_needs_pretrained_weights_is_skipped_with_random_ones():
     for tier in TIERS.values():
-        verdicts = [judge(criterion, observed(), random_weights=True) for criterion in tier.criteria]
-        skipped = {verdict.criterion.measure for verdict in verdicts if verdict.level == "skipped"}
-        assert skipped == {c.measure for c in tier.criteria} & {"decrease", "rise"}
-        assert all("random weights" in str(v.check().found) for v in verdicts if v.level == "skipped")
+        rows = [judge(criterion, observed(), random_weights=True) for criterion in tier.criteria]
+        skipped = {row.name: row.found for row in rows if row.level == "skipped"}
+        assert skipped.keys() == {c.name for c in tier.criteria if c.measure in ("decrease", "rise")}
+        assert set(skipped.values()) <= {"random weights cannot meet it"}
 
 
 def test_a_number_that_is_not_judged_is_shown_with_the_reason():
     criteria = criteria_of(TIERS["extended"], "torch", "nf4", on_cpu=True, is_twin=True)
     (criterion,) = [criterion for criterion in criteria if criterion.measure == "spread"]
-    check = judge(criterion, observed(step_s=lambda step: 0.1 * (1 + step % 20)), random_weights=False).check()
+    check = judge(criterion, observed(step_s=lambda step: 0.1 * (1 + step % 20)), random_weights=False)
+    assert check.figures["note"] == criterion.not_judged and check.figures["measured"] > check.figures["limit"] == 0.1
     assert check.level == "skipped" and "must be <= 10.0 %; not judged: the cores of a CPU are shared" in check.found
 
 

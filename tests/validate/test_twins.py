@@ -23,7 +23,7 @@ def failed(result) -> set[str]:
 
 
 def measured(result, name: str) -> float:
-    return next(verdict.measured for verdict in result.verdicts if verdict.criterion.name == name)
+    return next(check.figures["measured"] for check in result.checks if check.name == name)
 
 
 # Tiers whose criteria another one has too, or which a run with a fault passes below, but for what finds its fault.
@@ -38,7 +38,7 @@ ALL = [(tier, name) for tier in TIERS for name in ("torch", "mlx")]
 def test_a_tiers_twin_passes(run_twin, tier, name):
     result = run_twin(tier, name)
     assert (failed(result), result.state, result.exit_code) == (set(), "passed", 0)
-    assert len(result.verdicts) == len(TIERS[tier].criteria)
+    assert len(result.checks) == len(TIERS[tier].criteria)
     skipped = {check.name for check in result.checks if check.level == "skipped"}
     assert skipped == ({"variation of tokens/s after step 20"} if tier == "extended" else set())
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_that_is_missing_or_damaged_is_found(run_twin, how):
 
 
 def test_a_run_that_could_not_be_watched_has_failed(run_twin, monkeypatch):
-    from dualtune.doctor.validate.criteria import Watch
+    from dualtune.doctor.validate.run import Watch
 
     def on_step(self, record):
         raise ValueError("no numbers")

@@ -106,8 +106,8 @@ def _row(ask: Ask) -> int:
 
 def attention(counted: Counted, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's attention: of documents, or of whole rows."""
-    each = [layer.kept[variant(ask.item_bytes)] for layer in counted.by_layer]
-    pair = max((kept.pair - kept.masks for kept in each), default=0)
+    kept_by_layer = [layer.kept[variant(ask.item_bytes)] for layer in counted.by_layer]
+    pair = max((kept.pair - kept.masks for kept in kept_by_layer), default=0)
     size = memory.SCORES_OF_A_ROW * ask.cells * pair * _row(ask)
     whole = MemoryPart("attention", size, f"{memory.SCORES_OF_A_ROW} × {ask.cells:,} × {_row(ask):,} scores × {pair} B")
     return max(memory.attention(counted, ask), whole, key=lambda part: part.bytes)
@@ -116,5 +116,7 @@ def attention(counted: Counted, ask: Ask) -> MemoryPart:
 def feed_forward(counted: Counted, ask: Ask) -> MemoryPart:
     """The backward pass of the widest part of a layer."""
     largest = max((layer.kept[variant(ask.item_bytes)].largest for layer in counted.by_layer), default=0)
-    each = 5 * largest + 8 * ask.item_bytes * counted.hidden
-    return MemoryPart("workspace", ask.cells * each, f"{ask.cells:,} tokens × {each:,} B of the widest part of a layer")
+    token_bytes = 5 * largest + 8 * ask.item_bytes * counted.hidden
+    return MemoryPart(
+        "workspace", ask.cells * token_bytes, f"{ask.cells:,} tokens × {token_bytes:,} B of the widest part of a layer"
+    )

@@ -117,11 +117,11 @@ def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
 
 
 def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> MemoryPart:
-    T, c, d, each = ask.cells, ask.item_bytes, decoder.hidden, _kept_by_layer(decoder, ask)
-    formula = f"{T:,} tokens × {layers} layers × {each:,} × {c} B"
+    T, c, d, token_bytes = ask.cells, ask.item_bytes, decoder.hidden, _kept_by_layer(decoder, ask)
+    formula = f"{T:,} tokens × {layers} layers × {token_bytes:,} × {c} B"
     if inputs:
         formula += f" + {T:,} × {inputs} inputs of segments × {d:,} × {c} B"
-    return MemoryPart("activations", T * c * (layers * each + inputs * d), formula)
+    return MemoryPart("activations", T * c * (layers * token_bytes + inputs * d), formula)
 
 
 def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
@@ -129,18 +129,18 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     on, d, q, kv, i = adapted(decoder, ask.targets), decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     inputs = [layer.in_ for name, layer in decoder.linears().items() if name in on.inside]
     read = _read(decoder, ask)
-    kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
-    kept += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
-    kept += ask.rank * len(inputs)
+    numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
+    numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
+    numbers += ask.rank * len(inputs)
     if ask.checkpointing.remade:  # norms and gated activations keep what these inputs are made of, masks are made too
-        kept += q * ("heads" in on.reads) + i * ("inner" in on.reads and not decoder.gated)
+        numbers += q * ("heads" in on.reads) + i * ("inner" in on.reads and not decoder.gated)
     else:
-        kept += read
+        numbers += read
         if ask.dropout:  # a mask per input; in plain code the input and a mask per module
-            kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
+            numbers += 2 * sum(inputs) - read if ask.kernels == "reference" else read
     if not is_chunked(ask):
-        kept += decoder.heads * row_of(ask)  # probabilities
-    return kept
+        numbers += decoder.heads * row_of(ask)  # probabilities
+    return numbers
 
 
 def _read(decoder: Decoder, ask: Ask) -> int:
@@ -171,10 +171,10 @@ def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     if has_plain_loss(decoder, ask):
         return MemoryPart("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
     rows = min(T, max(1, LOSS_LOGITS[ask.device] // V))
-    each = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)
+    size = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)
     hidden = 8 * decoder.hidden * c
     return MemoryPart(
-        "loss", each * rows * V + T * hidden, f"{rows:,} tokens × {V:,} logits × {each} B + {T:,} × {hidden:,} B"
+        "loss", size * rows * V + T * hidden, f"{rows:,} tokens × {V:,} logits × {size} B + {T:,} × {hidden:,} B"
     )
 
 
@@ -194,13 +194,13 @@ def attention(decoder: Shape, ask: Ask) -> MemoryPart:
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's feed-forward block."""
     c, T = ask.item_bytes, ask.cells
-    each = c * (5 * decoder.inner + 8 * decoder.hidden)
-    formula = f"{T:,} tokens × {each:,} B of the feed-forward block"
+    token_bytes = c * (5 * decoder.inner + 8 * decoder.hidden)
+    formula = f"{T:,} tokens × {token_bytes:,} B of the feed-forward block"
     if ask.quantization != "int8":
-        return MemoryPart("workspace", T * each, formula)
+        return MemoryPart("workspace", T * token_bytes, formula)
     unpacked = decoder.hidden * decoder.inner * (c + (4 if c < MASTER_BYTES else 0))
     formula += f" + {INT8_MATRICES} matrices of {unpacked:,} B unpacked"
-    return MemoryPart("workspace", T * each + INT8_MATRICES * unpacked, formula)
+    return MemoryPart("workspace", T * token_bytes + INT8_MATRICES * unpacked, formula)
 
 
 def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:

@@ -20,12 +20,12 @@ def _renamed(*changes: tuple[str, str]) -> Layout:
     """Return a layout with the names changed by regular expressions, one after another."""
 
     def rename(weights: Weights, config: Keys) -> Weights:
-        found: Weights = {}
+        renamed: Weights = {}
         for name, array in weights.items():
             for pattern, new in changes:
                 name = re.sub(pattern, new, name)
-            found[name] = array
-        return found
+            renamed[name] = array
+        return renamed
 
     return rename
 
@@ -37,22 +37,23 @@ def _without(*beginnings: str) -> Layout:
 
 def _gpt_oss(weights: Weights, config: Keys) -> Weights:
     """Plain experts: [expert, in, out], with the columns of gate and up by turns."""
-    found: Weights = {}
+    converted: Weights = {}
     for name, array in weights.items():
         if name.endswith("experts.gate_up_proj"):
             beginning = name.removesuffix("gate_up_proj")
-            found[f"{beginning}gate_proj.weight"] = array[..., ::2].swapaxes(-1, -2)
-            found[f"{beginning}up_proj.weight"] = array[..., 1::2].swapaxes(-1, -2)
+            converted[f"{beginning}gate_proj.weight"] = array[..., ::2].swapaxes(-1, -2)
+            converted[f"{beginning}up_proj.weight"] = array[..., 1::2].swapaxes(-1, -2)
         elif name.endswith("experts.gate_up_proj_bias"):
             beginning = name.removesuffix("gate_up_proj_bias")
-            found[f"{beginning}gate_proj.bias"], found[f"{beginning}up_proj.bias"] = array[..., ::2], array[..., 1::2]
+            converted[f"{beginning}gate_proj.bias"] = array[..., ::2]
+            converted[f"{beginning}up_proj.bias"] = array[..., 1::2]
         elif name.endswith("experts.down_proj"):
-            found[f"{name}.weight"] = array.swapaxes(-1, -2)
+            converted[f"{name}.weight"] = array.swapaxes(-1, -2)
         elif name.endswith("experts.down_proj_bias"):
-            found[name.removesuffix("_bias") + ".bias"] = array
+            converted[name.removesuffix("_bias") + ".bias"] = array
         else:
-            found[name] = array
-    return found
+            converted[name] = array
+    return converted
 
 
 def _phimoe(weights: Weights, config: Keys) -> Weights:
@@ -76,14 +77,14 @@ def _qwen3_vl_moe(weights: Weights, config: Keys) -> Weights:
 def _stacked_experts(weights: Weights, config: Keys) -> Weights:
     """Experts one by one become one tensor for all."""
     number = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+)\.weight")
-    found: Weights = {}
+    stacked: Weights = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, array in weights.items():
         if parts := number.fullmatch(name):
             experts.setdefault(f"{parts[1]}.switch_mlp.{parts[3]}.weight", {})[int(parts[2])] = array
         else:
-            found[name] = array
-    return found | {name: mx.stack([all_[i] for i in sorted(all_)]) for name, all_ in experts.items()}
+            stacked[name] = array
+    return stacked | {name: mx.stack([all_[i] for i in sorted(all_)]) for name, all_ in experts.items()}
 
 
 def _ernie4_5_moe(weights: Weights, config: Keys) -> Weights:
@@ -102,7 +103,7 @@ def _longcat_flash(weights: Weights, config: Keys) -> Weights:
     """transformers stores matrices of the experts that pass their input on, and computes nothing with them."""
     number = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
     real = config["n_routed_experts"]
-    return {n: w for n, w in weights.items() if (found := number.fullmatch(n)) is None or int(found[1]) < real}
+    return {n: w for n, w in weights.items() if (match := number.fullmatch(n)) is None or int(match[1]) < real}
 
 
 LAYOUTS: dict[str, Layout] = {

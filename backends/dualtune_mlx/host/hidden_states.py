@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.model.adapter import more_than_states, num_below
+from dualtune.engine.backend import num_layers_below, returns_more_than_states
 
 
 class FrozenLayers:
@@ -25,7 +25,7 @@ class FrozenLayers:
     def __init__(self, model: nn.Module, adapted: Collection[nn.Module]) -> None:
         """There are none if anything but a layer or the output head is adapted."""
         layers: list[Any] = list(cast(Any, model).layers)
-        self._layers = layers[: num_below((layer.modules() for layer in layers), adapted, model.get("lm_head"))]
+        self._layers = layers[: num_layers_below((layer.modules() for layer in layers), adapted, model.get("lm_head"))]
         self.given: mx.array | None = None
         self.found: list[Any] | None = None  # collects what the last layer returns
         for layer in self._layers:
@@ -56,7 +56,7 @@ class FrozenLayers:
         finally:
             self.found = None
         if len(found) != 1 or not isinstance(found[0], mx.array):
-            raise more_than_states(type(self._layers[-1]).__module__)
+            raise returns_more_than_states(type(self._layers[-1]).__module__)
         return to_numpy(found[0])
 
     def is_last(self, layer: object) -> bool:

@@ -31,15 +31,15 @@ def find_places(model: nn.Module, base: BaseWeights, modules: Iterable[str]) -> 
     names, marks = list(modules), _marks(base)
     sources = {id(array): name for name, array in marks.items()}
     sanitized = _sanitized(model, marks)
-    found: dict[str, FilePlace] = {}
+    places: dict[str, FilePlace] = {}
     other: list[str] = []
     for module in names:
         array = sanitized.get(f"{module}.weight")
         if array is not None and id(array) in sources:
-            found[module] = FilePlace(sources[id(array)])
+            places[module] = FilePlace(sources[id(array)])
         elif array is not None:
             other.append(module)
-    return found | (_followed(model, base, other) if other else {})
+    return places | (_followed(model, base, other) if other else {})
 
 
 def _marks(base: BaseWeights, value: Callable[[int, tuple[int, ...]], mx.array] | None = None) -> dict[str, mx.array]:
@@ -89,7 +89,7 @@ def _borders(array: mx.array) -> tuple[list[float], list[float]]:
 
 
 def _is_all(array: mx.array, value: float) -> bool:
-    return array.ndim == 2 and all(each == value for border in _borders(array) for each in border)
+    return array.ndim == 2 and all(number == value for border in _borders(array) for number in border)
 
 
 def _place(tensor: str, base: BaseWeights, rows: mx.array) -> FilePlace | None:

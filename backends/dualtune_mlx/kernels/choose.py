@@ -48,18 +48,18 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
     `pieces`: use these of the card's alone. `streams`: its layers are read from files while it computes, which compiled
     code cannot do.
     """
-    chosen, wanted = Kernels(), CARD.pieces if pieces is None else pieces
+    chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
         return chosen
-    if "lora" in wanted:
+    if "lora" in names:
         chosen.used.append("lora")
-    if "loss" in wanted:
+    if "loss" in names:
         _add_loss(model, chosen)
-    if "attention" in wanted:
+    if "attention" in names:
         _add_attention(model, chosen)
         if gated_delta.install(model):
             chosen.used.append("gated delta rule")
-    if "compiled step" in wanted:
+    if "compiled step" in names:
         reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()
         if streams:
             reason = "its layers are read while it computes (memory.resident_layers)"

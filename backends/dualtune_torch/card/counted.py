@@ -164,13 +164,13 @@ def _moment(counted: Counted, ask: Ask, layer: CountedLayer) -> int:
     T, c = ask.cells, ask.item_bytes
     compiled = _compiled(counted, ask)
     kept = _kept(layer, ask, compiled=compiled)
-    each = 3 * c
+    number_bytes = 3 * c
     if memory.drops(counted, ask):  # the input of an adapter again, before and after dropout
-        each = 5 * c if compiled else 2 * c + 12
-    matrix = max((each.out * each.in_ for each in layer.matrices), default=0)
+        number_bytes = 5 * c if compiled else 2 * c + 12
+    matrix = max((matrices.out * matrices.in_ for matrices in layer.matrices), default=0)
     unpacked = c * matrix if ask.quantization != "none" or ask.trains_model else 0
     plain = SCORES * max(0, _pair(kept, ask) - kept.masks) * _row(ask)
-    return T * (each * kept.largest // c + plain) + unpacked + _attention(counted, ask)
+    return T * (number_bytes * kept.largest // c + plain) + unpacked + _attention(counted, ask)
 
 
 def _attention(counted: Counted, ask: Ask) -> int:

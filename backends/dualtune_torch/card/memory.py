@@ -105,9 +105,9 @@ def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
-    """The float32 masters of a model that is trained whole, and their copy in the compute dtype."""
-    each, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
-    return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
+    """The float32 masters of full fine-tuning, and their copy in the compute dtype."""
+    parameter_bytes, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
+    return MemoryPart("weights", parameter_bytes * n, f"{n:,} parameters × {parameter_bytes} B")
 
 
 def _copy_bytes(ask: Ask) -> int:
@@ -284,14 +284,14 @@ def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     rows = min(LOSS_ROWS[ask.device], T)
     # The plain code has two temporaries in float32, and a copy from which they are computed.
     compiled = c if ask.device == "cuda" else 2 * c
-    each = compiled if is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
+    number_bytes = compiled if is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
     head = MASTER_BYTES * V * decoder.hidden if ask.trains_model else 0
-    chunk = rows * V * each
+    chunk = rows * V * number_bytes
     if head:  # its part of the gradient, in the compute dtype, when the temporaries are freed
         chunk = max(chunk, rows * V * c + V * decoder.hidden * _copy_bytes(ask))
     size = chunk + 2 * T * decoder.hidden * c + unpacked + head
-    formula = f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
+    formula = f"{rows:,} tokens × {V:,} logits × {number_bytes} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
     formula += f" + a head of {unpacked:,} B unpacked" * bool(unpacked)
     return MemoryPart("loss", size, formula + f" + the head's gradient of {head:,} B" * bool(head))
 
@@ -314,14 +314,14 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
     c, T, q, kv, H = ask.item_bytes, ask.cells, decoder.width, decoder.kv_width, decoder.heads
     if ask.kernels == "reference" or (ask.device == "cuda" and c < MASTER_BYTES):
         # FlashAttention: the gradient of q in float32 and then in c bytes, those of k and v for every query head.
-        each = 4 * q + 4 * H + c * (3 * q + 2 * kv)
-        return MemoryPart("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
+        number_bytes = 4 * q + 4 * H + c * (3 * q + 2 * kv)
+        return MemoryPart("attention", T * number_bytes, f"{T:,} tokens × {number_bytes:,} B of gradients")
     L = min(ask.max_length, T)
     block = min(L, ATTENTION_BLOCK)
-    each = 4 * c if is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
+    number_bytes = 4 * c if is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
     before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
-    size = H * block * (each * L + 2 * c * before)  # two are still alive
-    formula = f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before"
+    size = H * block * (number_bytes * L + 2 * c * before)  # two are still alive
+    formula = f"{H} heads × {block} queries × {L:,} keys × {number_bytes} B, and the block before"
     freed = c * decoder.inner * (1 + decoder.gated) * T  # of the layer's feed-forward block, which is done by then
     return MemoryPart("attention", size - freed, f"{formula}, less {freed:,} B of the feed-forward block")
 
@@ -330,15 +330,17 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
     is_dropped = drops(decoder, ask) and "inner" in adapted_by(decoder, ask).reads
-    each = 3 * c
+    number_bytes = 3 * c
     if is_dropped:  # the input again, before and after dropout; three gradients. Plain: two, and three integers (hash)
-        each = 5 * c if is_compiled(decoder, ask) else 2 * c + 12
+        number_bytes = 5 * c if is_compiled(decoder, ask) else 2 * c + 12
     if decoder.is_gpt2 and is_compiled(decoder, ask) and "inner" in adapted_by(decoder, ask).reads:
-        each -= (2 if is_dropped else 1) * c  # without a gate there are fewer gradients: measured
+        number_bytes -= (2 if is_dropped else 1) * c  # without a gate there are fewer gradients: measured
     matrix = c * decoder.hidden * i if ask.quantization != "none" or ask.trains_model else 0
-    what = "gradient" if ask.trains_model else "unpacked"
-    formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {matrix:,} B ({what})" if matrix else "")
-    return MemoryPart("workspace", T * i * each + matrix, formula)
+    content = "gradient" if ask.trains_model else "unpacked"
+    formula = f"{T:,} tokens × {i:,} × {number_bytes} B" + (
+        f" + a matrix of {matrix:,} B ({content})" if matrix else ""
+    )
+    return MemoryPart("workspace", T * i * number_bytes + matrix, formula)
 
 
 def update(decoder: Shape, ask: Ask, kept: int) -> MemoryPart:

@@ -25,8 +25,7 @@ from dualtune_torch.weights.frozen import compute_dtype
 # How a model continues one text: with a cache if that computes what the model computes without, else without.
 #
 # Some classes of transformers take a cache and ignore it, or need more arguments with one. So the ways are tried on a
-# few
-# tokens, the usual one first.
+# few tokens, the usual one first.
 
 # From new tokens [1, T], and what the last call returned beside its logits (None: nothing), to the logits [1, V] after
 # the last of them.

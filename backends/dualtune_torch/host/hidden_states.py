@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.model.adapter import more_than_states, num_below
+from dualtune.engine.backend import num_layers_below, returns_more_than_states
 from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.host.inputs import to_device
 
@@ -28,7 +28,7 @@ class FrozenLayers:
         """There are none if anything but a layer or the output head is adapted, or transformers lists no layers."""
         layers = list((decoder_layers(model) or nn.ModuleList())._modules.values())
         modules = (layer.modules() for layer in layers if layer is not None)
-        self._layers: list[Any] = layers[: num_below(modules, adapted, model.get_output_embeddings())]
+        self._layers: list[Any] = layers[: num_layers_below(modules, adapted, model.get_output_embeddings())]
         self._above: list[Any] = layers[len(self._layers) :]
         self._device = model.device
 
@@ -41,9 +41,9 @@ class FrozenLayers:
         if hidden_BTD is None:
             yield
             return
-        given = _to_device(hidden_BTD, self._device)
+        hidden = _to_device(hidden_BTD, self._device)
         with _passing(self._layers):
-            self._layers[-1].forward = lambda hidden_states, *args, **options: given
+            self._layers[-1].forward = lambda hidden_states, *args, **options: hidden
             yield
 
     def computed(self, run: Callable[[], object]) -> np.ndarray:
@@ -56,7 +56,7 @@ class FrozenLayers:
         finally:
             hook.remove()
         if len(found) != 1 or not isinstance(found[0], Tensor):
-            raise more_than_states(type(self._layers[-1]).__name__)
+            raise returns_more_than_states(type(self._layers[-1]).__name__)
         return _to_numpy(found[0])
 
 
@@ -84,5 +84,5 @@ def _to_numpy(x: Tensor) -> np.ndarray:
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
     is_bfloat16 = array.dtype == np.uint16
-    (given,) = to_device([array.view(np.int16) if is_bfloat16 else array], device)
-    return given.view(torch.bfloat16) if is_bfloat16 else given
+    (tensor,) = to_device([array.view(np.int16) if is_bfloat16 else array], device)
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor

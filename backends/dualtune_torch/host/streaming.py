@@ -85,19 +85,19 @@ class StreamedLayers:
             self._at[self._current].read = self.transfers.computed()
         step = -1 if 0 < number == self._current - 1 else 1
         ahead = range(number, number + step * len(self._slots), step)
-        wanted = [each for each in ahead if 0 <= each < len(self._layers)]
-        for each in wanted:
-            if each not in self._at:
-                self._fetch(each, wanted)
+        needed = [i for i in ahead if 0 <= i < len(self._layers)]
+        for i in needed:
+            if i not in self._at:
+                self._fetch(i, needed)
         slot = self._at.pop(number)
         self.transfers.wait(slot.written)
         self._layers[number].bind_to(slot.buffer)
         self._at[number], self._current = slot, number
 
-    def _fetch(self, number: int, wanted: Sequence[int]) -> None:
+    def _fetch(self, number: int, needed: Sequence[int]) -> None:
         """Start to copy a layer to the device, in place of the one whose use is longest ago."""
         if len(self._at) == len(self._slots):
-            self._take_from(next(each for each in self._at if each not in wanted))
+            self._take_from(next(held for held in self._at if held not in needed))
         slot = next(slot for slot in self._slots if slot not in self._at.values())
         slot.written = self.transfers.copy(self._layers[number].copies_to(slot.buffer), after=slot.read)
         self._at[number] = slot
@@ -201,8 +201,8 @@ def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             yield tensor
             for state in _states(tensor):
-                found = (getattr(state, name) for name in ("absmax", "code", "offset"))
-                yield from (cast(Tensor, part) for part in found if isinstance(part, Tensor))
+                parts = (getattr(state, name) for name in ("absmax", "code", "offset"))
+                yield from (cast(Tensor, part) for part in parts if isinstance(part, Tensor))
 
 
 def _states(tensor: Any) -> Iterator[Any]:

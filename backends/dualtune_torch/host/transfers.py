@@ -37,8 +37,8 @@ def counted_waits() -> Generator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            waits = [each for each in caught if MESSAGE in str(each.message)]
-            places += [f"{Path(each.filename).name}:{each.lineno}" for each in waits]
+            waits = [warning for warning in caught if MESSAGE in str(warning.message)]
+            places += [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def flat_size(tensors: Iterable[Tensor]) -> int:
 
 def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return parts of a flat buffer with the dtypes and shapes of these tensors."""
-    found, start = [], 0
+    parts, start = [], 0
     for tensor in like:
-        found.append(flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        parts.append(flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += _aligned(tensor.nbytes)
-    return found
+    return parts
 
 
 def _aligned(size: int) -> int:
@@ -103,8 +103,7 @@ def _aligned(size: int) -> int:
 # The kept inputs of recomputed segments in host memory, between the forward pass and their segment's backward pass.
 #
 # The backward pass needs them in reverse order. While it computes with one, the next is on its way back, so that two
-# are
-# on the device at a time.
+# are on the device at a time.
 
 
 class HostInputs:
@@ -174,7 +173,7 @@ class ParkedState:
         storages = list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
         sizes = [storage.nbytes() for storage in storages]
         on_device = [_bytes_of(storage) for storage in storages]
-        host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in on_device]
+        host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in on_device]
         transfers.wait(transfers.copy(zip(host, on_device, strict=True), transfers.computed()))
         for storage in storages:
             storage.resize_(0)

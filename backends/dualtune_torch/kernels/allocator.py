@@ -59,10 +59,10 @@ def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
 
         torch.ones(1 << 20).add_(1)  # starts the threads: where their stacks do not fit, OpenMP ends the process
         soft, hard = _limits_at_first()
-        wanted = soft if limit_bytes is None else limit_bytes
+        limit = soft if limit_bytes is None else limit_bytes
         if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 @cache

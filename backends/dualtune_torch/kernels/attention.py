@@ -97,8 +97,8 @@ def attend(
     needed |= {"a mask": attention_mask is not None, "dropout": dropout > 0}
     needed["no causality"] = not getattr(module, "is_causal", True)
     if documents is None or any(needed.values()):
-        what = ", ".join(name for name, is_needed in needed.items() if is_needed) or "a cache"
-        raise NotCovered(f"{type(module).__name__} needs more than causal attention ({what})")
+        missing = ", ".join(name for name, is_needed in needed.items() if is_needed) or "a cache"
+        raise NotCovered(f"{type(module).__name__} needs more than causal attention ({missing})")
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:

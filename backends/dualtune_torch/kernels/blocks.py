@@ -62,7 +62,7 @@ def compile_mlps(model: nn.Module, maybe_compile: Compile) -> bool:
 
 def compile_rotary(model: nn.Module, maybe_compile: Compile) -> bool:
     """Rotate queries and keys by `Rotate` in every attention module with an equivalent function."""
-    found = False
+    has_rotary = False
     for module in model.modules():
         forward: Any = type(module).forward
         if ROTARY not in _names_in(module) or not _rotates_alike(forward.__globals__[ROTARY]):
@@ -71,8 +71,8 @@ def compile_rotary(model: nn.Module, maybe_compile: Compile) -> bool:
         names = {**forward.__globals__, ROTARY: rotate}
         own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         module.forward = MethodType(own, module)
-        found = True
-    return found
+        has_rotary = True
+    return has_rotary
 
 
 def gated(activation: nn.Module, gate_NF: Tensor, up_NF: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from dualtune_torch.card.memory import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
-from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
+from dualtune_torch.lora import LoRAPieces
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, num_parameters
@@ -71,7 +71,7 @@ def choose(
         return chosen
     if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
-    wanted = CARD.pieces if pieces is None else pieces
+    names = CARD.pieces if pieces is None else pieces
     if kernels != "fused" and pieces is None and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
@@ -79,16 +79,16 @@ def choose(
     else:
         chosen.maybe_compile = compiled.compile_function
     expected = own_results(model)
-    if "lora" in wanted and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+    if "lora" in names and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         chosen.groups = True
         chosen.used.append("lora")
-    if "attention" in wanted:
+    if "attention" in names:
         _try_attention(model, chosen, expected)
-    if "loss" in wanted:
+    if "loss" in names:
         _try_head(model, chosen, expected)
     if chosen.maybe_compile is compiled.compile_function:
         for name, install in BLOCKS.items():
-            if name in wanted:
+            if name in names:
                 _try_block(model, chosen, expected, name, install)
     _add_triton(model, chosen, pieces)
     if kernels == "fused" and chosen.plain:
@@ -183,11 +183,11 @@ def _try_block(
 
 
 def _add_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str] | None) -> None:
-    found = select.install(model, pieces)
-    chosen.lora = found.lora
-    chosen.used += found.used
-    chosen.plain += found.plain
-    chosen.remarks += [found.remark] if found.remark else []
+    installed = select.install(model, pieces)
+    chosen.lora = installed.lora
+    chosen.used += installed.used
+    chosen.plain += installed.plain
+    chosen.remarks += [installed.remark] if installed.remark else []
 
 
 def _documents(model: PreTrainedModel, chosen: Kernels) -> DocumentBorders | None:

@@ -41,7 +41,7 @@ def compile_function(function: Function) -> Function:
     def call(*args: Any) -> Any:
         if is_plain():
             return function(*args)
-        tensors = [each for each in args if isinstance(each, Tensor) and each.dim()]
+        tensors = [argument for argument in args if isinstance(argument, Tensor) and argument.dim()]
         if not any(map(_is_on_gpu, tensors)):
             return on_cpu(*args)
         for tensor in tensors:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
-from dualtune_torch.kernels.lora_pieces import add_product
+from dualtune_torch.lora import add_product
 
 
 def reference(

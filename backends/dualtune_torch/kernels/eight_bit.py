@@ -116,9 +116,9 @@ def updated(
     change = (root_v / root).add_(eps).reciprocal_().mul_(m).mul_(rate)
     new_w = torch.where(is_good, (w * shrink).sub_(change), w)
     del change
-    found = *encode(m, m_dither, CODES["m"]), *encode(root_v, v_dither, CODES["root_v"])
-    kept = (torch.where(is_good, new, old) for new, old in zip(found, (m_codes, m_tops, v_codes, v_tops), strict=True))
-    return new_w, *kept
+    before = m_codes, m_tops, v_codes, v_tops
+    after = *encode(m, m_dither, CODES["m"]), *encode(root_v, v_dither, CODES["root_v"])
+    return new_w, *(torch.where(is_good, new, old) for new, old in zip(after, before, strict=True))
 
 
 def encode(values: Tensor, dither: Tensor, code: EightBitCode) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,7 @@ from torch import Tensor
 from dualtune.model.adapter import tensor_name
 from dualtune.model.dropout import check_tokens, input_of
 from dualtune_torch.adapter import AdapterBuffer
-from dualtune_torch.kernels.lora_pieces import LoRAPieces, add_product, back_g
-from dualtune_torch.lora import LoRALinear, drop_rule, dropped
+from dualtune_torch.lora import LoRALinear, LoRAPieces, add_product, back_g, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
 

@@ -110,8 +110,8 @@ def _check_gpu(device: torch.device) -> None:
 
 def _check(grad_out: Tensor, x: Tensor, lora_down: Tensor, lora_up: Tensor) -> None:
     """Raise ValueError, with the name of the argument, for what does not fit together."""
-    given = {"grad_out": grad_out, "x": x, "lora_down": lora_down, "lora_up": lora_up}
-    for name, tensor in given.items():
+    tensors = {"grad_out": grad_out, "x": x, "lora_down": lora_down, "lora_up": lora_up}
+    for name, tensor in tensors.items():
         allowed = (2, 3) if name in ("grad_out", "x") else (2,)
         if tensor.ndim not in allowed:
             dims = " or ".join(map(str, allowed))
@@ -180,7 +180,7 @@ def _in_turns(works: dict[str, Callable[[], object]], device: torch.device, roun
                 works[name]()
             _wait(device)
             seconds[name].append((time.perf_counter() - began) / CALLS[device.type])
-    return {name: each[WARM_UP:] for name, each in seconds.items()}
+    return {name: rounds[WARM_UP:] for name, rounds in seconds.items()}
 
 
 def _wait(device: torch.device) -> None:

@@ -113,11 +113,11 @@ def document_borders(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]
 
 def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialResults) -> None:
     """Raise NotCovered if `run` returns other logits, or has another gradient, than the model's own code."""
-    found = TrialResults(run().detach(), None) if expected.gradient_1TD is None else _differentiated(model, run)
+    actual = TrialResults(run().detach(), None) if expected.gradient_1TD is None else _differentiated(model, run)
     dtype = compute_dtype(model)
-    _judge("logits", "largest", largest_gap(found.logits_1TV, expected.logits_1TV), ROUNDING[dtype])
-    if found.gradient_1TD is not None and expected.gradient_1TD is not None:
-        gap = _distance(found.gradient_1TD, expected.gradient_1TD)
+    _judge("logits", "largest", largest_gap(actual.logits_1TV, expected.logits_1TV), ROUNDING[dtype])
+    if actual.gradient_1TD is not None and expected.gradient_1TD is not None:
+        gap = _distance(actual.gradient_1TD, expected.gradient_1TD)
         _judge("gradients", "norm", gap, ROUNDING_OF_GRADIENT[dtype])
 
 
@@ -141,18 +141,18 @@ def _differentiated(model: PreTrainedModel, run: Callable[[], Tensor]) -> TrialR
     return TrialResults(logits_1TV.detach(), torch.cat(gradients, dim=1))
 
 
-def largest_gap(found: Tensor, expected: Tensor) -> float:
+def largest_gap(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest expected number."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-def _judge(what: str, of: str, gap: float, most: float) -> None:
+def _judge(quantity: str, of: str, gap: float, most: float) -> None:
     if not gap <= most:  # also true for NaN
-        raise NotCovered(f"computes different {what} (by {gap:.1e} of the {of})")
+        raise NotCovered(f"computes different {quantity} (by {gap:.1e} of the {of})")
 
 
 def _tokens(model: Any) -> Tensor:

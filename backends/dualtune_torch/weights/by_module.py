@@ -25,8 +25,7 @@ from dualtune_torch.weights.places import stored_names
 # Published formats that are computed in the plain dtype: transformers dequantizes each tensor as it is read.
 #
 # MXFP4 (gpt-oss): 4-bit codes with a shared exponent for 32 weights, of experts alone. FP8 (DeepSeek): 8-bit floats
-# with
-# a scale for each block of 128 x 128 weights.
+# with a scale for each block of 128 x 128 weights.
 
 CONFIGS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 # On a CPU it warns that the weights are dequantized, which it was told to do.
@@ -83,10 +82,10 @@ class TensorReader:
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
-        wanted, name = name, self._stored_name(name)
+        asked, name = name, self._stored_name(name)
         if name not in self._tensors:
             raise EnvironmentFault(
-                f"model.name: the weights in {self.model_dir} have no tensor '{wanted}', which transformers' model "
+                f"model.name: the weights in {self.model_dir} have no tensor '{asked}', which transformers' model "
                 "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
                 "--platform mlx, or use the plain model"
             )

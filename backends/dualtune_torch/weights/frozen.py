@@ -36,12 +36,12 @@ def _computes_product(module: nn.Linear) -> bool:
     with torch.no_grad():
         expected_2O = F.linear(x_2I, module.weight, module.bias)
         try:
-            found: Any = module(x_2I)
+            result: Any = module(x_2I)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return False  # of other inputs
-    if not isinstance(found, Tensor) or found.shape != expected_2O.shape:
+    if not isinstance(result, Tensor) or result.shape != expected_2O.shape:
         return False
-    return found.is_meta or torch.allclose(found, expected_2O, rtol=0.01, atol=0.01 * float(expected_2O.abs().max()))
+    return result.is_meta or torch.allclose(result, expected_2O, rtol=0.01, atol=0.01 * float(expected_2O.abs().max()))
 
 
 def shape_of(layer: FrozenLinear) -> tuple[int, int]:
@@ -81,8 +81,8 @@ def _scales(weight: Any) -> list[Tensor]:
     """Return what bitsandbytes stores besides the packed bytes: scales, the scales of these, and the table of each."""
     states = [state for state in [getattr(weight, "quant_state", None)] if state is not None]
     states += [state.state2 for state in states if state.state2 is not None]
-    found = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    parts = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
+    return [tensor for tensor in parts if isinstance(tensor, Tensor)]
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:

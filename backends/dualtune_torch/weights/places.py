@@ -39,14 +39,14 @@ def find_places(
 
     A layer that transformers makes in another way, such as from several tensors, has none.
     """
-    found: dict[str, FilePlace] = {}
+    places: dict[str, FilePlace] = {}
     for parameter, place in _parameters(model, base, shapes).items():
         module = parameter.removesuffix(".weight")
         if module in shapes and parameter != module:
             if isinstance(model.get_submodule(module), Conv1D):
                 place = place._replace(transposed=not place.transposed)
-            found[module] = place
-    return found
+            places[module] = place
+    return places
 
 
 def stored_names(model: PreTrainedModel, base: BaseWeights) -> dict[str, str]:
@@ -60,18 +60,18 @@ def _parameters(
 ) -> dict[str, FilePlace]:
     """Return the place of each parameter that a tensor of the files becomes, as it is, transposed or in parts."""
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
     known = dict.fromkeys((*model.state_dict(), *(f"{module}.weight" for module in shapes)), True)
-    found: dict[str, FilePlace] = {}
+    places: dict[str, FilePlace] = {}
     for name in base.tensors:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if pattern is None:
-            found[target] = FilePlace(name)
+            places[target] = FilePlace(name)
         else:
-            found |= _converted(name, target, by_pattern[pattern], shapes)
-    return found
+            places |= _converted(name, target, by_pattern[pattern], shapes)
+    return places
 
 
 def _converted(
@@ -97,7 +97,7 @@ def _converted(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parameters of a model that was trained whole, written tensor by tensor under the names of its base's files.
+# Full fine-tuning: all parameters, written tensor by tensor under the names of the base's files.
 
 FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

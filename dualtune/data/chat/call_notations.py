@@ -40,7 +40,7 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
 def _properties(parameters: Any) -> Schemas:
     table: Any = cast("Mapping[str, Any]", parameters).get("properties") if isinstance(parameters, Mapping) else None
     items = cast("Mapping[str, Any]", table).items() if isinstance(table, Mapping) else ()
-    return {key: cast("Mapping[str, Any]", each) for key, each in items if isinstance(each, Mapping)}
+    return {key: cast("Mapping[str, Any]", schema) for key, schema in items if isinstance(schema, Mapping)}
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
@@ -85,9 +85,9 @@ def python_call(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of `name(key=literal, …)`; ValueError for any other text."""
     try:
         call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError("is not a call with named arguments")
-        arguments = {cast("str", each.arg): _value(each.value) for each in call.keywords}
+        arguments = {cast("str", keyword.arg): _value(keyword.value) for keyword in call.keywords}
         return ast.unparse(call.func), arguments
     except _REFUSALS as error:
         raise ValueError(str(error)) from None
@@ -131,7 +131,7 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
             return text
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return int(value)
-    fits = not types or any(_fits(value, each) for each in types)
+    fits = not types or any(_fits(value, name) for name in types)
     return text if isinstance(value, str) or not fits else value
 
 
@@ -142,11 +142,11 @@ def _fits(value: Any, name: str) -> bool:
 
 def _declared(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows; empty if it does not say."""
-    types = {each for each in [schema.get("type"), *_items(schema, "type")] if isinstance(each, str)}
+    types = {entry for entry in [schema.get("type"), *_items(schema, "type")] if isinstance(entry, str)}
     if schema.get("nullable") is True and types:
         types.add("null")
-    for each in [*_items(schema, "anyOf"), *_items(schema, "oneOf")]:
-        types |= _declared(cast("Mapping[str, Any]", each)) if isinstance(each, Mapping) else set()
+    for entry in [*_items(schema, "anyOf"), *_items(schema, "oneOf")]:
+        types |= _declared(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else set()
     values = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
     return types or {_name(value) for value in values}
 
@@ -255,7 +255,7 @@ class ArgumentBody:
         return begin, self.string.pattern(opening), self.other.pattern(opening)
 
     def read(self, text: str, at: int, tools: Tools) -> Read | None:
-        ends = (each.split()[-1] for each in (self.string.last, self.other.last, self.bare or "") if each.strip())
+        ends = (mark.split()[-1] for mark in (self.string.last, self.other.last, self.bare or "") if mark.strip())
         if all(text.find(end, at) < 0 for end in ends):
             return None
         begin, string, other = self._patterns

@@ -44,7 +44,7 @@ class CallReader:
 
     def __init__(self, notations: Sequence[CallNotation], tools: Tools) -> None:
         self._notations, self._tools = notations, tools
-        self._marks = {mark for each in notations for mark in each.marks(tools)}
+        self._marks = {mark for notation in notations for mark in notation.marks(tools)}
         self._text = ""
         self._at = 0  # what is before it has been passed on, or belongs to a call
         self._search = 0  # where the next call may begin
@@ -116,7 +116,7 @@ class CallReader:
     def _next_mark(self, *, is_end: bool) -> tuple[int, bool]:
         """Return where the next call begins, or else where its mark may begin; and whether it is there."""
         starts = [at for mark in self._marks if (at := self._text.find(mark, self._search)) >= 0]
-        if self._num_calls == self._at == 0 and any(each.is_whole_answer for each in self._notations):
+        if self._num_calls == self._at == 0 and any(notation.is_whole_answer for notation in self._notations):
             whole = _WHOLE.match(self._text)
             starts += [whole.start("call")] if whole and whole.start("call") >= self._search else []
         if starts and min(starts) < len(self._text):
@@ -257,7 +257,7 @@ def _learned(render: Render, form: CallForm, before: str) -> TemplateCalls | Non
 
     head = head if begins_there else ""
     turns = {count: written(PROBE_ARGUMENTS, count) for count in (1, 2)}
-    texts, numbers = ({count: written(each, count) for count in (1, 2)} for each in (_TEXTS, _NUMBERS))
+    texts, numbers = ({count: written(arguments, count) for count in (1, 2)} for arguments in (_TEXTS, _NUMBERS))
     checks = [
         (arguments, min(count, turn.count(NAME)), turn)
         for arguments, both in ((PROBE_ARGUMENTS, turns), (_TEXTS, texts), (_NUMBERS, numbers))
@@ -318,11 +318,11 @@ def _with_arguments(turn: _Turn, numbers: str, empty: str) -> Iterator[tuple[Cal
     if text["first"].strip() == "(":
         end = turn.one.rfind(")") + 1
         preamble, opening, closing, ending = turn.around(begin, end)
-        marks = [re.sub(r"\[$|^\]", "", each).strip() for each in (preamble or opening, ending or closing)]
+        marks = [re.sub(r"\[$|^\]", "", part).strip() for part in (preamble or opening, ending or closing)]
         yield CallNotation(PythonBody(), "", marks[0], "", marks[1]), "("
     preamble, opening, _, ending = turn.around(begin, len(turn.one) - len(text["after"]))
-    lasts = [_last(each["after"], turn) for each in (text, number)]
-    string, other = (Value(each["open"], each["next"], last) for each, last in zip((text, number), lasts, strict=True))
+    lasts = [_last(part["after"], turn) for part in (text, number)]
+    string, other = (Value(part["open"], part["next"], last) for part, last in zip((text, number), lasts, strict=True))
     bare = None
     if NAME in empty:
         behind = empty[empty.find(NAME) + len(NAME) :]
@@ -337,13 +337,13 @@ def _split(turn: str, arguments: Mapping[str, Any]) -> dict[str, str] | None:
     (first, one), (second, two) = arguments.items()
     parts = (NAME, first, str(one), second, str(two))
     pattern = ".*?".join(f"({part})" for part in parts)
-    found = re.search(pattern, turn, re.DOTALL)
-    if not found:
+    match = re.search(pattern, turn, re.DOTALL)
+    if not match:
         return None
-    gaps = [turn[found.end(i) : found.start(i + 1)] for i in range(1, len(parts))]
+    gaps = [turn[match.end(i) : match.start(i + 1)] for i in range(1, len(parts))]
     if gaps[1] != gaps[3]:
         return None
-    return {"first": gaps[0], "open": gaps[1], "next": gaps[2], "after": turn[found.end(len(parts)) :]}
+    return {"first": gaps[0], "open": gaps[1], "next": gaps[2], "after": turn[match.end(len(parts)) :]}
 
 
 def _last(after: str, turn: _Turn) -> str:

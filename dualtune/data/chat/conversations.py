@@ -104,8 +104,8 @@ def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ..
         pair = as_list(item, at)
         if len(pair) != 2:
             raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
-        for role, each in zip(("user", "assistant"), pair, strict=True):
-            said = "" if each is None else text_of(each, at, reading)
+        for role, content in zip(("user", "assistant"), pair, strict=True):
+            said = "" if content is None else text_of(content, at, reading)
             turns += [Message(role, said)] if said.strip() else []
     return tuple(turns)
 
@@ -114,20 +114,20 @@ def _as_turns(value: Any, key: str) -> list[Any]:
     """Return a list of messages; an object of lists, as Arrow makes of a list of objects, is transposed."""
     value = from_json(value, key)
     columns = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    if not {"role", "from"} & columns.keys() or not all(isinstance(each, list) for each in columns.values()):
+    if not {"role", "from"} & columns.keys() or not all(isinstance(column, list) for column in columns.values()):
         return as_list(value, key)
-    lengths = {name: len(each) for name, each in columns.items()}
+    lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1:
         sizes = ", ".join(f"{size} of '{name}'" for name, size in lengths.items())
         raise RowError(f"{key}: is an object of lists with different lengths: {sizes[:200]}")
-    return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    return [dict(zip(columns, column, strict=True)) for column in zip(*columns.values(), strict=True)]
 
 
 def read_tools(value: Any, key: str = "tools", reading: RowReading | None = None) -> tuple[Mapping[str, Any], ...]:
     """Read the JSON schemas of the functions, without nulls; any part may be JSON in a string."""
     name = key.removesuffix("s")
-    given = [as_object(tool, f"{name} {number}") for number, tool in enumerate(as_list(value, key), start=1)]
-    bare, has_dropped = without_nulls(given)
+    schemas = [as_object(tool, f"{name} {number}") for number, tool in enumerate(as_list(value, key), start=1)]
+    bare, has_dropped = without_nulls(schemas)
     tools, drops_more = without_nulls([_parsed(tool, f"{name} {number}") for number, tool in enumerate(bare, start=1)])
     if reading and (has_dropped or drops_more):
         reading.notices.add(NULLS)
@@ -202,7 +202,7 @@ def _can_join(message: Message, following: Message) -> bool:
 
 
 def _joined(message: Message, following: Message) -> Message:
-    contents = [each.content for each in (message, following) if each.content.strip()]
+    contents = [turn.content for turn in (message, following) if turn.content.strip()]
     return replace(message, content="\n\n".join(contents), extra={**message.extra, **following.extra})
 
 
@@ -245,10 +245,10 @@ def with_reasoning(messages: tuple[Message, ...], value: Any, reading: RowReadin
     """
     thought = "\n\n".join(texts_of(value, "reasoning", reading))
     answers = [message for message in messages if message.role == "assistant"]
-    own = [str(each.extra[key]) for each in answers for key in KEYS_OF_REASONING if each.extra.get(key)]
-    own += [thoughts for each in answers if (thoughts := each.content.rpartition("</think>")[0])]
-    wanted, *texts = ("".join(text.split()) for text in (thought, *own, *(each.content for each in answers)))
-    if any(wanted in text and (own or len(wanted) > len(text) / 2) for text in texts):  # not a word that both have
+    own = [str(answer.extra[key]) for answer in answers for key in KEYS_OF_REASONING if answer.extra.get(key)]
+    own += [thoughts for answer in answers if (thoughts := answer.content.rpartition("</think>")[0])]
+    needle, *texts = ("".join(text.split()) for text in (thought, *own, *(answer.content for answer in answers)))
+    if any(needle in text and (own or len(needle) > len(text) / 2) for text in texts):  # not a word that both have
         return messages
     if len(answers) == 1 and not own:
         thinking = replace(answers[0], extra={**answers[0].extra, "reasoning_content": thought})
@@ -303,9 +303,9 @@ def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
         if not roles and value in ROLES:
             return value, ROLES[value]
         name = re.sub(r"[\s_-]+", "_", value.strip().lower())
-        for given in (value, value.strip(), name):
-            if given in roles:
-                return name, roles[given]
+        for spelling in (value, value.strip(), name):
+            if spelling in roles:
+                return name, roles[spelling]
         if name in ROLES:
             return name, ROLES[name]
     allowed = ", ".join({**roles, **ROLES})
@@ -365,10 +365,10 @@ def _tool_call(value: Any, at: str) -> dict[str, Any]:
     function = call if call.get("function") is None else as_object(call["function"], f"{at}: function")
     name = text(needed(function, "name", at), f"{at}: name")
     # No arguments: Parquet files have null, some servers write "".
-    given: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
-    values = as_object(given, f"{at}: arguments")
+    written: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
+    values = as_object(written, f"{at}: arguments")
     values = values.full if isinstance(values, TableObject) else values
-    arguments = CallArguments(values, given if isinstance(given, str) else None)
+    arguments = CallArguments(values, written if isinstance(written, str) else None)
     result: dict[str, Any] = {"type": "function"} | ({} if call.get("id") is None else {"id": call["id"]})
     result["function"] = {"name": name, "arguments": arguments}
     check_texts(result, at)
@@ -386,4 +386,4 @@ def text_of(value: Any, at: str, reading: RowReading) -> str:
 def texts_of(value: Any, at: str, reading: RowReading) -> list[str]:
     """Return the texts of a text, or of a list of texts."""
     values = cast(list[Any], value) if isinstance(value, list) else [value]
-    return [text_of(each, at, reading) for each in values]
+    return [text_of(item, at, reading) for item in values]

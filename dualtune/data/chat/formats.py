@@ -226,9 +226,9 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     instruction = text_of(fields["instruction"], "instruction", reading)
-    given = "\n\n".join(texts_of(fields.get("input", ""), "input", reading))
-    plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
-    return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
+    context = "\n\n".join(texts_of(fields.get("input", ""), "input", reading))
+    plain = (ALPACA_INPUT_PROMPT if context else ALPACA_PROMPT).format(instruction=instruction, input=context)
+    return _pair(row, fields, f"{instruction}\n\n{context}" if context else instruction, plain, "output", reading)
 
 
 def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
@@ -357,7 +357,9 @@ def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str,
     functions = read_tools(fields.get("functions", []), "functions", reading)
     if tools and functions:
         raise RowError("functions: the row has tools already; keep one of them")
-    return tools or tuple(each if "function" in each else {"type": "function", "function": each} for each in functions)
+    return tools or tuple(
+        function if "function" in function else {"type": "function", "function": function} for function in functions
+    )
 
 
 def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:

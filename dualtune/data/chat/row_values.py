@@ -231,11 +231,11 @@ def column_of(
     if columns.get(key):
         return name
     if key == REASONING:
-        others = (each for other in keys if other != key for each in (other, *aliases.get(other, ())))
+        others = (alias for other in keys if other != key for alias in (other, *aliases.get(other, ())))
         return _column_of_reasoning(fields, taken.union(others)) or name
     if has_value(fields, name):
         return name
-    return next((each for each in aliases.get(key, ()) if each not in taken and has_value(fields, each)), name)
+    return next((alias for alias in aliases.get(key, ()) if alias not in taken and has_value(fields, alias)), name)
 
 
 def has_value(fields: Mapping[str, Any], key: str) -> bool:
@@ -276,4 +276,4 @@ def _is_named_so(name: Any) -> bool:
 
 def _is_said(value: Any) -> bool:
     texts = cast(list[Any], value) if isinstance(value, list) else [value]
-    return all(isinstance(each, str) for each in texts) and any(each.strip() for each in texts)
+    return all(isinstance(text, str) for text in texts) and any(text.strip() for text in texts)

@@ -50,9 +50,9 @@ BYTES_PER_PIECE = 64  # a small string and its slot in a list
 class TemplateLimit(DataError):
     """A chat template took too long or used too much memory: the template is broken or hostile, not the row."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
-            f"data.template: the chat template was stopped: {what}. No normal template needs so much for one "
+            f"data.template: the chat template was stopped: {reason}. No normal template needs so much for one "
             "conversation. Set data.template to another Jinja file, and do not trust this model's files"
         )
 
@@ -65,13 +65,13 @@ class Meter:
     def __init__(self) -> None:
         self.start(())
 
-    def start(self, given: Any) -> None:
-        """Start a render of `given`."""
+    def start(self, inputs: Any) -> None:
+        """Start a render of `inputs`."""
         self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
         self._cpu_deadline_s: float | None = None
-        given_bytes = self.size(given)
-        self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * given_bytes
-        self._allowed_s = CPU_S + CPU_S_PER_BYTE * given_bytes
+        input_bytes = self.size(inputs)
+        self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * input_bytes
+        self._allowed_s = CPU_S + CPU_S_PER_BYTE * input_bytes
         self._deadline_s = time.perf_counter() + self._allowed_s
 
     def spend(self, amount: int) -> None:
@@ -348,8 +348,8 @@ class Builtins:
         self._environment, self._meter, self._costs = environment, meter, costs
 
     def filters(self) -> dict[str, Callable[..., Any]]:
-        found = {name: self._filter(name, filters.FILTERS[name]) for name in _FILTERS.split()}
-        return found | {"tojson": self._filter("tojson", self._to_json)}
+        metered = {name: self._filter(name, filters.FILTERS[name]) for name in _FILTERS.split()}
+        return metered | {"tojson": self._filter("tojson", self._to_json)}
 
     def tests(self) -> dict[str, Callable[..., Any]]:
         """Return all tests. Those not metered here have constant cost."""

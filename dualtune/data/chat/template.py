@@ -43,7 +43,7 @@ _FOLDER = Path(__file__).parent / "templates"
 def named_template(name: str) -> str:
     """Return the Jinja source of a name. One without tools refuses conversations that have some."""
     name = NEWEST_TEMPLATES.get(name, name)
-    guard, source = ((_FOLDER / f"{each}.jinja").read_text(encoding="utf-8") for each in ("guard", name))
+    guard, source = ((_FOLDER / f"{stem}.jinja").read_text(encoding="utf-8") for stem in ("guard", name))
     return source if name in WITH_TOOLS else guard.replace("ADVICE", TEMPLATES_WITH_TOOLS) + source
 
 

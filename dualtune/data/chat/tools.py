@@ -168,10 +168,10 @@ class CallForm:
 
     def _result(self, message: Mapping[str, Any], ids: Mapping[str, Any], open_ids: list[Any]) -> Mapping[str, Any]:
         """Return a result with the id of its call. Results without ids answer the calls in their order."""
-        given = message.get("tool_call_id")
-        id = None if given is None else ids.get(str(given))
+        row_id = message.get("tool_call_id")
+        id = None if row_id is None else ids.get(str(row_id))
         if id is None:
-            id = open_ids[0] if given is None and open_ids else self._id(given, 0)
+            id = open_ids[0] if row_id is None and open_ids else self._id(row_id, 0)
         if id in open_ids:
             open_ids.remove(id)
         return message if id is None else {**message, "tool_call_id": id}

@@ -124,12 +124,13 @@ def opened(path: Path) -> Generator[DataFile]:
 
 def _skip_byte_order_mark(path: Path, stream: gzip.GzipFile | BinaryIO) -> None:
     head = cast(gzip.GzipFile, stream).peek(4)[:4]
-    found = next((name for mark, name in OTHER_ENCODINGS if head.startswith(mark)), None)
-    if len(head) == 4 and found is None:  # UTF-16 without a mark: every second byte of ASCII is zero
-        found = {"1010": "UTF-16LE", "0101": "UTF-16BE"}.get("".join("1" if byte else "0" for byte in head))
-    if found:
+    encoding = next((name for mark, name in OTHER_ENCODINGS if head.startswith(mark)), None)
+    if len(head) == 4 and encoding is None:  # UTF-16 without a mark: every second byte of ASCII is zero
+        encoding = {"1010": "UTF-16LE", "0101": "UTF-16BE"}.get("".join("1" if byte else "0" for byte in head))
+    if encoding:
         raise DataError(
-            f"{path}: got {found}, UTF-8 is needed. Convert it: iconv -f {found} -t UTF-8 '{path.name}' > new.file"
+            f"{path}: got {encoding}, UTF-8 is needed. "
+            f"Convert it: iconv -f {encoding} -t UTF-8 '{path.name}' > new.file"
         )
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))

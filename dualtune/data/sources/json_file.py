@@ -131,10 +131,10 @@ def read_json(file: DataFile) -> Rows:
         yield from read_jsonl(file)
         return
     if len(lists) != 1:
-        shown, found = (", ".join(names[:10]) + (", …" if len(names) > 10 else "") for names in (keys, [*lists]))
+        shown, shown_lists = (", ".join(names[:10]) + (", …" if len(names) > 10 else "") for names in (keys, [*lists]))
         raise DataError(
             f"{file.path}: got one object with the keys {shown or '(none)'}; an array of objects is needed, "
-            f"or an object with exactly one list of objects in it (here: {found or 'none'})"
+            f"or an object with exactly one list of objects in it (here: {shown_lists or 'none'})"
         )
     text = _Window(file)
     with text.errors_located():

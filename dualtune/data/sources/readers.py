@@ -88,16 +88,16 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
     In a directory, the files of the role are taken, or of the role that `split` names. Raises DataError if there is
     nothing to read; the files are opened when their rows are read.
     """
-    location, found = _locate(path)
-    if found == "nothing" and _may_be_in_the_hub(path):
+    location, kind = _locate(path)
+    if kind == "nothing" and _may_be_in_the_hub(path):
         return open_hub(path, role, subset, split)
-    if found == "nothing":
+    if kind == "nothing":
         raise DataError(f"{location}: no such file or directory")
     if subset is not None:
         raise DataError(f"{location}: subset: got '{subset}', allowed only for a dataset of the hub")
-    if found == "directory" and (saved := splits_of(location)) is not None:
+    if kind == "directory" and (saved := splits_of(location)) is not None:
         return FileSource(path, files_of(saved[_saved_split(location, saved, role, split)]))
-    if found == "directory":
+    if kind == "directory":
         return FileSource(path, _files_for(location, role if split is None else _role_named(location, split)))
     if split is not None:
         raise DataError(f"{location}: split: got '{split}', allowed only for a dataset of the hub or a directory")
@@ -112,12 +112,12 @@ def has_role(path: str, role: Role, subset: str | None = None) -> bool:
 
     A hub dataset is downloaded to find out.
     """
-    location, found = _locate(path)
-    if found == "nothing" and _may_be_in_the_hub(path):
+    location, kind = _locate(path)
+    if kind == "nothing" and _may_be_in_the_hub(path):
         return hub_has_role(path, role, subset)
-    if found == "directory" and (saved := splits_of(location)) is not None:
+    if kind == "directory" and (saved := splits_of(location)) is not None:
         return role == "train" if "" in saved else any(name in saved for name in ROLE_NAMES[role])
-    return bool(_candidates(location, role)) if found == "directory" else found == "file" and role == "train"
+    return bool(_candidates(location, role)) if kind == "directory" else kind == "file" and role == "train"
 
 
 def _may_be_in_the_hub(path: str) -> bool:
@@ -140,11 +140,11 @@ def _saved_split(location: Path, saved: Mapping[str, Path], role: Role, split: s
     """Return the split to read of what save_to_disk wrote: the named one, or the one for the role."""
     if "" in saved and split is None and role == "train":
         return ""
-    wanted = ROLE_NAMES[role] if split is None else (split,)
-    name = next((name for name in wanted if name and name in saved), None)
+    choices = ROLE_NAMES[role] if split is None else (split,)
+    name = next((name for name in choices if name and name in saved), None)
     if name is None:
         names = "one Dataset without splits" if "" in saved else ", ".join(map(printable, saved))
-        raise DataError(f"{location}: has no split {' or '.join(wanted)}; it has: {names}. Name one with split")
+        raise DataError(f"{location}: has no split {' or '.join(choices)}; it has: {names}. Name one with split")
     return name
 
 
@@ -164,7 +164,7 @@ class _Candidate:
 
 
 def _candidates(directory: Path, role: Role) -> list[_Candidate]:
-    found: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     with reading(directory):
         paths = sorted(directory.iterdir())
     for path in paths:
@@ -177,25 +177,27 @@ def _candidates(directory: Path, role: Role) -> list[_Candidate]:
             if stem.startswith(name) and (match := _PART.fullmatch(stem, len(name))):
                 part, parts = match["part"], match["parts"]
                 group = (name, parts or ("parts" if part else "whole"), suffix)
-                found.append(_Candidate(path, group, int(part) if part else None))
-    return found
+                candidates.append(_Candidate(path, group, int(part) if part else None))
+    return candidates
 
 
 def _files_for(directory: Path, role: Role) -> tuple[Path, ...]:
     """Return the one file of a role, or all its numbered parts in order."""
-    found = _candidates(directory, role)
-    if not found:
+    candidates = _candidates(directory, role)
+    if not candidates:
         names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
         shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
-        wanted = " or ".join(f"{name}.*" for name in ROLE_NAMES[role])
-        raise DataError(f"{directory}: needs {wanted} (.*: {KINDS}); it holds: {shown or 'nothing'}")
-    if len({candidate.group for candidate in found}) > 1:
-        names = ", ".join(candidate.path.name for candidate in found)
+        patterns = " or ".join(f"{name}.*" for name in ROLE_NAMES[role])
+        raise DataError(f"{directory}: needs {patterns} (.*: {KINDS}); it holds: {shown or 'nothing'}")
+    if len({candidate.group for candidate in candidates}) > 1:
+        names = ", ".join(candidate.path.name for candidate in candidates)
         raise DataError(f"{directory}: several files fit the role {role}: {names}. Name one file")
-    parts = found[0].group[1]
-    if parts.isdigit() and int(parts) != len(found):
-        raise DataError(f"{directory}: has only {len(found)} of the {int(parts)} parts of {found[0].path.name}")
-    return tuple(candidate.path for candidate in sorted(found, key=lambda candidate: candidate.part or 0))
+    parts = candidates[0].group[1]
+    if parts.isdigit() and int(parts) != len(candidates):
+        raise DataError(
+            f"{directory}: has only {len(candidates)} of the {int(parts)} parts of {candidates[0].path.name}"
+        )
+    return tuple(candidate.path for candidate in sorted(candidates, key=lambda candidate: candidate.part or 0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -449,14 +451,14 @@ def _check_files(name: str, builder: Any) -> None:
 
 def _place(name: str, file: str) -> tuple[str, str]:
     """Return the revision and path of a file in the dataset's repository. FormatError if it is somewhere else."""
-    found = re.fullmatch(rf"hf://datasets/{re.escape(name)}@([^/]+)/(.+)", file, re.IGNORECASE | re.DOTALL)
-    parts = re.split(r"[/\\]", found[2]) if found else []
-    if not found or not file.isprintable() or {"", ".", ".."} & {*parts}:
+    match = re.fullmatch(rf"hf://datasets/{re.escape(name)}@([^/]+)/(.+)", file, re.IGNORECASE | re.DOTALL)
+    parts = re.split(r"[/\\]", match[2]) if match else []
+    if not match or not file.isprintable() or {"", ".", ".."} & {*parts}:
         raise FormatError(
             f"{name}: its card names the file {file[:200]!r}, which is not in its repository, and is not read. Look at "
             "the dataset's page; files that you trust can be named in data.train"
         )
-    return unquote(found[1]), found[2]
+    return unquote(match[1]), match[2]
 
 
 def _origin(error: BaseException) -> BaseException:

@@ -158,17 +158,17 @@ def _checked_header(file: DataFile, line: int, names: list[str], errors: list[st
     return names
 
 
-def check_names(what: str, names: list[str]) -> None:
+def check_names(where: str, names: list[str]) -> None:
     """Raise DataError for columns without a name, for duplicate names, and for too many columns."""
     if len(names) > MAX_COLUMNS:
         raise DataError(
-            f"{what}: {len(names)} names, at most {MAX_COLUMNS} are allowed; remove those that are not needed"
+            f"{where}: {len(names)} names, at most {MAX_COLUMNS} are allowed; remove those that are not needed"
         )
     if "" in names:
-        raise DataError(f"{what}: name {names.index('') + 1} is empty; give each column a name")
+        raise DataError(f"{where}: name {names.index('') + 1} is empty; give each column a name")
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
-            f"{what}: the name '{printable(repeated[0])}' is used more than once; give each column its own name"
+            f"{where}: the name '{printable(repeated[0])}' is used more than once; give each column its own name"
         )
 
 

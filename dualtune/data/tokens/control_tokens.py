@@ -149,20 +149,20 @@ def control_token_warning(number: int, first: str, policy: Policy) -> str:
 class _Finder:
     """Finds the longest of many strings at each position, from left to right, like a tokenizer its added tokens."""
 
-    def __init__(self, wanted: Iterable[str]) -> None:
-        self._wanted = {text for text in wanted if text}
-        self._firsts = {text[0] for text in self._wanted}
-        self._lengths = sorted({len(text) for text in self._wanted}, reverse=True)
-        starts = sorted({re.escape(text[:2]) for text in self._wanted})
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._strings = {text for text in strings if text}
+        self._firsts = {text[0] for text in self._strings}
+        self._lengths = sorted({len(text) for text in self._strings}, reverse=True)
+        starts = sorted({re.escape(text[:2]) for text in self._strings})
         self._start = re.compile("|".join(starts) or r"(?!)")  # if there are none: a pattern that never matches
 
     def matches(self, text: str) -> Iterator[tuple[int, str]]:
         if not any(map(text.__contains__, self._firsts)):  # true for most texts, and far faster than the search
             return
         at = 0
-        while found := self._start.search(text, at):
-            at = found.start()
-            match = next((part for n in self._lengths if (part := text[at : at + n]) in self._wanted), None)
+        while candidate := self._start.search(text, at):
+            at = candidate.start()
+            match = next((part for n in self._lengths if (part := text[at : at + n]) in self._strings), None)
             if match is not None:
                 yield at, match
             at += len(match or " ")

@@ -93,7 +93,7 @@ class _Chat:
         self._check_results()
         self._turns = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         self._marked: dict[int, Range] | None = None
-        self._found: dict[int, Range] = {}  # turns that were located
+        self._located: dict[int, Range] = {}  # turns that were located
         if tokenizer.template is not None and tokenizer.template.marks_turns:
             if len(marked) != len(self._turns):
                 raise RowError(
@@ -114,12 +114,12 @@ class _Chat:
         """Return the target ranges and their loss weights."""
         if loss_on == "all":
             return self._all_text()
-        wanted = self._trained(loss_on)
-        return [self._turn(i) for i in wanted], [self.messages[i].weight for i in wanted]
+        trained = self._trained(loss_on)
+        return [self._turn(i) for i in trained], [self.messages[i].weight for i in trained]
 
     def notices(self, loss_on: str) -> frozenset[str]:
         """Return the kinds of what is said and not learned; call it after `targets`."""
-        trained = {i: self._found.get(i) for i in self._trained(loss_on)}
+        trained = {i: self._located.get(i) for i in self._trained(loss_on)}
         turns = {i: self.text[slice(*turn)] if turn else self.text for i, turn in trained.items()}
         question = max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)
         kinds = {FOLDED} if self._is_folded else set[str]()
@@ -138,8 +138,8 @@ class _Chat:
         return frozenset(kinds)
 
     def _trained(self, loss_on: str) -> list[int]:
-        wanted = self._turns[-1:] if loss_on == "last" else self._turns
-        return [i for i in wanted if self.messages[i].train]
+        turns = self._turns[-1:] if loss_on == "last" else self._turns
+        return [i for i in turns if self.messages[i].train]
 
     def _is_prompted(self, start: int) -> bool:
         """Return whether the generation prompt ends where a turn starts, or in the turn."""
@@ -168,18 +168,18 @@ class _Chat:
 
     def _turn(self, i: int) -> Range:
         """Return the range of assistant message `i`."""
-        found = self._with_end(self._marked[i]) if self._marked is not None else self._by_prefix(i)
-        found = found or self._by_own_text(i) or self._by_sentinel(i)
-        if found is None:
+        turn = self._with_end(self._marked[i]) if self._marked is not None else self._by_prefix(i)
+        turn = turn or self._by_own_text(i) or self._by_sentinel(i)
+        if turn is None:
             choices = "all" if i == self._turns[-1] else "last or all"
             raise RowError(
                 f"message {i + 1}: the chat template writes this turn differently when others follow, so it cannot be "
                 f"located in the text. Set data.loss_on to {choices}, use another data.template, or add "
                 "{% generation %} markers to it"
             )
-        _check_names(_call_names(self.messages[i]), self.text[found[0] : found[1]], "tool calls")
-        self._found[i] = found
-        return found
+        _check_names(_call_names(self.messages[i]), self.text[turn[0] : turn[1]], "tool calls")
+        self._located[i] = turn
+        return turn
 
     def _by_prefix(self, i: int) -> Range | None:
         turn = self._turn_alone(i)
@@ -217,8 +217,8 @@ class _Chat:
         begin to differ, outside of any markup.
         """
         sentinel = _sentinel(self.text)
-        head, found, _ = self._render([*self.messages[:i], Message("assistant", sentinel)]).partition(sentinel)
-        if not found:
+        head, mark, _ = self._render([*self.messages[:i], Message("assistant", sentinel)]).partition(sentinel)
+        if not mark:
             return None
         if through.startswith(head):
             return len(head)
@@ -275,11 +275,11 @@ class _Chat:
         return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=add_generation_prompt)
 
 
-def _check_names(names: Sequence[str], text: str, what: str) -> None:
+def _check_names(names: Sequence[str], text: str, kind: str) -> None:
     """Raise RowError if a name is missing in the text: a template without tool support silently drops tools."""
     for name in names:
         if name not in text:
-            raise RowError(f"the chat template does not write the {what} ('{name}' is missing). {TEMPLATES_WITH_TOOLS}")
+            raise RowError(f"the chat template does not write the {kind} ('{name}' is missing). {TEMPLATES_WITH_TOOLS}")
 
 
 def _end(text: str, content: str) -> int:
@@ -421,10 +421,10 @@ def check_lost_text(counts: Mapping[str, int], num_rows: int, name: str, *, acce
 
 def _without(turn: str, text: str) -> str | None:
     """Return a turn without this text, or None if the text is not in it. Whitespace and case may differ."""
-    if (wanted := text.strip()) in turn:
-        return turn.replace(wanted, "\0", 1) if wanted else turn
-    wanted, turn = ("".join(each.split()).casefold() for each in (text, turn))
-    return turn.replace(wanted, "\0", 1) if wanted in turn else None
+    if (needle := text.strip()) in turn:
+        return turn.replace(needle, "\0", 1) if needle else turn
+    needle, turn = ("".join(part.split()).casefold() for part in (text, turn))
+    return turn.replace(needle, "\0", 1) if needle in turn else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -456,6 +456,6 @@ def is_written(leaf: Any, turn: str) -> bool:
     text = leaf.strip()
     if text in turn:
         return True
-    ascii, plain = (json.dumps(text, ensure_ascii=each)[1:-1] for each in (True, False))
+    ascii, plain = (json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
     forms: Collection[str] = (ascii, plain, repr(text)[1:-1], escape(text), plain.replace("/", "\\/"))
     return any(form in turn for form in forms) or _without(turn, text) is not None

@@ -53,8 +53,8 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
         text = tokenizer.render([Message("user", "Which colour?"), Message("assistant", _ANSWER)])
     except RowError:
         return None
-    _, found, rest = text.rpartition(_ANSWER)
-    tokens: list[int] = tokenizer.encode(rest, special=False).tolist() if found else []
+    _, answer, rest = text.rpartition(_ANSWER)
+    tokens: list[int] = tokenizer.encode(rest, special=False).tolist() if answer else []
     return next((token for token in tokens if token in tokenizer.stop_ids), None)
 
 

@@ -204,10 +204,10 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
     parts = {**key, "versions": versions_of(("tokenizers", "jinja2", "numpy")), "code": _code()}
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     directory = cache_dir() / "data" / name
-    if found := _read(directory):
+    if cached := _read(directory):
         with contextlib.suppress(OSError):
             os.utime(directory)  # marks it as used now
-        return found
+        return cached
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = hidden_sibling(directory)

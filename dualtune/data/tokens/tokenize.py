@@ -95,13 +95,13 @@ def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on:
 
 def _encode(rows: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
     # A rendered chat already contains its special tokens.
-    found: dict[int, Tokens] = {}
+    encoded: dict[int, Tokens] = {}
     for is_chat, is_masked in product((True, False), repeat=2):
         some = [i for i, row in enumerate(rows) if (row.is_chat, row.masked is not None) == (is_chat, is_masked)]
         encode = tokenizer.control_tokens.encode_batch if is_masked else tokenizer.encode_batch
         texts = [rows[i].masked or rows[i].text for i in some]
-        found.update(zip(some, encode(texts, special=not is_chat) if some else (), strict=True))
-    return [found[i] for i in range(len(rows))]
+        encoded.update(zip(some, encode(texts, special=not is_chat) if some else (), strict=True))
+    return [encoded[i] for i in range(len(rows))]
 
 
 def _finish(

@@ -104,7 +104,7 @@ class Tokenizer:
         `special` adds the tokenizer's special tokens for plain text (BOS, unless the text already begins with it); a
         rendered chat contains its own. Raises FormatError for a token without an embedding in the model.
         """
-        found: list[tuple[np.ndarray, np.ndarray]] = []
+        encodings: list[tuple[np.ndarray, np.ndarray]] = []
         for encoding in self._loaded.encode_batch(texts, special=special):
             ids = np.array(encoding.ids, np.int32)
             flat = itertools.chain.from_iterable(encoding.offsets)
@@ -112,8 +112,8 @@ class Tokenizer:
             if len(ids) > 1 and ids[0] == ids[1] == self.bos_id and offsets[0, 1] == 0:  # the first covers no character
                 ids, offsets = ids[1:], offsets[1:]
             self._check(ids)
-            found.append((ids, offsets))
-        return found
+            encodings.append((ids, offsets))
+        return encodings
 
     def _check(self, ids: np.ndarray) -> None:
         largest, size = int(ids.max(initial=0)), self.vocabulary_size
@@ -148,7 +148,7 @@ class Tokenizer:
         """The special tokens that are a part of a written call."""
         if self.calls is None:
             return frozenset()
-        texts = (self.calls.written, *(mark for each in IN_TEXT for mark in each.texts))
+        texts = (self.calls.written, *(mark for notation in IN_TEXT for mark in notation.texts))
         return frozenset(id for text in texts for id in self._specials_in(text)) - self.stop_ids
 
     @cached_property
@@ -232,10 +232,12 @@ class Tokenizer:
         self, messages: Sequence[Message], text: str, rendered: Callable[[Sequence[Message]], tuple[str, Ranges]]
     ) -> bool:
         """Return whether a system message is not in the text, not even in another form (upper case, quoted …)."""
-        missing = [i for i, each in enumerate(messages) if each.role == "system" and each.content.strip() not in text]
+        missing = [
+            i for i, message in enumerate(messages) if message.role == "system" and message.content.strip() not in text
+        ]
         if not missing:
             return False
-        probed = [replace(each, content=PROBE) if i in missing else each for i, each in enumerate(messages)]
+        probed = [replace(message, content=PROBE) if i in missing else message for i, message in enumerate(messages)]
         with contextlib.suppress(RowError):
             return rendered(probed)[0].count(PROBE) < len(missing)
         return True
@@ -335,8 +337,8 @@ class Tokenizer:
         tools = [tool] if "tool_calls" in answer.extra else []
         for before in ((question,), (system, question)):
             with contextlib.suppress(RowError):
-                _, found, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
-                return rest if found else ""
+                _, probe, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
+                return rest if probe else ""
         return ""
 
     def _before_answer(self) -> str:
@@ -359,8 +361,8 @@ class Tokenizer:
 
     def _before_question(self) -> str:
         with contextlib.suppress(RowError):
-            before, found, _ = self.render([Message("user", PROBE)]).partition(PROBE)
-            return before if found else ""
+            before, probe, _ = self.render([Message("user", PROBE)]).partition(PROBE)
+            return before if probe else ""
         return ""
 
     def _specials_in(self, text: str) -> list[int]:
@@ -372,8 +374,8 @@ def _generation_ends(model_dir: Path) -> list[int]:
     path = model_dir / "generation_config.json"
     if not path.is_file():
         return []
-    found = read_json(path, max_bytes=MAX_GENERATION_CONFIG_BYTES, strict=False).get("eos_token_id")
-    listed = cast("list[Any]", found) if isinstance(found, list) else [found]
+    value = read_json(path, max_bytes=MAX_GENERATION_CONFIG_BYTES, strict=False).get("eos_token_id")
+    listed = cast("list[Any]", value) if isinstance(value, list) else [value]
     return [token for token in listed if type(token) is int]
 
 

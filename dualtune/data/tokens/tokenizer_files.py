@@ -184,13 +184,13 @@ def _is_own(name: str) -> bool:
 
 def _older_special_tokens(model_dir: Path) -> Table:
     """Read special_tokens_map.json, used if tokenizer_config.json lists no added tokens."""
-    found = _read(model_dir / "special_tokens_map.json")
-    for name, value in found.items():
+    tokens = _read(model_dir / "special_tokens_map.json")
+    for name, value in tokens.items():
         if name == LISTS[1] or not (name == LISTS[0] or name in NAMED or _is_own(name)):
             raise Unknown
         if isinstance(value, dict):
-            found[name] = _token({**cast(Table, value), "special": True})
-    return found
+            tokens[name] = _token({**cast(Table, value), "special": True})
+    return tokens
 
 
 def _older_added_tokens(model_dir: Path, config: Table) -> dict[int, AddedToken]:
@@ -234,8 +234,8 @@ def _list(value: Any) -> list[Any]:
 def _id_of(rust: Any, named: Mapping[str, str], text: str | None) -> int | None:
     if text is None:
         return None
-    found = rust.token_to_id(text)
-    return found if found is not None else rust.token_to_id(named.get("unk_token", ""))
+    id = rust.token_to_id(text)
+    return id if id is not None else rust.token_to_id(named.get("unk_token", ""))
 
 
 def _templates(directory: Path, config: Table) -> str | Mapping[str, str] | None:
@@ -245,13 +245,13 @@ def _templates(directory: Path, config: Table) -> str | Mapping[str, str] | None
     if files:
         texts = {name: _text(path) for name, path in files.items()}
         return texts["default"] if texts.keys() == {"default"} else texts
-    found = config.get("chat_template")
-    if found is None or isinstance(found, str):
-        return found
-    if isinstance(found, dict):  # converted to the list form, as in the file
-        listed: Sequence[Any] = [{"name": n, "template": text} for n, text in cast("dict[Any, Any]", found).items()]
+    own = config.get("chat_template")
+    if own is None or isinstance(own, str):
+        return own
+    if isinstance(own, dict):  # converted to the list form, as in the file
+        listed: Sequence[Any] = [{"name": n, "template": text} for n, text in cast("dict[Any, Any]", own).items()]
     else:
-        listed = cast("list[Any]", found) if isinstance(found, list) else [found]
+        listed = cast("list[Any]", own) if isinstance(own, list) else [own]
     named: dict[str, str] = {}
     for entry in listed:
         match entry:
@@ -287,14 +287,14 @@ def _mute() -> Generator[None]:
     """Silence both streams: the Rust library prints untrusted keys of the files there, and backtraces of its panics."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    copies = {stream: os.dup(stream) for stream in (1, 2)}
     with Path(os.devnull).open("w") as nowhere:
-        for stream in kept:
+        for stream in copies:
             os.dup2(nowhere.fileno(), stream)
     try:
         yield
     finally:
-        for stream, copy in kept.items():
+        for stream, copy in copies.items():
             os.dup2(copy, stream)
             os.close(copy)
 
@@ -307,19 +307,27 @@ def _by_transformers(model_dir: Path) -> Loaded:
         from transformers import AutoTokenizer
 
         with _mute():
-            found = cast(Any, AutoTokenizer).from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+            tokenizer = cast(Any, AutoTokenizer).from_pretrained(
+                model_dir, trust_remote_code=False, local_files_only=True
+            )
     except BaseException as error:  # any fault in the files, also a panic of the Rust library
         if isinstance(error, (KeyboardInterrupt, SystemExit, DualtuneError)):
             raise
         reason = reason_of(error)
         if "Couldn't instantiate the backend tokenizer" in reason:  # followed by a list of the supported formats
-            found = ", ".join(name for name in FILES if (model_dir / name).exists())
-            reason = f"there is no tokenizer.json, and its files ({found}) cannot be converted to one"
+            present = ", ".join(name for name in FILES if (model_dir / name).exists())
+            reason = f"there is no tokenizer.json, and its files ({present}) cannot be converted to one"
         raise EnvironmentFault(f"{model_dir}: its tokenizer cannot be loaded: {reason}. {MISSING}") from error
-    if not found.is_fast:
+    if not tokenizer.is_fast:
         raise EnvironmentFault(f"{model_dir}: a tokenizer.json is needed (a fast tokenizer, with character offsets)")
-    config = {key: getattr(found, key) for key in ("chat_template", "clean_up_tokenization_spaces")}
+    config = {key: getattr(tokenizer, key) for key in ("chat_template", "clean_up_tokenization_spaces")}
     with rust_errors(model_dir), _mute():
         return _rehearsed(
-            _loaded(model_dir, found.backend_tokenizer, found.special_tokens_map, found.extra_special_tokens, config)
+            _loaded(
+                model_dir,
+                tokenizer.backend_tokenizer,
+                tokenizer.special_tokens_map,
+                tokenizer.extra_special_tokens,
+                config,
+            )
         )

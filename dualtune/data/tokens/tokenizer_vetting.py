@@ -164,15 +164,15 @@ def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> 
     if value is None:
         return []
     part = _object(value, name)
-    found = part.get("type")
-    if found == "Sequence" and depth < 4:
+    kind = part.get("type")
+    if kind == "Sequence" and depth < 4:
         inner = _items(part.get(key), f"{name}.{key}")
         parts = [leaf for item in inner[: MAX_PARTS + 1] for leaf in _parts(item, known, key, name, depth + 1)]
         if max(len(inner), len(parts)) > MAX_PARTS:
             raise Refused(f"its {name} has more than {MAX_PARTS} parts")
         return parts
-    if not _is_one_of(found, known):
-        raise Refused(f"{name}: got type {_shown(found)}, allowed: Sequence, {', '.join(sorted(known))}")
+    if not _is_one_of(kind, known):
+        raise Refused(f"{name}: got type {_shown(kind)}, allowed: Sequence, {', '.join(sorted(known))}")
     return [part]
 
 
@@ -247,9 +247,9 @@ def _check_template(part: Table) -> float:
 
 
 def _check_model(model: Table) -> None:
-    found = model.get("type")
-    if found is not None and not _is_one_of(found, MODELS):  # older files name none
-        raise Refused(f"model: got type {_shown(found)}, allowed: {', '.join(sorted(MODELS))}")
+    kind = model.get("type")
+    if kind is not None and not _is_one_of(kind, MODELS):  # older files name none
+        raise Refused(f"model: got type {_shown(kind)}, allowed: {', '.join(sorted(MODELS))}")
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         tokens = cast("dict[str, Any]", vocab)

@@ -17,8 +17,7 @@ from typing import Any
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
-from dualtune.doctor.bench.ablation_process import AblationWork, Measured
-from dualtune.doctor.bench.in_process import Failed, run_apart
+from dualtune.doctor.bench.ablation_process import AblationWork, Failed, Measured, run_apart
 from dualtune.engine.card import Card, card_of, check_capabilities
 from dualtune.engine.choose import choose
 from dualtune.engine.detect import detect
@@ -145,8 +144,8 @@ class Ablation:
     @property
     def problems(self) -> list[str]:
         """Return a line for each technique that was not measured or differs from what it promises."""
-        found = ((row.technique.name, row.problem(self.baseline)) for row in self.rows)
-        return [f"{name}: {problem}" for name, problem in found if problem]
+        problems = ((row.technique.name, row.problem(self.baseline)) for row in self.rows)
+        return [f"{name}: {problem}" for name, problem in problems if problem]
 
     def as_json(self) -> dict[str, Any]:
         rows = [_as_json(row, self.baseline) for row in self.rows]
@@ -167,15 +166,15 @@ class _Place:
 
     def config_with(self, overrides: Iterable[str]) -> Config:
         """ConfigError if a value does not exist, or if the backend does not honour it on this device."""
-        found = load_config(self.config, (*self.overrides, *overrides))
-        check_capabilities(self.card, found)
-        return found
+        config = load_config(self.config, (*self.overrides, *overrides))
+        check_capabilities(self.card, config)
+        return config
 
     def plan(self, overrides: Iterable[str], sizes: Iterable[Sequence[int]] = ()) -> Estimate:
         """Plan the largest of these micro-batches; without any, that of the config."""
         ask = ask_of(self.config_with(overrides), self.decoder, self.card.name, self.card.devices[0].kind)
         asks = [replace(ask, micro_batch_tokens=cells, max_length=longest) for cells, longest in sizes]
-        return max((estimate(self.decoder, each) for each in asks or [ask]), key=lambda found: found.total_bytes)
+        return max((estimate(self.decoder, one) for one in asks or [ask]), key=lambda estimated: estimated.total_bytes)
 
 
 def ablate(
@@ -195,10 +194,10 @@ def ablate(
     _measure(place, baseline)
     offered, not_offered = _offered(place, _scale(place, baseline), only)
     rows = [baseline, *offered]
-    for each in range(rounds):
-        for row in rows[each == 0 :]:  # the baseline of the first round is done
+    for number in range(rounds):
+        for row in rows[number == 0 :]:  # the baseline of the first round is done
             if not row.failure:
-                tell(f"{row.technique.name}, round {each + 1} of {rounds}")
+                tell(f"{row.technique.name}, round {number + 1} of {rounds}")
                 _measure(place, row)
     return Ablation(tuple(rows), not_offered)
 
@@ -304,11 +303,11 @@ def _as_json(row: AblationRow, baseline: AblationRow) -> dict[str, Any]:
     }
 
 
-def lines(found: Ablation) -> Iterator[tuple[str, ...]]:
+def lines(ablation: Ablation) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table as text, the header first."""
     yield "technique", "planned", "measured", "plan is off", "process", "time", "loss", "of none"
-    for row in found.rows:
-        time, off = row.time_of(found.baseline), row.loss_difference(found.baseline)
+    for row in ablation.rows:
+        time, off = row.time_of(ablation.baseline), row.loss_difference(ablation.baseline)
         yield (
             row.technique.name,
             *("" if size is None else in_bytes(size) for size in (row.planned_bytes, row.peak_bytes)),

@@ -1,18 +1,21 @@
-"""The process in which one memory technique is measured: memory that a process has used does not all come back.
+"""One memory technique measured in a process of its own: memory that a process has used does not all come back.
 
-`python -m dualtune.doctor.bench.ablation_process` reads an `AblationWork` as JSON from standard input. It writes two
-lines to standard output: "loaded" when training begins, then a `Measured` as JSON, or {"error": …}. All else goes to
-standard error.
+`run_apart` starts `python -m dualtune.doctor.bench.ablation_process`, which reads an `AblationWork` as JSON from
+standard input and writes two lines to standard output: "loaded" when training begins, then a `Measured` as JSON, or
+{"error": …}. All else goes to standard error. In between, `run_apart` samples the memory of the process from outside.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +27,7 @@ from dualtune.doctor.bench.measure import document_lengths
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.choose import choose, open_backend
 from dualtune.train.prepare import Prepared, prepare
+from dualtune.train.profiler.snapshot import process_reader
 from dualtune.train.recovery import explained
 from dualtune.train.run import load_engine
 from dualtune.train.step import TrainingStep
@@ -53,14 +57,83 @@ class Measured:
     loss: float  # of the last step
 
 
+# --- the process that asks --------------------------------------------------------------------------------------------
+
+EVERY_S = 0.003  # a sample of the memory
+
+
+class Failed(Exception):
+    """A measurement that could not be made. The message says why."""
+
+
+def run_apart(work: AblationWork) -> tuple[Measured, int]:
+    """Return what a process measured, and the most bytes that it had while it trained. Failed if it did not end well.
+
+    On Linux they are the anonymous memory: mapped files, such as unchanged weights on a CPU, are not counted.
+    """
+    command = [sys.executable, "-P", "-m", "dualtune.doctor.bench.ablation_process"]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            json.dump(asdict(work), child.stdin)
+            child.stdin.close()
+            first, peak = child.stdout.readline(), 0
+            with _sampling(process_reader(child.pid)) as most:
+                answer = child.stdout.readline() if first == "loaded\n" else first
+                peak = most()
+        except BaseException:
+            child.kill()
+            raise
+        code = child.wait()
+        message: dict[str, Any] = json.loads(answer) if answer.startswith("{") else {"error": _reason(code, errors)}
+    if "error" in message:
+        raise Failed(message["error"])
+    return Measured(**message), peak
+
+
+@contextmanager
+def _sampling(read: Callable[[], int]) -> Generator[Callable[[], int]]:
+    """Sample a number in the background. Yields a function that returns the largest so far."""
+    done, peak = threading.Event(), [0]
+
+    def sample() -> None:
+        while not done.wait(EVERY_S):
+            try:
+                peak[0] = max(peak[0], read())
+            except OSError:  # the process has ended
+                return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield lambda: peak[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+def _reason(code: int, errors: IO[str]) -> str:
+    errors.seek(0)
+    last = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")
+    killed = f"it was killed by signal {-code}, perhaps because memory ran out" if code < 0 else ""
+    return killed or last or f"it ended with code {code}"
+
+
+# --- the process that measures ---------------------------------------------------------------------------------------
+
+
 def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         try:
-            found: dict[str, Any] = asdict(measure(AblationWork(**json.load(sys.stdin)), out))
+            answer: dict[str, Any] = asdict(measure(AblationWork(**json.load(sys.stdin)), out))
         except DualtuneError as error:
-            found = {"error": str(error)}
-        print(json.dumps(found), file=out)
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=out)
 
 
 def measure(work: AblationWork, out: IO[str]) -> Measured:
@@ -84,8 +157,8 @@ def measure(work: AblationWork, out: IO[str]) -> Measured:
             loss = _take(prepared, engine, step, batches[step])
             step_s.append(clock() - start)
         peak = _peak(prepared, engine, [batch for batches_of in batches for batch in batches_of])
-    found = {size_of(batch) for batches_of in batches for batch in batches_of}
-    return Measured(backend.name, kind, engine.description.dtype, sorted(found), peak, step_s[1:], loss)
+    sizes = {size_of(batch) for batches_of in batches for batch in batches_of}
+    return Measured(backend.name, kind, engine.description.dtype, sorted(sizes), peak, step_s[1:], loss)
 
 
 def size_of(batch: Batch) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from dualtune.base.text import in_bytes, in_columns
 from dualtune.config import Config, load_config
 from dualtune.data.documents import held_out, probe_documents
 from dualtune.data.order import Order, without
-from dualtune.doctor.bench.in_process import Interval, paired
+from dualtune.doctor.bench.intervals import Interval, paired
 from dualtune.engine.backend import CLIP_EPS, OptimizerState, StepOutput, check_slots, check_state
 from dualtune.model.adapter import Tensors
 from dualtune.model.optimizer import OptimizerSpec
@@ -310,8 +310,8 @@ def train(data: DigitsData, config: Config) -> tuple[DigitsEngine, float, Mappin
     if not isinstance(policy, Predictive):
         return engine, num_steps * STEP_COST, {}
     # The controller decides by the costs of a language model. What is reported are those of this network.
-    found = replace(policy.statistics(), step_cost=STEP_COST)
-    return engine, found.cost, {name: found.as_json()[name] for name in REPORTED}
+    statistics = replace(policy.statistics(), step_cost=STEP_COST)
+    return engine, statistics.cost, {name: statistics.as_json()[name] for name in REPORTED}
 
 
 def run_trial(data: DigitsData, config: Config) -> DigitsTrial:
@@ -326,11 +326,13 @@ def run_trial(data: DigitsData, config: Config) -> DigitsTrial:
     finally:
         tracemalloc.stop()
     assert config.train.steps is not None
-    found = accuracy(engine.weights, data.held_out), float(losses(engine.weights, data.held_out).mean())
-    return DigitsTrial(config.run.seed, config.train.steps, *found, cost, seconds, peak, hybrid)
+    result = accuracy(engine.weights, data.held_out), float(losses(engine.weights, data.held_out).mean())
+    return DigitsTrial(config.run.seed, config.train.steps, *result, cost, seconds, peak, hybrid)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The comparison: every arm over several seeds, beside a baseline and a control of equal cost.
+
 STEPS = 600
 # benchmarks/digits.py tunes the rate for the baseline, on parts of the images for training.
 CASES: Mapping[str, float] = MappingProxyType({"tuned": 2e-2, "a tenth": 2e-3, "a twentieth": 1e-3})
@@ -384,26 +386,26 @@ class DigitsRow:
         """Say what the runs prove about a predictive arm's loss against its control; empty for the others."""
         if self.control is None:
             return ""
-        found = self.against(self.control, "eval_loss")
-        if not found.excludes_zero:
+        gap = self.against(self.control, "eval_loss")
+        if not gap.excludes_zero:
             return "no evidence of a difference from its control"
-        return "better than its control" if found.mean < 0 else "worse than its control"
+        return "better than its control" if gap.mean < 0 else "worse than its control"
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"case": self.case, "learning_rate": self.learning_rate, "arm": self.arm}
+        row: dict[str, Any] = {"case": self.case, "learning_rate": self.learning_rate, "arm": self.arm}
         for name in ("accuracy", "eval_loss", "cost", "wall_s", "peak_bytes"):
             values = self.values(name)
-            found[name] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
-        found["cost_ratio"] = self.cost_ratio
+            row[name] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
+        row["cost_ratio"] = self.cost_ratio
         for which, other in (("baseline", self.baseline), ("control", self.control)):
             if self.control is not None and other is not None:
                 for name in ("accuracy", "eval_loss"):
-                    found[f"{name}_minus_{which}"] = self.against(other, name).as_json()
+                    row[f"{name}_minus_{which}"] = self.against(other, name).as_json()
         if self.control is not None:
-            found["backward_reduction_pct"] = self.backward_reduction_pct
-            found |= {name: self.counted(name) for name in ("attempts", "accepted", "undone", "divergences")}
-            found["verdict"] = self.verdict
-        return found | {"trials": [trial.as_json() for trial in self.trials]}
+            row["backward_reduction_pct"] = self.backward_reduction_pct
+            row |= {name: self.counted(name) for name in ("attempts", "accepted", "undone", "divergences")}
+            row["verdict"] = self.verdict
+        return row | {"trials": [trial.as_json() for trial in self.trials]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +494,7 @@ def _spread(values: Sequence[float], factor: float, places: int, unit: str = "")
     return f"{mean} ± {factor * stdev(values):.{places}f}{unit}" if len(values) > 1 else f"{mean}{unit}"
 
 
-def _gap(found: Interval, factor: float, places: int) -> str:
+def _gap(gap: Interval, factor: float, places: int) -> str:
     """Format a mean difference ± half of its 95 % interval."""
-    mean = f"{factor * found.mean:+.{places}f}"
-    return mean if found.margin is None else f"{mean} ± {factor * found.margin:.{places}f}"
+    mean = f"{factor * gap.mean:+.{places}f}"
+    return mean if gap.margin is None else f"{mean} ± {factor * gap.margin:.{places}f}"

@@ -1,4 +1,4 @@
-"""A comparison as a table and as a plot."""
+"""Predictive training beside its controls, on the config and model of a user: arms, runs, a table and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import Config, load_config
-from dualtune.doctor.bench.in_process import Interval, interval, paired
+from dualtune.doctor.bench.intervals import Interval, interval, paired
 from dualtune.engine.backend import Backend
 from dualtune.engine.card import check_capabilities
 from dualtune.show.run import run
@@ -167,8 +167,8 @@ class Place:
 
     def load(self, changes: Mapping[str, Any] | None = None) -> Config:
         """Return the config with an arm's changes. ConfigError if they are impossible with it."""
-        given = (f"{key}={'null' if value is None else value}" for key, value in (changes or {}).items())
-        return load_config(self.config, (*self.overrides, *given))
+        changed = (f"{key}={'null' if value is None else value}" for key, value in (changes or {}).items())
+        return load_config(self.config, (*self.overrides, *changed))
 
     def run(self, arm: Arm, seed: int, changes: Mapping[str, Any]) -> Trial:
         """Train an arm. The run directory is a temporary one; only the end of the run is evaluated."""
@@ -182,8 +182,8 @@ class Place:
         with tempfile.TemporaryDirectory(prefix="dualtune-") as folder:
             alone = {"run.dir": folder, "run.seed": seed, "run.eval_every": None, "run.save_every": None}
             config, clock = self.load({**changes, **alone}), _Clock()
-            found = run(config, self.backend, [clock], resume="never", policy=make if arm.policy else None)
-        if found.eval_loss is None:
+            result = run(config, self.backend, [clock], resume="never", policy=make if arm.policy else None)
+        if result.eval_loss is None:
             raise ConfigError("data.eval: got nothing to evaluate, but arms are compared by their evaluation loss")
         cost, hybrid = float(clock.num_steps), dict[str, Any]()
         for policy in made:
@@ -192,7 +192,7 @@ class Place:
             elif isinstance(policy, Freezing):
                 cost = policy.cost_steps
         return Trial(
-            arm.name, seed, clock.num_steps, cost, found.eval_loss, clock.seconds, tuple(clock.smooth_losses()), hybrid
+            arm.name, seed, clock.num_steps, cost, result.eval_loss, clock.seconds, tuple(clock.smooth_losses()), hybrid
         )
 
 
@@ -275,12 +275,12 @@ class ArmResult:
     @property
     def verdict(self) -> str:
         """Say what the runs prove about the arm against its control."""
-        found = self.against_control
+        gap = self.against_control
         if self.arm.name == BASELINE:
             return ""
-        if not found.excludes_zero:
+        if not gap.excludes_zero:
             return "no evidence of a difference"
-        return "better than its control" if found.mean < 0 else "worse than its control"
+        return "better than its control" if gap.mean < 0 else "worse than its control"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -347,13 +347,13 @@ def compare(
 
 def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
     """Return the baseline's evaluation loss by learning rate: doubled, or else halved, until that stops helping."""
-    found: dict[float, float] = {}
+    losses: dict[float, float] = {}
 
     def loss_at(rate: float) -> float:
         tell(f"the baseline at the learning rate {rate:g}")
         changes = {**ARMS[BASELINE].changes(base), "train.learning_rate": rate}
-        found[rate] = place.run(ARMS[BASELINE], base.run.seed, changes).eval_loss
-        return found[rate]
+        losses[rate] = place.run(ARMS[BASELINE], base.run.seed, changes).eval_loss
+        return losses[rate]
 
     rate = base.train.learning_rate
     best = loss_at(rate)
@@ -363,9 +363,9 @@ def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
             if not loss < best:
                 break
             best = loss
-        if len(found) > 2:  # upwards has helped
+        if len(losses) > 2:  # upwards has helped
             break
-    return found
+    return losses
 
 
 @dataclass(slots=True)
@@ -418,6 +418,8 @@ def _offered(place: Place, names: Sequence[str]) -> tuple[list[Arm], dict[str, s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The comparison as the rows of a table, and as an SVG.
+
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 70, 20, 20, 50  # of the plot, in units of the SVG
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito's, and gray
 HEAD = ("arm", "cost", "loss", "perplexity", "control", "perplexity against control", "time", "predictions", "verdict")
@@ -430,10 +432,10 @@ LEGEND = (
 )
 
 
-def lines(found: Comparison) -> Iterator[tuple[str, ...]]:
+def lines(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table as text, the header first."""
     yield HEAD
-    for result in found.results:
+    for result in comparison.results:
         counts, is_baseline = result.counts, result.arm.name == BASELINE
         told = f"{counts['accepted']} of {counts['attempts']}, {counts['undone']} undone" if counts else ""
         yield (
@@ -457,16 +459,16 @@ def in_percent(losses: Interval) -> str:
     return mean if losses.margin is None else f"{mean} ({ends[0]} to {ends[1]})"
 
 
-def plot(found: Comparison) -> str:
+def plot(comparison: Comparison) -> str:
     """Return an SVG: loss over cost, the arms as points on top of the line of the baseline and the controls."""
-    return _Plot(found).svg()
+    return _Plot(comparison).svg()
 
 
 class _Plot:
-    def __init__(self, found: Comparison) -> None:
-        self._results = found.results
+    def __init__(self, comparison: Comparison) -> None:
+        self._results = comparison.results
         self._line = sorted(self._control_points())
-        points = self._line + [(result.cost, fmean(result.losses)) for result in found.results]
+        points = self._line + [(result.cost, fmean(result.losses)) for result in comparison.results]
         self._x, self._y = _range([x for x, _ in points]), _range([y for _, y in points])
 
     def svg(self) -> str:

@@ -1,6 +1,7 @@
-"""Measure what a config costs on this machine, with the same steps as the training loop.
+"""What a config costs on this machine: its operations by formula, the limits of the machine, and measured steps.
 
-No run directory is used. The results are in `BenchResult`, and in a trace with one time axis.
+The steps are those of the training loop, without a run directory. The results are in `BenchResult`, and in a trace with
+one time axis.
 """
 
 from __future__ import annotations
@@ -37,9 +38,8 @@ from dualtune.train.step import DATA, GRADIENT, OPTIMIZER, TrainingStep
 #
 # PaLM's model FLOPs (Chowdhery et al., arXiv 2204.02311, appendix B), for a frozen base: 2 per token and parameter of a
 # matrix product in the forward pass, as many in the backward pass for the gradient of its input, and the gradient of
-# the
-# weight only for the adapter. Attention is counted for the tokens that a token may see; its backward pass has 5 matrix
-# products for the forward pass's 2, as FlashAttention computes it (Dao, arXiv 2307.08691, section 4.1).
+# the weight only for the adapter. Attention is counted for the tokens that a token may see; its backward pass has 5
+# matrix products for the forward pass's 2, as FlashAttention computes it (Dao, arXiv 2307.08691, section 4.1).
 #
 # Operations that an implementation skips (output rows of tokens that are not targets) or repeats (activation
 # checkpointing) change its speed, not this count.
@@ -172,6 +172,8 @@ def _copied_bytes_per_s() -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Steps as the training loop takes them, each part of a step timed.
+
 RESULT, TRACE = "result.json", "trace.json"
 # Sizes of the matrix products that measure the machine: increasing, until one takes longer than this.
 SMALLEST, LARGEST, LONGEST_S, REPEATS = 512, 8192, 0.25, 8
@@ -179,7 +181,7 @@ SMALLEST, LARGEST, LONGEST_S, REPEATS = 512, 8192, 0.25, 8
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Model FLOPs, by the formula of `flops.py`, as a share of the machine's peak."""
+    """Model FLOPs, by the formula above, as a share of the machine's peak."""
 
     flops_per_token: float
     flops_per_s: float
@@ -369,11 +371,13 @@ def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:
         with spans("step"):
             _take(prepared, engine, spans, 0, lambda step: batches)
 
-    found = prepared.backend.profile(step, out)
-    total = sum(found.seconds.values())
-    shares = {kind: s / total for kind, s in sorted(found.seconds.items(), key=lambda item: -item[1])} if total else {}
-    trace = str(found.trace) if found.trace else None
-    return ProfiledStep(trace, found.note, next(iter(spans.seconds("step")), None), total, shares)
+    profile = prepared.backend.profile(step, out)
+    total = sum(profile.seconds.values())
+    shares = (
+        {kind: s / total for kind, s in sorted(profile.seconds.items(), key=lambda item: -item[1])} if total else {}
+    )
+    trace = str(profile.trace) if profile.trace else None
+    return ProfiledStep(trace, profile.note, next(iter(spans.seconds("step")), None), total, shares)
 
 
 def _utilisation(
@@ -381,8 +385,8 @@ def _utilisation(
 ) -> tuple[Utilisation | None, str | None]:
     """Return the utilisation, or the reason why there is none."""
     try:
-        found = engine.description
-        num_parameters, adapter_parameters = found.num_parameters, found.trainable_parameters
+        description = engine.description
+        num_parameters, adapter_parameters = description.num_parameters, description.trainable_parameters
         shape = read_shape(
             prepared.model.directory, num_parameters=num_parameters, adapter_parameters=adapter_parameters
         )

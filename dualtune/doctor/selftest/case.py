@@ -52,10 +52,10 @@ def most_apart(dtype: str) -> float:
     return tolerances.RESUMED_LOSS if dtype == "float32" else tolerances.LOSS_IN_16_BITS
 
 
-def judged(name: str, found: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> Check:
+def judged(name: str, text: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> Check:
     """Return the row of a check that passes if each figure with a limit is within it. NaN is not."""
     is_within = all(figures[figure] <= most for figure, most in limits.items())
-    return Check(name, "ok" if is_within else "fail", found, figures=figures, limits=limits)
+    return Check(name, "ok" if is_within else "fail", text, figures=figures, limits=limits)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

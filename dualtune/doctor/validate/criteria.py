@@ -1,30 +1,20 @@
-"""Criteria of a run as data, how each of them is measured, and the verdict."""
+"""Criteria of a run as data, what is observed of a run, how each criterion is measured, and the verdict as a row."""
 
 from __future__ import annotations
 
 import math
 import operator
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
-
 from dualtune.base.checks import Check, Level
 from dualtune.base.errors import DualtuneError
 from dualtune.base.text import in_time
-from dualtune.config import Config
 from dualtune.doctor.validate.losses import decrease_of, largest_rise, window_means
-from dualtune.engine.backend import Backend
-from dualtune.model.adapter import init_adapter, modules_of, tensor_name
-from dualtune.model.formats.directory import read_adapter
-from dualtune.train.hooks import Hook, RunInfo, StepRecord
-from dualtune.train.state import checkpoint
-from dualtune.train.state.run_dir import CHECKPOINTS
+from dualtune.train.hooks import StepRecord
 
 Relation = Literal["==", "<=", "<", ">=", ">"]
 Unit = Literal["count", "yes", "share", "bytes", "seconds", "number"]
@@ -51,43 +41,73 @@ class Criterion:
 
 
 @dataclass(frozen=True, slots=True)
-class CriterionResult:
-    """A criterion, the measured value, and whether the criterion is met."""
+class Observed:
+    """Everything about a run that criteria may use. Tuples have an entry per step that was taken."""
 
-    criterion: Criterion
-    level: Level
-    measured: float | None  # None: it could not be measured, and `note` says why
-    note: str | None = None
+    device_kind: str  # "cuda", "metal" or "cpu"
+    wanted_kind: str  # of the requested device
+    num_steps: int  # requested
+    save_every: int | None
+    steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
+    steps: tuple[StepRecord, ...] = ()
+    used_bytes: tuple[int, ...] = ()  # of device memory, after the step
+    before_bytes: int = 0  # on a CPU, the process's memory before any model was loaded; elsewhere 0
+    engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
+    num_tensors: int = 0  # of the adapter
+    unchanged: tuple[str, ...] = ()  # tensors that are bitwise equal to their first values
+    saved_steps: tuple[int, ...] = ()  # steps with a checkpoint that verifies
+    elapsed_s: float = 0.0
+    problem: str | None = None  # what ended the run early
 
-    def check(self) -> Check:
-        """Return it as a row of a table."""
-        criterion = self.criterion
-        relation = "" if criterion.relation == "==" else f"{criterion.relation} "
-        limit = f"must be {relation}{shown(criterion.limit, criterion.unit)}"
-        if self.measured is None:
-            found = f"not measured: {self.note}" if self.level == "fail" else str(self.note)
-        else:
-            found = f"{shown(self.measured, criterion.unit)}, {limit}"
-            found += f"; not judged: {self.note}" if self.level == "skipped" else ""
-        return Check(criterion.name, self.level, found, exit_code=DualtuneError.exit_code)
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak device memory after the first step, which compiles; on a CPU, the memory that the process used for it.
+
+        Of a run of one step, that step's.
+        """
+        later = self.steps[1:] or self.steps
+        return max(0, max((step.peak_bytes for step in later), default=0) - self.before_bytes)
 
 
 class NotMeasured(Exception):
     """The run ended before there was enough to measure. The message says what is missing."""
 
 
-def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> CriterionResult:
-    """Measure and compare. A criterion that cannot be measured is not met."""
+def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> Check:
+    """Measure and compare. A criterion that cannot be measured is not met, unless random weights could not meet it."""
     if criterion.needs_pretrained and random_weights:
-        return CriterionResult(criterion, "skipped", None, "random weights cannot meet it")
+        reason = "random weights cannot meet it"
+        return _row(criterion, "skipped", reason, None, reason)
     try:
         measured = MEASURES[criterion.measure](observed)
     except NotMeasured as reason:
-        return CriterionResult(criterion, "fail", None, str(reason))
+        return _row(criterion, "fail", f"not measured: {reason}", None, str(reason))
+    relation = "" if criterion.relation == "==" else f"{criterion.relation} "
+    text = f"{shown(measured, criterion.unit)}, must be {relation}{shown(criterion.limit, criterion.unit)}"
     if criterion.not_judged is not None:
-        return CriterionResult(criterion, "skipped", measured, criterion.not_judged)
+        return _row(criterion, "skipped", f"{text}; not judged: {criterion.not_judged}", measured, criterion.not_judged)
     is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # false for NaN
-    return CriterionResult(criterion, "ok" if is_met else "fail", measured)
+    return _row(criterion, "ok" if is_met else "fail", text, measured)
+
+
+def _row(criterion: Criterion, level: Level, text: str, measured: float | None, note: str | None = None) -> Check:
+    figures = {
+        "measured": None if measured is None else finite(measured),
+        "relation": criterion.relation,
+        "limit": criterion.limit,
+        "unit": criterion.unit,
+        "note": note,
+    }
+    return Check(criterion.name, level, text, exit_code=DualtuneError.exit_code, figures=figures)
+
+
+def finite(value: float) -> float | str:
+    """Return a number that JSON has, or a text for one that it does not have."""
+    return value if math.isfinite(value) else str(value)
 
 
 def shown(value: float, unit: Unit) -> str:
@@ -240,86 +260,3 @@ MEASURES: Mapping[str, Callable[[Observed], float]] = MappingProxyType(
         "missing_checkpoints": _missing_checkpoints,
     }
 )
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Observations of a tier's run: from a hook during training, and from the files that it leaves.
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Everything about a run that criteria may use. Tuples have an entry per step that was taken."""
-
-    device_kind: str  # "cuda", "metal" or "cpu"
-    wanted_kind: str  # of the requested device
-    num_steps: int  # requested
-    save_every: int | None
-    steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
-    steps: tuple[StepRecord, ...] = ()
-    used_bytes: tuple[int, ...] = ()  # of device memory, after the step
-    before_bytes: int = 0  # on a CPU, the process's memory before any model was loaded; elsewhere 0
-    engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
-    num_tensors: int = 0  # of the adapter
-    unchanged: tuple[str, ...] = ()  # tensors that are bitwise equal to their first values
-    saved_steps: tuple[int, ...] = ()  # steps with a checkpoint that verifies
-    elapsed_s: float = 0.0
-    problem: str | None = None  # what ended the run early
-
-    @property
-    def losses(self) -> list[float]:
-        return [step.loss for step in self.steps]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak device memory after the first step, which compiles; on a CPU, the memory that the process used for it.
-
-        Of a run of one step, that step's.
-        """
-        later = self.steps[1:] or self.steps
-        return max(0, max((step.peak_bytes for step in later), default=0) - self.before_bytes)
-
-
-class Watch(Hook):
-    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken.
-
-    The peak of memory is counted anew after the first record: the first step compiles, and to choose among kernels
-    Inductor times them with a buffer as large as the GPU's second cache, which no later step allocates.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._start = time.perf_counter()
-        self.info: RunInfo | None = None
-        self.steps: list[StepRecord] = []
-        self.used_bytes: list[int] = []
-
-    def on_start(self, info: RunInfo) -> None:
-        self.info = info
-
-    def on_step(self, record: StepRecord) -> None:
-        if not self.steps:
-            self._backend.reset_peak_memory()
-        self.steps.append(record)
-        self.used_bytes.append(self._backend.memory().used_bytes)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since this object was created."""
-        return time.perf_counter() - self._start
-
-
-def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
-    """Return the number of the adapter's tensors, and the names of those that still have their initial values."""
-    trained = read_adapter(adapter_dir).tensors
-    shapes = {
-        module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
-        for module in modules_of(trained)
-    }
-    initial = init_adapter(shapes, config.adapter.rank, config.run.seed, method=config.adapter.method)
-    return len(trained), tuple(name for name, tensor in initial.items() if np.array_equal(tensor, trained[name]))
-
-
-def verified_checkpoints(run_dir: Path) -> tuple[int, ...]:
-    """Return the steps of complete checkpoints: every file has the size and sha256 of its manifest."""
-    directory = run_dir / CHECKPOINTS
-    found = checkpoint.entries(directory) if directory.is_dir() else []
-    return tuple(sorted(entry.step for entry in found if entry.problem is None))

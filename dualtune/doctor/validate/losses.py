@@ -58,9 +58,11 @@ def assert_loss_convergence(losses: Sequence[float], min_decrease: float = 0.30,
 
     A list shorter than two windows is split in halves, with a warning: there noise has more influence.
     """
-    found = decrease_of(losses, _fitting(len(losses), window))
-    if not found.share >= min_decrease:  # NaN fails
-        raise AssertionError(f"the loss did not decrease enough: {found}, must be at least {100 * min_decrease:.1f}%")
+    decrease = decrease_of(losses, _fitting(len(losses), window))
+    if not decrease.share >= min_decrease:  # NaN fails
+        raise AssertionError(
+            f"the loss did not decrease enough: {decrease}, must be at least {100 * min_decrease:.1f}%"
+        )
 
 
 def assert_monotonic_decrease(losses: Sequence[float], tolerance: float, window: int = 50) -> None:

@@ -1,32 +1,34 @@
-"""Run a tier and judge the observations."""
+"""Run a tier, judge what was observed, and report it."""
 
 from __future__ import annotations
 
 import gc
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dualtune.base.checks import Check, exit_code
 from dualtune.base.errors import DeviceFault, EnvironmentFault, NonFiniteError, OutOfMemory
 from dualtune.config import Config
-from dualtune.doctor.validate.criteria import (
-    CriterionResult,
-    Observed,
-    Watch,
-    judge,
-    unchanged_tensors,
-    verified_checkpoints,
-)
+from dualtune.doctor.validate.criteria import Observed, finite, judge
 from dualtune.doctor.validate.losses import Decrease, decrease_of
 from dualtune.doctor.validate.tiers import Plan, ValidationSetup
+from dualtune.engine.backend import Backend
 from dualtune.engine.card import card_of
 from dualtune.engine.detect import detect
+from dualtune.engine.machine import Machine
+from dualtune.model.adapter import init_adapter, modules_of, tensor_name
+from dualtune.model.formats.directory import read_adapter
 from dualtune.show.run import run
-from dualtune.train.hooks import Hook
+from dualtune.train.hooks import Hook, RunInfo, StepRecord
+from dualtune.train.state import checkpoint
 from dualtune.train.state.records import environment
+from dualtune.train.state.run_dir import CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,7 @@ class TierResult:
 
     plan: Plan
     observed: Observed | None  # None: it did not run
-    verdicts: tuple[CriterionResult, ...]
-    checks: tuple[Check, ...]  # one row per verdict, or for the reason why the tier did not run
+    checks: tuple[Check, ...]  # a row for each criterion, and one for what ended the run or kept it from running
     environment: Mapping[str, Any]
 
     @property
@@ -59,16 +60,20 @@ class TierResult:
 def run_tier(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> TierResult:
     """Train with the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
     observed = observe(plan, setup, hooks)
-    verdicts = tuple(judge(each, observed, random_weights=setup.random_weights) for each in plan.criteria)
-    checks = tuple(verdict.check() for verdict in verdicts)
+    checks = tuple(judge(one, observed, random_weights=setup.random_weights) for one in plan.criteria)
     if observed.problem:
         checks += (Check("the run", "fail", observed.problem, exit_code=1),)
-    return TierResult(plan, observed, verdicts, checks, environment(setup.backend, observed.engine or {}))
+    return TierResult(plan, observed, checks, environment(setup.backend, observed.engine or {}))
 
 
 def not_run(plan: Plan, setup: ValidationSetup, check: Check) -> TierResult:
     """Return the result of a tier that cannot run."""
-    return TierResult(plan, None, (), (check,), environment(setup.backend, {}))
+    return TierResult(plan, None, (check,), environment(setup.backend, {}))
+
+
+def missing(error: EnvironmentFault) -> Check:
+    """Return a row with the reason why a tier cannot run here."""
+    return Check("tier not run", "fail", str(error), exit_code=error.exit_code)
 
 
 def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> Observed:
@@ -78,7 +83,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
     gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
     watch = Watch(backend)
-    seen = Observed(
+    observed = Observed(
         device_kind=kind,
         wanted_kind=card_of(backend.name).kind_for(setup.platform, detect().kinds) or kind,
         num_steps=config.train.steps,
@@ -87,8 +92,8 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
         before_bytes=setup.before_bytes,
     )
     problem = _train(lambda: run(config, backend, [watch, *hooks], resume="never"))
-    seen = replace(
-        seen,
+    observed = replace(
+        observed,
         steps=tuple(watch.steps),
         used_bytes=tuple(watch.used_bytes),
         engine=watch.info.engine if watch.info else None,
@@ -98,37 +103,98 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
     )
     adapter_dir = Path(config.run.dir) / "adapter"
     if not adapter_dir.is_dir():
-        return seen
+        return observed
     num_tensors, unchanged = unchanged_tensors(adapter_dir, config)
-    return replace(seen, num_tensors=num_tensors, unchanged=unchanged)
+    return replace(observed, num_tensors=num_tensors, unchanged=unchanged)
 
 
 def _train(run: Callable[[], object]) -> str | None:
     """Return why a run ended early, if criteria judge that reason: numbers, memory, the device."""
     try:
         run()
-    except (
-        NonFiniteError,
-        OutOfMemory,
-        DeviceFault,
-        MemoryError,
-        RuntimeError,
-    ) as error:  # a device's faults are RuntimeErrors
+    except (NonFiniteError, OutOfMemory, DeviceFault, MemoryError, RuntimeError) as error:  # torch: RuntimeError
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0] if reason else 'no message'}"
     return None
 
 
-def exit_code_of(results: Sequence[TierResult]) -> int:
-    """Return 0, or the lowest exit code of the failed tiers."""
-    return exit_code([check for result in results for check in result.checks])
+# --- what is observed: by a hook during training, and in the files that a run leaves ---------------------------------
+
+
+class Watch(Hook):
+    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken.
+
+    The peak of memory is counted anew after the first record: the first step compiles, and to choose among kernels
+    Inductor times them with a buffer as large as the GPU's second cache, which no later step allocates.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._start = time.perf_counter()
+        self.info: RunInfo | None = None
+        self.steps: list[StepRecord] = []
+        self.used_bytes: list[int] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        self.info = info
+
+    def on_step(self, record: StepRecord) -> None:
+        if not self.steps:
+            self._backend.reset_peak_memory()
+        self.steps.append(record)
+        self.used_bytes.append(self._backend.memory().used_bytes)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this object was created."""
+        return time.perf_counter() - self._start
+
+
+def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
+    """Return the number of the adapter's tensors, and the names of those that still have their initial values."""
+    trained = read_adapter(adapter_dir).tensors
+    shapes = {
+        module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
+        for module in modules_of(trained)
+    }
+    initial = init_adapter(shapes, config.adapter.rank, config.run.seed, method=config.adapter.method)
+    return len(trained), tuple(name for name, tensor in initial.items() if np.array_equal(tensor, trained[name]))
+
+
+def verified_checkpoints(run_dir: Path) -> tuple[int, ...]:
+    """Return the steps of complete checkpoints: every file has the size and sha256 of its manifest."""
+    directory = run_dir / CHECKPOINTS
+    entries = checkpoint.entries(directory) if directory.is_dir() else []
+    return tuple(sorted(entry.step for entry in entries if entry.problem is None))
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def report(result: TierResult) -> dict[str, Any]:
-    """Return a tier as JSON values: config, machine, measured values and limits. It contains no local path."""
+def report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machine) -> dict[str, Any]:
+    """Return all results as JSON values. They contain no local path."""
+    code = exit_code([check for result in results for check in result.checks])
+    gpus = [{"name": g.name, "bytes": g.total_bytes, "capability": g.compute_capability} for g in machine.gpus]
+    return {
+        "ok": code == 0,
+        "exit_code": code,
+        "date": datetime.now(UTC).date().isoformat(),
+        "platform": setup.platform,
+        "random_weights": setup.random_weights,
+        "machine": {
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory_bytes": machine.memory_bytes,
+            "gpus": gpus,
+            "driver": machine.driver,
+            "cuda": machine.cuda,
+        },
+        "tiers": [_tier(result) for result in results],
+    }
+
+
+def _tier(result: TierResult) -> dict[str, Any]:
+    """Return a tier's config, environment, measured values and limits."""
     plan, observed = result.plan, result.observed
     return {
         "tier": plan.tier.name,
@@ -141,7 +207,7 @@ def report(result: TierResult) -> dict[str, Any]:
         "config_file": plan.tier.config,
         "config": _shareable(plan.config, plan.model),
         "environment": dict(result.environment),
-        "criteria": [_row(verdict) for verdict in result.verdicts],
+        "criteria": [{"name": row.name, "level": row.level, **row.figures} for row in result.checks if row.figures],
         "checks": [check.to_json() for check in result.checks],
     } | ({} if observed is None else _measured(observed))
 
@@ -155,28 +221,10 @@ def _measured(observed: Observed) -> dict[str, Any]:
         "peak_bytes": observed.peak_bytes if observed.steps else None,
         "first_step_peak_bytes": observed.steps[0].peak_bytes if observed.steps else None,  # it compiles
         "used_bytes": {"first": observed.used_bytes[0], "last": observed.used_bytes[-1]} if observed.used_bytes else {},
-        "losses": [_finite(loss) for loss in observed.losses],
+        "losses": [finite(loss) for loss in observed.losses],
         "checkpoints": list(observed.saved_steps),
         "problem": observed.problem,
     }
-
-
-def _row(verdict: CriterionResult) -> dict[str, Any]:
-    criterion = verdict.criterion
-    return {
-        "name": criterion.name,
-        "level": verdict.level,
-        "measured": None if verdict.measured is None else _finite(verdict.measured),
-        "relation": criterion.relation,
-        "limit": criterion.limit,
-        "unit": criterion.unit,
-        "note": verdict.note,
-    }
-
-
-def _finite(value: float) -> float | str:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _shareable(config: Config, model: str) -> dict[str, Any]:
@@ -186,8 +234,3 @@ def _shareable(config: Config, model: str) -> dict[str, Any]:
     values["data"]["train"] = Path(str(config.data.train)).name
     values["run"]["dir"] = Path(config.run.dir).parent.name
     return values
-
-
-def missing(error: EnvironmentFault) -> Check:
-    """Return a row with the reason why a tier cannot run here."""
-    return Check("tier not run", "fail", str(error), exit_code=error.exit_code)

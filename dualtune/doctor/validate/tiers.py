@@ -152,7 +152,7 @@ ALL = ("quick", "convergence", "memory", "extended")  # the meaning of `all`
 def tiers_of(name: str) -> list[Tier]:
     """Return the tiers of a name, in order. "all" excludes the longest one, which must be named."""
     if name == "all":
-        return [TIERS[each] for each in ALL]
+        return [TIERS[one] for one in ALL]
     if name not in TIERS:
         raise ConfigError(f"--tier: got '{name}', allowed: {', '.join((*TIERS, 'all'))}")
     return [TIERS[name]]
@@ -227,14 +227,14 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
     return compare(has, planned.estimate.total_bytes)
 
 
-def compare(there: Budget, needed_bytes: int) -> Check:
+def compare(available: Budget, needed_bytes: int) -> Check:
     """Compare in whole MB, rounded so that the margin never looks larger than it is."""
-    free, needed = there.bytes // MB, -(-needed_bytes // MB)
+    free, needed = available.bytes // MB, -(-needed_bytes // MB)
     if needed > free:
-        found = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({there.reason})"
+        text = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({available.reason})"
         fix = "free memory on the device, choose a smaller tier, or use a machine with more"
-        return Check("memory", "fail", found, fix)
-    return Check("memory", "ok", f"{free} MB free, {needed} MB needed → {free - needed} MB buffer ({there.reason})")
+        return Check("memory", "fail", text, fix)
+    return Check("memory", "ok", f"{free} MB free, {needed} MB needed → {free - needed} MB buffer ({available.reason})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -327,12 +327,12 @@ def random_model(name: str, directory: Path) -> Path:
 
 def _four_bit(backend: Backend) -> str:
     honoured = backend.capabilities().get("model.quantization", frozenset())
-    found = next((name for name in FORMATS_4_BIT if name in honoured), None)
-    if found is None:
+    quantization = next((name for name in FORMATS_4_BIT if name in honoured), None)
+    if quantization is None:
         raise EnvironmentFault(
             f"the backend '{backend.name}' has no 4-bit weights, which every tier needs: {' or '.join(FORMATS_4_BIT)}"
         )
-    return found
+    return quantization
 
 
 def free_directory(path: Path) -> Path:

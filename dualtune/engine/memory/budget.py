@@ -47,8 +47,8 @@ def budget(machine: Machine, device: str = "auto") -> Budget:
 def _of_gpu(machine: Machine, index: int) -> Budget:
     if index >= len(machine.gpus):
         count = len(machine.gpus)
-        found = "no NVIDIA GPU is visible" if not count else f"there is no GPU {index}, only {count} visible"
-        return Budget(0, found)
+        problem = "no NVIDIA GPU is visible" if not count else f"there is no GPU {index}, only {count} visible"
+        return Budget(0, problem)
     gpu = machine.gpus[index]
     usable = gpu.total_bytes - GPU_RESERVE_BYTES
     total, host = f"{gpu.total_bytes / GIB:.1f} GiB", machine.available_bytes

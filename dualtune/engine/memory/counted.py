@@ -107,14 +107,14 @@ class Counted:
     def places(self) -> dict[str, tuple[int, str]]:
         """Return the number of the layer of each linear layer, and its path in it, by module path."""
         layers = enumerate(zip(self.paths, self.by_layer, strict=True))
-        return {f"{path}.{each.name}": (i, each.name) for i, (path, layer) in layers for each in layer.linears}
+        return {f"{path}.{linear.name}": (i, linear.name) for i, (path, layer) in layers for linear in layer.linears}
 
     def modules(self) -> dict[str, tuple[int, int]]:
         """Return the linear layers that can be adapted: module path -> (out, in)."""
-        found = {linear.name: (linear.out, linear.in_) for linear in self.outside.linears}
+        shapes = {linear.name: (linear.out, linear.in_) for linear in self.outside.linears}
         for path, layer in zip(self.paths, self.by_layer, strict=True):
-            found |= {f"{path}.{linear.name}": (linear.out, linear.in_) for linear in layer.linears}
-        return found
+            shapes |= {f"{path}.{linear.name}": (linear.out, linear.in_) for linear in layer.linears}
+        return shapes
 
 
 Shape = Decoder | Counted
@@ -130,8 +130,8 @@ def stored_bytes(layer: CountedLayer, item_bytes: int, matrix_bytes: Callable[[i
     """Return the bytes of a layer's weights. `matrix_bytes`: of a packed matrix (out, in); None: all are plain."""
     if matrix_bytes is None:
         return item_bytes * layer.parameters
-    plain = layer.parameters - sum(each.out * each.in_ * each.number for each in layer.matrices)
-    return item_bytes * plain + sum(each.number * matrix_bytes(each.out, each.in_) for each in layer.matrices)
+    plain = layer.parameters - sum(m.out * m.in_ * m.number for m in layer.matrices)
+    return item_bytes * plain + sum(m.number * matrix_bytes(m.out, m.in_) for m in layer.matrices)
 
 
 def uncountable(config: Mapping[str, Any], error: Exception) -> UnknownShape:
@@ -178,11 +178,11 @@ def _counted(config: Mapping[str, Any], backend: str, why: UnknownShape) -> Coun
         return known
     module, _, function = card.memory.count.partition(":")
     try:
-        found: Counted = getattr(importlib.import_module(module), function)(config)
+        counted: Counted = getattr(importlib.import_module(module), function)(config)
     except ImportError as error:
         raise UnknownShape(f"{why}, and its shapes cannot be counted: {error}. Run: {card.package.command}") from error
-    _write(file, found)
-    return found
+    _write(file, counted)
+    return counted
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

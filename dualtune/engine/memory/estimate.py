@@ -138,23 +138,23 @@ def selected(shape: Shape, targets: Targets) -> Mapping[str, tuple[int, int]]:
 @cache
 def adapted(shape: Shape, targets: Targets) -> Adapted:
     """Describe the adapted linear layers. ConfigError as from `selected`."""
-    found, places = selected(shape, targets), shape.places()
-    in_layers = [places[path] for path in found if path in places]
+    layers, places = selected(shape, targets), shape.places()
+    in_layers = [places[path] for path in layers if path in places]
     inside = frozenset(name for _, name in in_layers)
     # What is in no layer, as an embedding's projection, may come before all of them.
-    outside = found.keys() - places.keys() - {shape.head}
+    outside = layers.keys() - places.keys() - {shape.head}
     return Adapted(
-        shapes=tuple(found.values()),
-        inputs=sum(in_ for _, in_ in found.values()),
+        shapes=tuple(layers.values()),
+        inputs=sum(in_ for _, in_ in layers.values()),
         inside=inside,
         reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
-        head=shape.head in found,
+        head=shape.head in layers,
         layers=shape.layers if outside else shape.layers - min((i for i, _ in in_layers), default=shape.layers),
     )
 
 
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
-    """Return the adapted linear layers. A model that is trained whole has none, but keeps the input of every layer."""
+    """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
         return adapted(decoder, ask.targets)
     reads = frozenset(layer.reads for layer in decoder.linears().values())
@@ -178,9 +178,9 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
     average = SLOT_BYTES if ask.averages else 0
     size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average) * n)
-    each = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
-    each += f" + average × {average:g} B" if average else ""
-    return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{each})")
+    slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
+    slots += f" + average × {average:g} B" if average else ""
+    return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})")
 
 
 def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -200,7 +200,7 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
 
 
 def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
-    """Return the bytes of a base in int8 (`base_model/int8.py`): the same on every backend."""
+    """Return the bytes of a base in int8 (`model/int8.py`): the same on every backend."""
     c, n = ask.item_bytes, decoder.linear_parameters
     rows, plain = decoder.layers * sum(layer.out for layer in decoder.linears().values()), decoder.num_parameters - n
     formula = f"{n:,} parameters × 1 B + {rows:,} rows × 4 B, {plain:,} in embedding, head and norms × {c} B"
@@ -221,7 +221,7 @@ def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
 
 
 def padded(length: int) -> int:
-    """Return the width of a row of `length` tokens: a copy of `padded` in data/batching/batches.py, a higher layer."""
+    """Return the width of a row of `length` tokens: a copy of `padded` in data/batches.py, a later room."""
     granule = 16
     while granule * 16 < length:
         granule *= 2
@@ -245,10 +245,10 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
 
 
 def _formulas(backend: str) -> MemoryFormulas:
-    found = card_of(backend).memory
-    if found is None:
+    formulas = card_of(backend).memory
+    if formulas is None:
         raise ConfigError(f"memory: the backend '{backend}' has no formulas, so there is no estimate for it")
-    return found
+    return formulas
 
 
 def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
@@ -259,7 +259,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
     quantization = "none" if config.model.quantization == "auto" else config.model.quantization
     on = card_of(backend).device(device)
     if on is None:
-        kinds = ", ".join(each.kind for each in card_of(backend).devices) or "none"
+        kinds = ", ".join(card_device.kind for card_device in card_of(backend).devices) or "none"
         raise ConfigError(f"device: got '{device}', the backend '{backend}' has: {kinds}")
     if quantization not in on.quantizations:
         allowed = ", ".join(("auto", *on.quantizations))

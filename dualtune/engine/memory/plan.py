@@ -186,8 +186,8 @@ def choose_checkpointing(decoder: Shape, ask: Ask, have_bytes: int) -> Activatio
     if not values:
         return replace(KEEP_ALL, reason=f"auto: {ask.backend} recomputes nothing")
     fits = (value for value in values if _needs(decoder, replace(ask, checkpointing=value)) <= room)
-    found = next(fits, values[-1])
-    return replace(found, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
+    chosen = next(fits, values[-1])
+    return replace(chosen, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
 
 
 def recompute_time(decoder: Shape, ask: Ask) -> float:

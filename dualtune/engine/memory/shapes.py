@@ -94,8 +94,8 @@ class Decoder:
     def modules(self) -> dict[str, tuple[int, int]]:
         """Return the linear layers that can be adapted: module path -> (out, in)."""
         linears = self.linears()
-        found = {path: (linears[name].out, linears[name].in_) for path, (_, name) in self.places().items()}
-        return found if self.tied else {**found, self.head: (self.vocab, self.hidden)}
+        shapes = {path: (linears[name].out, linears[name].in_) for path, (_, name) in self.places().items()}
+        return shapes if self.tied else {**shapes, self.head: (self.vocab, self.hidden)}
 
     @property
     def active_parameters(self) -> int:
@@ -294,7 +294,7 @@ def published(name: str) -> Mapping[str, Any] | None:
     table = _published()
     owner, _, short = name.partition("/")
     if owner == "unsloth":
-        name = next((each for each in (*KNOWN, *table) if each.partition("/")[2] == short), name)
+        name = next((known for known in (*KNOWN, *table) if known.partition("/")[2] == short), name)
     return KNOWN.get(name) or table.get(name)
 
 

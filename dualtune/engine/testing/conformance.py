@@ -69,8 +69,8 @@ def check_weights_of_one_are_no_weights(case: Case) -> None:
     assert losses[0].num_targets == losses[1].num_targets == ones.total_weight
     assert abs(losses[0].loss_sum - losses[1].loss_sum) <= tolerances.LOGPROBS * batch.num_targets
     for dropout in (0.0, 0.3):
-        found, plain = (gradient(case.engine(dropout=dropout), b) for b in (ones, batch))
-        assert_close(found, plain, tolerances.GRADIENT)
+        actual, plain = (gradient(case.engine(dropout=dropout), b) for b in (ones, batch))
+        assert_close(actual, plain, tolerances.GRADIENT)
 
 
 def check_weighted_loss_equals_the_oracle(case: Case) -> None:
@@ -89,8 +89,8 @@ def check_weights_scale_the_gradient(case: Case) -> None:
     batch = case.batch()
     plain = gradient(case.engine(), batch)
     for weight in (2.0, -1.0, 0.125):
-        found = gradient(case.engine(), weighted(batch, weight))
-        assert_close(found, {name: weight * g for name, g in plain.items()}, tolerances.GRADIENT)
+        actual = gradient(case.engine(), weighted(batch, weight))
+        assert_close(actual, {name: weight * g for name, g in plain.items()}, tolerances.GRADIENT)
     assert norm_of(gradient(case.engine(), weighted(batch, 0.0))) == 0.0
 
 
@@ -104,8 +104,8 @@ def check_weighted_gradients_add_up(case: Case) -> None:
             part = replace(batch, labels_BT=np.where(mine_BT, batch.labels_BT, IGNORE_INDEX))
             share = part.num_targets / batch.num_targets  # `gradient` divides by the targets of its batches
             parts.append((weight * share, gradient(case.engine(dropout=dropout), part)))
-        found = gradient(case.engine(dropout=dropout), weighted(batch, *WEIGHTS))
-        assert_close(found, sum_of(*parts), tolerances.GRADIENT)
+        actual = gradient(case.engine(dropout=dropout), weighted(batch, *WEIGHTS))
+        assert_close(actual, sum_of(*parts), tolerances.GRADIENT)
 
 
 def check_weighted_and_plain_micro_batches_share_a_step(case: Case) -> None:
@@ -123,10 +123,10 @@ def check_target_logprobs(case: Case) -> None:
     """target_logprobs() equals the oracle at the targets and is 0 elsewhere, with any loss weights."""
     engine, batch = case.engine(dropout=0.4), weighted(case.batch(), *WEIGHTS)
     expected = target_logprobs_of(case.oracle(batch, engine.adapter_state(), case.spec.scale), batch)
-    found = engine.target_logprobs(batch)
-    assert found.dtype == np.float32 and found.shape == batch.labels_BT.shape
-    assert not found[batch.labels_BT == IGNORE_INDEX].any()
-    assert np.abs(found - expected).max() <= tolerances.LOGPROBS
+    actual = engine.target_logprobs(batch)
+    assert actual.dtype == np.float32 and actual.shape == batch.labels_BT.shape
+    assert not actual[batch.labels_BT == IGNORE_INDEX].any()
+    assert np.abs(actual - expected).max() <= tolerances.LOGPROBS
     none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
     assert not engine.target_logprobs(none).any()
 
@@ -135,10 +135,10 @@ def check_most_probable(case: Case) -> None:
     """most_probable() is the arg max of logprobs() at the targets, and -1 elsewhere; a batch may have no target."""
     engine, batch = case.engine(dropout=0.4), case.batch()
     logprobs_BTV, is_target_BT = engine.logprobs(batch), batch.labels_BT != IGNORE_INDEX
-    found = engine.most_probable(batch)
-    assert found.dtype == np.int32 and found.shape == batch.labels_BT.shape
-    assert np.array_equal(found, np.where(is_target_BT, logprobs_BTV.argmax(-1), -1))
-    assert len(np.unique(found[is_target_BT])) > 1, "one token everywhere shows nothing"
+    actual = engine.most_probable(batch)
+    assert actual.dtype == np.int32 and actual.shape == batch.labels_BT.shape
+    assert np.array_equal(actual, np.where(is_target_BT, logprobs_BTV.argmax(-1), -1))
+    assert len(np.unique(actual[is_target_BT])) > 1, "one token everywhere shows nothing"
     none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
     assert (engine.most_probable(none) == -1).all()
 
@@ -146,12 +146,12 @@ def check_most_probable(case: Case) -> None:
 def check_target_logprobs_with_dropout_are_those_of_the_gradient(case: Case) -> None:
     """With dropout, target_logprobs() adds up to the loss that the step reports; without, it differs."""
     engine, batch = case.engine(dropout=0.4), case.batch()
-    found = engine.target_logprobs(batch, dropout=True)
-    assert np.array_equal(found, engine.target_logprobs(batch, dropout=True))
+    actual = engine.target_logprobs(batch, dropout=True)
+    assert np.array_equal(actual, engine.target_logprobs(batch, dropout=True))
     engine.forward_backward(batch, divisor=1)
     loss = float(engine.optim_step(lr=0.0, max_grad_norm=None).loss)
-    assert abs(loss + float(found.sum(dtype=np.float64))) <= tolerances.LOGPROBS * batch.num_targets
-    assert np.abs(found - engine.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
+    assert abs(loss + float(actual.sum(dtype=np.float64))) <= tolerances.LOGPROBS * batch.num_targets
+    assert np.abs(actual - engine.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -450,10 +450,10 @@ def check_backend_can_be_measured(case: Case) -> None:
         engine.forward_backward(batch, divisor=batch.num_targets)
         case.backend.synchronize()
 
-    found = case.backend.profile(work, case.model_dir.parent)
-    assert len(calls) == (found.trace is not None), "the work is done once, or not at all without a profiler"
-    assert found.note and (found.trace is None or found.trace.exists())
-    assert not found.seconds or sum(found.seconds.values()) > 0 <= min(found.seconds.values())
+    profile = case.backend.profile(work, case.model_dir.parent)
+    assert len(calls) == (profile.trace is not None), "the work is done once, or not at all without a profiler"
+    assert profile.note and (profile.trace is None or profile.trace.exists())
+    assert not profile.seconds or sum(profile.seconds.values()) > 0 <= min(profile.seconds.values())
 
 
 def check_world_of_one_process(case: Case) -> None:

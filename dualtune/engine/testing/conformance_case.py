@@ -142,8 +142,8 @@ def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
 def assert_close_codes(a: Tensors, b: Tensors, tolerance: float) -> None:
     """Like `assert_close` for slots in 8 bits: a few values, where a tiny difference decides, have the next code."""
     assert a.keys() == b.keys()
-    found, expected = (np.concatenate([tensors[n].ravel() for n in a]).astype(np.float64) for tensors in (a, b))
-    difference, size = np.abs(found - expected), np.maximum(np.abs(found), np.abs(expected))
+    actual, expected = (np.concatenate([tensors[n].ravel() for n in a]).astype(np.float64) for tensors in (a, b))
+    difference, size = np.abs(actual - expected), np.maximum(np.abs(actual), np.abs(expected))
     share = float((difference > tolerance * size).mean())
     assert share <= CODES_APART, f"{share:.2%} of the values have another code, allowed {CODES_APART:.1%}"
     assert (difference <= size / 8 + size.max() * 2.0**-15).all(), "a value is more than one code away"

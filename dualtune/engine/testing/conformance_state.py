@@ -87,10 +87,10 @@ def check_states_are_copies(case: Case) -> None:
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
     handed_out = (adapter, *optimizer.slots.values())
-    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in handed_out]
+    copies = [{n: w.copy() for n, w in tensors.items()} for tensors in handed_out]
     engine.forward_backward(batch, divisor=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-    for now, then in zip(handed_out, kept, strict=True):
+    for now, then in zip(handed_out, copies, strict=True):
         assert_equal(now, then)
 
 
@@ -331,8 +331,8 @@ def check_given_hidden_states_are_the_computed_ones(case: Case) -> None:
         loss, expected = (engine.evaluate(batch).loss_sum for batch in (from_host, computed))
         assert abs(loss - expected) <= tolerances.LOGPROBS * plain.num_targets
         for dropout in (False, True):
-            found, wanted = (engine.target_logprobs(batch, dropout=dropout) for batch in (from_host, computed))
-            assert np.abs(found - wanted).max() <= tolerances.LOGPROBS
+            actual, reference = (engine.target_logprobs(batch, dropout=dropout) for batch in (from_host, computed))
+            assert np.abs(actual - reference).max() <= tolerances.LOGPROBS
         grads = list[dict[str, np.ndarray]]()
         for batch in (from_host, computed):
             engine.load_optimizer_state(fresh)
@@ -364,7 +364,7 @@ def check_given_hidden_states_are_used(case: Case) -> None:
     engine.load_optimizer_state(fresh)
     assert_equal(gradient(engine, plain), grads)
     engine.load_optimizer_state(fresh)
-    assert any((found != grads[name]).any() for name, found in gradient(engine, other).items())
+    assert any((gradient_now != grads[name]).any() for name, gradient_now in gradient(engine, other).items())
 
 
 def check_recomputation_takes_given_hidden_states(case: Case) -> None:
@@ -451,11 +451,11 @@ def _check_together(engine: Engine, vocab: int) -> None:
     go_on()
 
 
-def _check_logits(engine: Engine, texts: Sequence[np.ndarray], found: NextLogits) -> np.ndarray:
+def _check_logits(engine: Engine, texts: Sequence[np.ndarray], logits: NextLogits) -> np.ndarray:
     """Return the most probable tokens, int32 [B]."""
-    logits_BV = found.rows().astype(np.float64)
+    logits_BV = logits.rows().astype(np.float64)
     assert logits_BV.shape[0] == len(texts)
-    most_probable_B = found.most_probable()
+    most_probable_B = logits.most_probable()
     assert (most_probable_B == logits_BV.argmax(-1)).all()
     logprobs_BV = logits_BV - np.log(np.exp(logits_BV).sum(-1, keepdims=True))
     for text, logprobs_V in zip(texts, logprobs_BV, strict=True):

@@ -139,7 +139,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
         np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.int32),
         np.zeros(shape, np.int32), np.zeros(shape, np.uint32),
         None if batch.weights_BT is None else np.zeros(shape, np.float32),
-        None if (given := batch.hidden_BTD) is None else np.zeros((*shape, given.shape[-1]), given.dtype),
+        None if (hidden := batch.hidden_BTD) is None else np.zeros((*shape, hidden.shape[-1]), hidden.dtype),
     )  # fmt: skip
     for b, row in enumerate(rows):
         start = 0
@@ -162,7 +162,7 @@ def with_other_padding(batch: Batch) -> Batch:
         np.concatenate([batch.positions_BT, empty]),
         np.concatenate([batch.dropout_seeds_BT, empty.astype(np.uint32)]),
         None if batch.weights_BT is None else np.concatenate([batch.weights_BT, empty.astype(np.float32)]),
-        None if (given := batch.hidden_BTD) is None else np.concatenate([given, np.zeros_like(given[:1])]),
+        None if (hidden := batch.hidden_BTD) is None else np.concatenate([hidden, np.zeros_like(hidden[:1])]),
     )
 
 
@@ -173,5 +173,5 @@ def row_of(batch: Batch, b: int) -> Batch:
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     """Return the arrays of a batch by name; without weights if it has none."""
-    found = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: values for name, values in found.items() if values is not None}
+    arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: values for name, values in arrays.items() if values is not None}

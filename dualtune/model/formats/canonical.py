@@ -170,7 +170,7 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
 def extra_tensors(tensors: Tensors) -> Tensors:
     """Return the parameters that the method trains in addition to A and B (LoRA: none), by canonical name, float32."""
     parsed = {name: parse_name(name) for name in tensors}
-    names = [name for name, found in parsed.items() if found and found[1] not in PAIR]
+    names = [name for name, place in parsed.items() if place and place[1] not in PAIR]
     return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
 
 

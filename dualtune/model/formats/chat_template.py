@@ -66,13 +66,13 @@ def recorded_hash(template: str | None, metadata: Mapping[str, Any]) -> str | No
 
 def describe_template(template: str | None, metadata: Mapping[str, Any]) -> str:
     """Describe what is known of the training's template, in a few words."""
-    found = recorded_hash(template, metadata)
-    if found is None:
+    recorded = recorded_hash(template, metadata)
+    if recorded is None:
         return "not recorded"
-    if found == NONE:
+    if recorded == NONE:
         return "none: trained on plain prompts"
     where = f"in {TEMPLATE_FILE}" if template is not None else "which is not in the directory"
-    return f"{fields.shown(found)}, {where}"
+    return f"{fields.shown(recorded)}, {where}"
 
 
 def mismatch(trained: str | None, used: str) -> str | None:
@@ -109,11 +109,11 @@ def write_training_template(model: Path, template: str | None, metadata: Mapping
 def _source_in(model: Path) -> str | None:
     if (source := read_template(model)) is not None:
         return source
-    found = _tokenizer_config(model).get("chat_template")
-    if isinstance(found, list):  # several templates, by name
-        named = [cast("dict[str, Any]", item) for item in cast("list[Any]", found) if isinstance(item, dict)]
-        found = next((item.get("template") for item in named if item.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+    template = _tokenizer_config(model).get("chat_template")
+    if isinstance(template, list):  # several templates, by name
+        named = [cast("dict[str, Any]", item) for item in cast("list[Any]", template) if isinstance(item, dict)]
+        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
 
 
 def _replace(model: Path, template: str | None) -> None:

@@ -22,8 +22,7 @@ from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, 
 #
 # In transformers they are Conv1D with a weight [in, out], and PEFT sets `fan_in_fan_out` in an adapter for them; the
 # matrices of the adapter itself have the usual orientation. mlx-lm transposes the weights, and names the stack
-# `model.h`
-# where transformers has `transformer.h`, which is the canonical name.
+# `model.h` where transformers has `transformer.h`, which is the canonical name.
 
 # By `model_type` of config.json. GPT-1 exists only in transformers.
 FAMILIES = frozenset({"gpt2", "openai-gpt"})
@@ -123,11 +122,11 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
 
 def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:
     """Return what each name becomes: the first prefix that it has is replaced."""
-    found: dict[str, str] = {}
+    names_by_old: dict[str, str] = {}
     for name in names:
         old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
-        found[name] = new + name.removeprefix(old) if old else name
-    return found
+        names_by_old[name] = new + name.removeprefix(old) if old else name
+    return names_by_old
 
 
 def rename_tensors(tensors: Tensors, prefixes: Prefixes) -> Tensors:
@@ -145,7 +144,7 @@ def rename_modules(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
         for name, x in tensors.items()
     }
     if len(new) < len(tensors):
-        twice = next(each for each, times in Counter(names.values()).items() if times > 1)
+        twice = next(name for name, times in Counter(names.values()).items() if times > 1)
         raise FormatError(f"two layers of the adapter would be {twice}: it mixes the names of several programs")
     return new
 
@@ -157,14 +156,14 @@ def reversed_(prefixes: Prefixes) -> Prefixes:
 
 def _prefixes(table: Mapping[str, Any], key: str, where: object) -> Prefixes:
     value: Any = table.get(key, [])
-    found: list[tuple[str, str]] = []
+    prefixes: list[tuple[str, str]] = []
     for pair in cast("list[Any]", value if isinstance(value, list) else [value]):
         match pair:
             case [str(old), str(new)] if _is_beginning(old) and _is_beginning(new):
-                found.append((old, new))
+                prefixes.append((old, new))
             case _:
                 raise fields.wrong(where, f"naming.{key}", cast("object", pair), "pairs of beginnings of module names")
-    return tuple(found)
+    return tuple(prefixes)
 
 
 def _is_beginning(text: str) -> bool:

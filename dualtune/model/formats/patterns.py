@@ -62,11 +62,11 @@ class _Parsed:
         self._singles: dict[int, re.Pattern[str]] = {}  # by id of the node, which lives as long as the pattern
 
     def single(self, node: Node) -> re.Pattern[str]:
-        found = self._singles.get(id(node))
-        if found is None:
+        compiled = self._singles.get(id(node))
+        if compiled is None:
             alone = parser.SubPattern(parser.State(), [node])
-            found = self._singles[id(node)] = compiler.compile(alone, self.nodes.state.flags)
-        return found
+            compiled = self._singles[id(node)] = compiler.compile(alone, self.nodes.state.flags)
+        return compiled
 
 
 _parsed = lru_cache(maxsize=256)(_Parsed)
@@ -85,24 +85,24 @@ class _Match:
         return positions
 
     def _one(self, node: Node, positions: Positions) -> Positions:
-        operator, given = node
+        operator, arguments = node
         self._work += 1 + len(positions)
         if self._work > MAX_WORK:
             raise self._refusal("takes too long to match")
         if operator in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
             return self._single(node, positions, 1)
         if operator is op.BRANCH:
-            return Positions().union(*(self.sequence(way, positions) for way in given[1]))
-        if operator is op.SUBPATTERN and not given[1] and not given[2]:  # without local flags
-            return self.sequence(given[3], positions)
+            return Positions().union(*(self.sequence(way, positions) for way in arguments[1]))
+        if operator is op.SUBPATTERN and not arguments[1] and not arguments[2]:  # without local flags
+            return self.sequence(arguments[3], positions)
         if operator in (op.MAX_REPEAT, op.MIN_REPEAT):  # greedy or not makes no difference: the whole text must match
-            least, most, nodes = given
+            least, most, nodes = arguments
             return self._repeat(least, most, nodes, positions)
         if operator is op.AT:
             return self._single(node, positions, 0)
-        if operator in (op.ASSERT, op.ASSERT_NOT) and given[0] > 0:  # lookahead
-            wanted = operator is op.ASSERT
-            return frozenset(p for p in positions if bool(self.sequence(given[1], frozenset([p]))) == wanted)
+        if operator in (op.ASSERT, op.ASSERT_NOT) and arguments[0] > 0:  # lookahead
+            must_match = operator is op.ASSERT
+            return frozenset(p for p in positions if bool(self.sequence(arguments[1], frozenset([p]))) == must_match)
         raise self._refusal(f"uses {str(operator).lower()}, which is not supported here")
 
     def _repeat(self, least: int, most: Any, nodes: Any, positions: Positions) -> Positions:

@@ -188,7 +188,7 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
     """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
     for name in fields.texts(config, "target_parameters", where) or ():
         module, _, last = name.rpartition(".")
-        if last != "weight" or not any(is_target(each, (module,)) for each in pairs):
+        if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
             allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
             raise fields.wrong(where, "target_parameters", name, allowed)
 
@@ -225,14 +225,14 @@ def _method(config: Mapping[str, Any]) -> Method:
 
 
 def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
-    found = {name: parse_name(name) for name in tensors}
-    foreign = [name for name, parsed in found.items() if parsed is None or parsed[1] not in method.parts]
+    places = {name: parse_name(name) for name in tensors}
+    foreign = [name for name, parsed in places.items() if parsed is None or parsed[1] not in method.parts]
     # In the table's order: an adapted embedding explains why a copy of its base weight is there too.
     for part, kind in _FOREIGN_TENSORS.items():
         for name in foreign:
             if part in name:
                 raise FormatError(f"{where}: tensor {name!r} cannot be converted: {kind}")
-    return pair_up({parsed: tensors[name] for name, parsed in found.items() if parsed and parsed[1] in PAIR}, where)
+    return pair_up({parsed: tensors[name] for name, parsed in places.items() if parsed and parsed[1] in PAIR}, where)
 
 
 def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:

@@ -86,8 +86,8 @@ def repair_rank(config: Config, rank: int | None, findings: list[Finding]) -> Co
     if rank is None:
         return config
     if has_mlx_keys(config) and settings.rank != rank and _is_absent_or_number(config["lora_parameters"].get("rank")):
-        what = f"lora_parameters.rank: got {settings.rank or 'nothing'}, the matrices have rank {rank}"
-        findings.append(Finding(what, f"writes {rank}; scale does not depend on it"))
+        fault = f"lora_parameters.rank: got {settings.rank or 'nothing'}, the matrices have rank {rank}"
+        findings.append(Finding(fault, f"writes {rank}; scale does not depend on it"))
         config = config | {"lora_parameters": {**config["lora_parameters"], "rank": rank}}
     if not has_peft_keys(config) or settings.r == rank or patterns or not _is_absent_or_number(config.get("r")):
         return config
@@ -104,18 +104,18 @@ def _is_absent_or_number(value: object) -> bool:
 
 def _repair_wrong_r(config: Config, settings: ScaleSettings, rank: int, findings: list[Finding]) -> Config:
     """Fix a wrong r. Only mlx-lm's scale shows whether the update was scaled by alpha / r or by alpha / rank."""
-    what = f"r: got {settings.r}, the matrices have rank {rank}"
+    fault = f"r: got {settings.r}, the matrices have rank {rank}"
     if settings.lora_alpha is None:
         return config | {"r": rank}  # a missing alpha is reported by `repair_scale`
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     if settings.scale is not None and math.isclose(settings.scale, settings.lora_alpha / divisor, rel_tol=1e-6):
-        findings.append(Finding(what, f"writes {rank}: alpha / {rank} is lora_parameters.scale"))
+        findings.append(Finding(fault, f"writes {rank}: alpha / {rank} is lora_parameters.scale"))
         return config | {"r": rank}
     by_rank, by_r = settings.lora_alpha / divisor, settings.peft_scale or 0.0
     findings.append(
         Finding(
-            f"{what}. The scale of the update is {by_rank:.6g} if r is a typo, {by_r:.6g} if the matrices were resized "
-            f"later. Set r to {rank} and lora_alpha to the right scale times {divisor:.6g}"
+            f"{fault}. The scale of the update is {by_rank:.6g} if r is a typo, {by_r:.6g} if the matrices were "
+            f"resized later. Set r to {rank} and lora_alpha to the right scale times {divisor:.6g}"
         )
     )
     return config
@@ -155,18 +155,18 @@ def _repair_contradiction(
     config: Config, layout: str, settings: ScaleSettings, peft_scale: float, scale: float, findings: list[Finding]
 ) -> Config:
     """Resolve two different scales of the update, if one number was used for the other."""
-    what = f"lora_alpha {settings.lora_alpha:g} at r {settings.r} gives scale {peft_scale:g}"
+    scale_text = f"lora_alpha {settings.lora_alpha:g} at r {settings.r} gives scale {peft_scale:g}"
     confused = math.isclose(scale, settings.lora_alpha or 0.0, rel_tol=1e-6)
     if confused and layout == "mlx":
-        fault = f"alpha was used as scale: {what}, but lora_parameters.scale is {scale:g}"
+        fault = f"alpha was used as scale: {scale_text}, but lora_parameters.scale is {scale:g}"
         findings.append(Finding(fault, f"writes scale {peft_scale:g}, which PEFT trained with"))
         return config | {"lora_parameters": {**config["lora_parameters"], "scale": peft_scale}}
     if confused and layout == "peft":
         alpha = scale * scale / peft_scale  # scale · r, or scale · sqrt(r)
-        fault = f"scale was used as alpha: {what}, but lora_parameters.scale is also {scale:g}"
+        fault = f"scale was used as alpha: {scale_text}, but lora_parameters.scale is also {scale:g}"
         findings.append(Finding(fault, f"writes lora_alpha {alpha:g}, for the scale that mlx-lm trained with"))
         return config | {"lora_alpha": alpha}
-    fault = f"{what}, but lora_parameters.scale is {scale:g}: the directory does not show which one is right"
+    fault = f"{scale_text}, but lora_parameters.scale is {scale:g}: the directory does not show which one is right"
     findings.append(Finding(f"{fault}. Correct the wrong one"))
     return config
 
@@ -218,13 +218,13 @@ def repair_num_layers(config: Config, pairs: Pairs, depth: int | None, findings:
     if type(count) is not int or count <= 0 or not layers:
         return config
     last = list(range(max(0, depth - count), depth)) if depth else None
-    what = f"num_layers: {count} means the last {count} layers"
+    fault = f"num_layers: {count} means the last {count} layers"
     if len(layers) < min(count, depth or count):
-        findings.append(Finding(f"{what}, but only {len(layers)} layers have tensors. Copy the adapter again"))
+        findings.append(Finding(f"{fault}, but only {len(layers)} layers have tensors. Copy the adapter again"))
     elif len(layers) > count or (last is not None and layers != last):
         span = f"{layers[0]} to {layers[-1]}"
         findings.append(
-            Finding(f"{what}, but the tensors belong to layers {span}", "takes the layers from the tensor names")
+            Finding(f"{fault}, but the tensors belong to layers {span}", "takes the layers from the tensor names")
         )
         return repaired
     return config
@@ -248,18 +248,18 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
     # transformers 5 fuses the experts that a file stores one by one, so that PEFT does not find them.
     known = {m for m in known if ".experts." not in m}
     expected = {m for m in known if m in names or layers is None or (p := position_of(m)) is None or p.layer in layers}
-    found: list[Finding] = []
+    missing: list[Finding] = []
     if lost := sorted(expected - pairs.keys()):
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         fault = f"the weights of {lost[0]}{more} are missing, though the config selects them. Copy the adapter again"
-        found.append(Finding(fault if base else f"{fault}, or give --base if the model has no such layer"))
+        missing.append(Finding(fault if base else f"{fault}, or give --base if the model has no such layer"))
     idle = [name for name in names if not base and not any(is_target(m, [name]) for m in pairs)]
     if idle:
         fault = (
             f"no weights for {', '.join(map(fields.shown, idle[:8]))}, which the config selects. Copy the adapter again"
         )
-        found.append(Finding(f"{fault}, or give --base if the model has no such layer"))
-    return found
+        missing.append(Finding(f"{fault}, or give --base if the model has no such layer"))
+    return missing
 
 
 def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
@@ -283,8 +283,8 @@ def _selected_layers(config: Config, layout: str, pairs: Pairs) -> set[int] | No
     """Return the layers that the config restricts the adapter to, None for all."""
     if layout == "peft":
         layers = config.get("layers_to_transform")
-        given = cast("list[object]", layers if isinstance(layers, list) else [layers])
-        return {n for n in given if type(n) is int} or None
+        numbers = cast("list[object]", layers if isinstance(layers, list) else [layers])
+        return {n for n in numbers if type(n) is int} or None
     count = config.get("num_layers", 0)
     present = {position.layer for m in pairs if (position := position_of(m))}
     return None if type(count) is int and count < 0 else present
@@ -303,8 +303,8 @@ def rename_by_base(modules: Iterable[str], base: Mapping[str, object], findings:
             continue
         same = [other for other in base if _is_namesake(module, other)]
         if len(same) != 1:
-            what = f"could be {', '.join(sorted(same)[:3])}" if same else "is not a linear layer of the base model"
-            findings.append(Finding(f"{module} {what}. Check that --base is the model of the training"))
+            reason = f"could be {', '.join(sorted(same)[:3])}" if same else "is not a linear layer of the base model"
+            findings.append(Finding(f"{module} {reason}. Check that --base is the model of the training"))
             break
         renamed[module] = same[0]
     if renamed:

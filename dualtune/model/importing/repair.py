@@ -1,6 +1,6 @@
 """Import of foreign or damaged adapter directories: `dualtune adapter import`.
 
-Faults are found first (`foreign`, `diagnose`, `change`), and fixed on request if the directory itself determines
+Faults are found first (`foreign`, `diagnose`), and fixed on request if the directory itself determines
 exactly one right answer. The result goes through the same strict readers as any adapter: only they decide what an
 adapter computes.
 """
@@ -55,8 +55,8 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
     `base` is a model directory; its names and shapes decide what the adapter leaves open, and copies of its embedding
-    are left out. FormatError with all findings
-    if there is a fault and `repair` is not set, or if there is no single right answer.
+    are left out. FormatError with all findings if there is a fault and `repair` is not set, or if there is no single
+    right answer.
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
@@ -64,9 +64,9 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     notes = tuple[str, ...]()
     if base is not None:
         config, weights, notes = without_copies(config, weights, base, findings)
-    repaired, found = _repair(config, weights, shapes, findings)
+    repaired, pairs_by_layout = _repair(config, weights, shapes, findings)
     _refuse(directory, findings, repair=True)  # faults without a repair
-    layout, parts = _agreeing(repaired, weights, found, shapes, findings)
+    layout, parts = _agreeing(repaired, weights, pairs_by_layout, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
     if not any(pair.B_Or.any() for pair in pairs.values()):
         fault = (
@@ -76,7 +76,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     _refuse(directory, findings, repair=repair)
     if problems := canonical.value_problems(parts.tensors):
         raise FormatError(f"{directory}: {'; '.join(problems[:3])}")
-    source, kept = _source(config, weights), dict[str, Any](manifest)
+    source, metadata = _source(config, weights), dict[str, Any](manifest)
     record = {
         "source": source,
         "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
@@ -85,11 +85,11 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     template = read_template(directory)
     fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
     adapter = Adapter(
-        parts.spec, parts.tensors, parts.base_model, layout, kept, (*notes, *parts.notes), template,
+        parts.spec, parts.tensors, parts.base_model, layout, metadata, (*notes, *parts.notes), template,
         fan_in_fan_out=fan_in_fan_out,
     )  # fmt: skip
     return ImportedAdapter(
-        adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record}
+        adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**metadata, "import": record}
     )
 
 
@@ -101,23 +101,23 @@ def _repair(
     modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
     renamed = diagnose.rename_by_base(modules, shapes, findings)
     config = diagnose.repair_types(diagnose.rename_in_config(config, renamed), findings)
-    found, unpaired = dict[str, Pairs](), dict[str, list[str]]()
+    by_layout, unpaired = dict[str, Pairs](), dict[str, list[str]]()
     for name, w in weights.items():
-        found[name], unpaired[name] = _pair_up(w, renamed)
-    main = _main_layout(found)
+        by_layout[name], unpaired[name] = _pair_up(w, renamed)
+    main = _main_layout(by_layout)
     findings += [Finding(f"{text}. Copy the adapter again") for text in unpaired[main]]
-    if not found[main]:
-        return config, found  # the strict reader reports what is there instead
+    if not by_layout[main]:
+        return config, by_layout  # the strict reader reports what is there instead
     settings = diagnose.scale_settings(config)
-    ranks = dict.fromkeys(found[main], settings.r or settings.rank)
-    if not config.get("rank_pattern") and (None in ranks.values() or not readings(found[main], ranks, shapes)):
-        config = diagnose.repair_rank(config, common_rank(found[main]), findings)
+    ranks = dict.fromkeys(by_layout[main], settings.r or settings.rank)
+    if not config.get("rank_pattern") and (None in ranks.values() or not readings(by_layout[main], ranks, shapes)):
+        config = diagnose.repair_rank(config, common_rank(by_layout[main]), findings)
     elif settings.r and settings.rank and settings.r != settings.rank:
         config = diagnose.repair_rank(config, settings.r, findings)
     config = diagnose.repair_scale(config, layout, findings)
     depth = len({p.layer for m in shapes if (p := diagnose.position_of(m))}) or None
-    findings += diagnose.missing_modules(config, found[main], shapes)
-    return diagnose.repair_num_layers(config, found[main], depth, findings), found
+    findings += diagnose.missing_modules(config, by_layout[main], shapes)
+    return diagnose.repair_num_layers(config, by_layout[main], depth, findings), by_layout
 
 
 def _pair_up(weights: WeightFile, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
@@ -139,29 +139,29 @@ def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Re
     return readings(pairs, dict.fromkeys(pairs, rank), shapes)
 
 
-def _main_layout(found: Mapping[str, Pairs]) -> str:
+def _main_layout(by_layout: Mapping[str, Pairs]) -> str:
     """Return the layout of the main file: PEFT's, unless mlx-lm's has more modules."""
-    return max(found, key=lambda name: (len(found[name]), name == "peft"))
+    return max(by_layout, key=lambda name: (len(by_layout[name]), name == "peft"))
 
 
 def _agreeing(
     config: dict[str, Any],
     weights: dict[str, WeightFile],
-    found: dict[str, Pairs],
+    by_layout: dict[str, Pairs],
     shapes: Shapes,
     findings: list[Finding],
 ) -> tuple[str, Parts]:
     """Return (layout, adapter) with the reading of the matrices that fits; with two files, that agrees in both."""
-    main = _main_layout(found)
-    options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in found.items()}
-    if len(found) == 1:
+    main = _main_layout(by_layout)
+    options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in by_layout.items()}
+    if len(by_layout) == 1:
         if len(options[main]) > 1:
             findings.append(_ambiguous(weights[main], options[main]))
         _report_changes(weights[main], options[main][0], findings)
         return main, _parse(config, weights[main], options[main][0])
-    [second] = found.keys() - {main}
-    if any(not reading.changes for reading in _options(config, found[second], shapes)):
-        options[second].append(unscrambled(found[second]))
+    [second] = by_layout.keys() - {main}
+    if any(not reading.changes for reading in _options(config, by_layout[second], shapes)):
+        options[second].append(unscrambled(by_layout[second]))
     ours, theirs = (
         [(reading, _parse(config, weights[name], reading)) for reading in options[name]] for name in (main, second)
     )

@@ -26,7 +26,8 @@ T = TypeVar("T")
 def read_lines(path: Path, parse: Callable[[bytes, str], T], *, max_bytes: int, max_line: int) -> tuple[list[T], str]:
     """Return the rows, and a notice as HTML on what is left out, empty if nothing is.
 
-    `parse(line, where)` raises FormatError for a line that is no row. A line of more than `max_line` bytes is several.
+    `parse(line, where)` raises FormatError for a line that is not a row. Longer lines than `max_line`
+    bytes count as several.
     """
     rows: list[T] = []
     problem, num_problems = "", 0
@@ -80,16 +81,18 @@ def answers(run_dir: Path) -> str:
     path = run_dir / PREDICTIONS
     if not path.exists():
         return ""
-    found, notice = read_lines(path, prediction, max_bytes=MAX_BYTES, max_line=MAX_LINE)
-    if not found:
+    predictions, notice = read_lines(path, prediction, max_bytes=MAX_BYTES, max_line=MAX_LINE)
+    if not predictions:
         return f"<h2>Answers</h2>\n{notice}" if notice else ""
-    rows = sorted(found, key=lambda row: row.sort_key, reverse=True)
+    rows = sorted(predictions, key=lambda row: row.sort_key, reverse=True)
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in ("wrong", "right", "unjudged")}
     shown = sorted(
-        (row for found in kinds.values() for row in found[:MAX_SHOWN]), key=lambda row: row.sort_key, reverse=True
+        (row for group in kinds.values() for row in group[:MAX_SHOWN]),
+        key=lambda row: row.sort_key,
+        reverse=True,
     )
     choices = [("all", len(rows), len(shown))]
-    choices += [(kind, len(found), min(MAX_SHOWN, len(found))) for kind, found in kinds.items() if found]
+    choices += [(kind, len(group), min(MAX_SHOWN, len(group))) for kind, group in kinds.items() if group]
     labels = "".join(
         f'<label><input type="radio" name="answers" value="{kind}"{" checked" * (kind == "all")}> '
         f"{kind} ({f'{few:,} of ' if few < number else ''}{number:,})</label>\n"
@@ -103,12 +106,12 @@ def answers(run_dir: Path) -> str:
 
 
 def prediction(line: bytes, where: str) -> KeptAnswer:
-    """Return a row of predictions.jsonl. FormatError for what is none."""
+    """Return a row of predictions.jsonl. FormatError if the line is not one."""
     try:
-        found: Any = json.loads(line)
+        value: Any = json.loads(line)
     except (ValueError, RecursionError):
         raise FormatError(f"{where}: got no JSON object on one line of at most {MAX_LINE} bytes") from None
-    row = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    row = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     prompt, expected, base, adapter = (row.get(key) for key in ("prompt", "expected", "base", "adapter"))
     right = row.get("right")
     texts = isinstance(prompt, str) and isinstance(expected, str) and isinstance(adapter, str)
@@ -168,7 +171,7 @@ def samples(run_dir: Path) -> str:
 
 
 def sample(line: bytes, where: str) -> SampleRecord:
-    """Return a row of samples.jsonl, its texts cut to MAX_TEXT characters. FormatError for what is none."""
+    """Return a row of samples.jsonl, its texts cut to MAX_TEXT characters. FormatError if the line is not one."""
     row = parse_object(line, where)
     step, prompt, answer = (row.get(key) for key in ("step", "prompt", "answer"))
     if type(step) is not int or not isinstance(prompt, str) or not isinstance(answer, str):

@@ -45,11 +45,11 @@ def scatter(runs: Sequence[RunFiles]) -> str:
     best = next((dot for dot in dots if dot.run is winner), None)
     pictures = "".join(_figure(dots, key, others.get(key, ""), highest, best) for key in keys[:MAX_PLOTS])
     held_out = all(dot.run.score.is_held_out for dot in dots if dot.run.is_done)
-    what = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
+    loss_kind = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
     edge = " A triangle is a loss above the picture." * any(dot.loss > highest for dot in dots)
     given_up = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
     return (
-        f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {what}.{edge}{given_up}</p>\n'
+        f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {loss_kind}.{edge}{given_up}</p>\n'
         f'<div class="plots">\n{pictures}</div>\n'
     )
 

@@ -18,7 +18,7 @@ DRAWN = ("loss", "smooth", "lr", "grad_norm", "tokens_per_s", "peak_bytes")
 MAX_POINTS = 2000  # of a curve, about one for each pixel
 MAX_EVENTS = 500  # shown; the last ones
 MAX_MESSAGE = 600  # characters
-MAX_STEP = 1 << 53  # a larger number is no step, and no number of a script
+MAX_STEP = 1 << 53  # a larger number is not a step, and JavaScript cannot hold it
 SMOOTHED_OVER = 50  # the time constant of the smoothed loss is this part of the steps
 
 

@@ -120,7 +120,7 @@ class Page:
     """The content of the page. `numbers` are those of the survey, as (name, value) texts."""
 
     title: str
-    found: Survey
+    survey: Survey
     numbers: Sequence[tuple[str, str]]
     warnings: Sequence[str]
     sources: Sequence[SourceNumbers]
@@ -129,17 +129,17 @@ class Page:
 
 def preview_page(page: Page) -> str:
     """Return the whole page."""
-    kinds = kinds_of(page.found)
+    kinds = kinds_of(page.survey)
     style = STYLE + asset("switch.css") + filter_style([kind.name for kind in kinds])
     body = "".join(
         [
             *(f'<p class="notice"><b>Warning:</b> {_text(warning)}</p>\n' for warning in page.warnings),
             '<ul class="tiles">\n',
-            *(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for what, number in _tiles(page.found)),
+            *(f"<li><b>{_text(number)}</b> {_text(label)}</li>\n" for label, number in _tiles(page.survey)),
             "</ul>\n<h2>Numbers</h2>\n<dl>\n",
-            *(f"<dt>{_text(what)}</dt><dd>{_text(number)}</dd>\n" for what, number in page.numbers if what),
+            *(f"<dt>{_text(label)}</dt><dd>{_text(number)}</dd>\n" for label, number in page.numbers if label),
             "</dl>\n<h2>Lengths</h2>\n",
-            _histogram(page.found.histogram),
+            _histogram(page.survey.histogram),
             _sources(page.sources),
             "<h2>Rows</h2>\n",
             _filters(page, kinds),
@@ -147,22 +147,22 @@ def preview_page(page: Page) -> str:
             *(_sample(sample, number) for number, sample in enumerate(page.samples, start=1)),
             *(
                 f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
-                for reason in page.found.first_bad_rows
+                for reason in page.survey.first_bad_rows
             ),
         ]
     )
     return whole_page(page.title, style, body)
 
 
-def _tiles(found: Survey) -> list[tuple[str, str]]:
+def _tiles(survey: Survey) -> list[tuple[str, str]]:
     """Return the most important numbers."""
     return [
-        ("documents to train on", f"{found.documents:,}"),
-        ("tokens", f"{found.tokens:,}"),
-        ("of them targets", f"{found.trained_share:.1%}"),
-        ("tokens of the median document", f"{found.lengths.median:,g}"),
-        ("steps", f"{found.steps:,}"),
-        ("bad rows left out", f"{found.bad_rows:,}"),
+        ("documents to train on", f"{survey.documents:,}"),
+        ("tokens", f"{survey.tokens:,}"),
+        ("of them targets", f"{survey.trained_share:.1%}"),
+        ("tokens of the median document", f"{survey.lengths.median:,g}"),
+        ("steps", f"{survey.steps:,}"),
+        ("bad rows left out", f"{survey.bad_rows:,}"),
     ]
 
 
@@ -195,8 +195,8 @@ def _source(source: SourceNumbers) -> str:
 
 def _filters(page: Page, kinds: Sequence[SampleKind]) -> str:
     shown = {kind.name: sum(kind.name in sample.kinds for sample in page.samples) for kind in kinds}
-    shown["bad"] = len(page.found.first_bad_rows)
-    choices = [("all", f"All ({len(page.samples) + len(page.found.first_bad_rows)})")]
+    shown["bad"] = len(page.survey.first_bad_rows)
+    choices = [("all", f"All ({len(page.samples) + len(page.survey.first_bad_rows)})")]
     choices += [(kind.name, f"{kind.title} ({_of(shown[kind.name], kind.total)})") for kind in kinds]
     labels = "".join(
         f'<label><input type="radio" name="show" id="show-{name}"{" checked" * (name == "all")}> {text}</label>\n'

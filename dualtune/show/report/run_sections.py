@@ -39,9 +39,9 @@ def changed(config: Table) -> list[tuple[str, str, str]]:
     ]
 
 
-def differing(given: Sequence[Table]) -> list[tuple[str, list[str]]]:
+def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
     """Return (key, its value in each config) of the keys with different values. A key that is not set has a dash."""
-    tables = [flat(config) for config in given]
+    tables = [flat(config) for config in configs]
     keys = resume.differing(tables)
     return [(key, [shown_value(table[key]) if key in table else ABSENT for table in tables]) for key in keys]
 
@@ -92,7 +92,7 @@ def headline(run: RunFiles) -> str:
         reason = f": {_cut(run.reason)}" if run.reason else ""
         notice = f'<p class="notice"><b>{_text(run.state)}</b>{reason}. The numbers are those so far.</p>\n'
     advice = f" {_text(verdict.advice)}." if verdict.advice else ""
-    tiles = "".join(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for number, what in _tiles(run))
+    tiles = "".join(f"<li><b>{_text(number)}</b> {_text(label)}</li>\n" for number, label in _tiles(run))
     return (
         f'{notice}<p class="verdict {verdict.word.replace(" ", "-")}"><b>{WORDS[verdict.word]}</b> '
         f'{_text(verdict.because[:1].upper() + verdict.because[1:])}.{advice}</p>\n<ul class="tiles">\n{tiles}</ul>\n'
@@ -102,28 +102,28 @@ def headline(run: RunFiles) -> str:
 def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     """Return (number, what it is)."""
     curves, history = run.curves, run.curves.history
-    found = [(f"{history.step or 0:,}", "steps")]
+    tiles = [(f"{history.step or 0:,}", "steps")]
     if (loss := curves.end_loss) is not None:
         last = max(1, len(history.losses) // LAST_SHARE)
-        what = "the last step" if last == 1 else f"the last {last:,} steps, the mean"
-        found.append((loss_text(loss), f"training loss of {what}"))
+        label = "the last step" if last == 1 else f"the last {last:,} steps, the mean"
+        tiles.append((loss_text(loss), f"training loss of {label}"))
     if history.eval_loss_before is not None:
-        found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
+        tiles.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:
-        found.append((loss_text(history.eval_loss), "evaluation loss, the last"))
+        tiles.append((loss_text(history.eval_loss), "evaluation loss, the last"))
     if (best := curves.best) is not None:
-        found.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
+        tiles.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
     if curves.tokens:
-        found.append((f"{curves.tokens[-1]:,.0f}", "tokens trained on"))
+        tiles.append((f"{curves.tokens[-1]:,.0f}", "tokens trained on"))
     if (speed := median_speed(run)) is not None:
-        found.append((f"{speed:,.0f}", "tokens per second, the median step"))
+        tiles.append((f"{speed:,.0f}", "tokens per second, the median step"))
     if curves.seconds and curves.seconds[-1] < 1e9:
-        found.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
+        tiles.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
     if (peak := curves.peak_bytes) is not None and peak > 0:
-        found.append((in_bytes(peak), "peak memory"))
+        tiles.append((in_bytes(peak), "peak memory"))
     if (plan := run.against_plan) is not None:
-        found.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
-    return found
+        tiles.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
+    return tiles
 
 
 def loss_text(loss: float) -> str:
@@ -139,43 +139,43 @@ def median_speed(run: RunFiles) -> float | None:
 
 def data(run: RunFiles) -> str:
     """Return the counts of the documents that the run recorded; nothing for a run that recorded none."""
-    found = run.recorded("data")
-    if not found:
+    counts = run.recorded("data")
+    if not counts:
         return ""
-    lengths = as_table(found.get("lengths"))
+    lengths = as_table(counts.get("lengths"))
     text = f"{_count(lengths, 'min')} to {_count(lengths, 'max')}, median {_count(lengths, 'median')}"
     pairs = [
-        ("rows", f"{_count(found, 'rows')}, {_count(found, 'bad_rows')} bad ones left out"),
-        ("documents", f"{_count(found, 'documents')} to train on, {_count(found, 'eval_documents')} held out"),
-        ("tokens", f"{_count(found, 'tokens')}, {_count(found, 'trained_tokens')} of them targets"),
+        ("rows", f"{_count(counts, 'rows')}, {_count(counts, 'bad_rows')} bad ones left out"),
+        ("documents", f"{_count(counts, 'documents')} to train on, {_count(counts, 'eval_documents')} held out"),
+        ("tokens", f"{_count(counts, 'tokens')}, {_count(counts, 'trained_tokens')} of them targets"),
         ("tokens of a document", f"{text}, 90 % up to {_count(lengths, 'p90')}"),
-        ("over-long", f"{_count(found, 'cut')} cut, {_count(found, 'split')} split"),
-        *((f"dropped: {reason}", _count(found["dropped"], reason)) for reason in as_table(found.get("dropped"))),
-        *_left_out(as_table(found.get("left_out"))),
-        ("duplicates", f"{_count(found, 'duplicates')} documents equal an earlier one"),
-        ("leaks", f"{_count(found, 'eval_in_training')} held-out documents are training documents, too"),
+        ("over-long", f"{_count(counts, 'cut')} cut, {_count(counts, 'split')} split"),
+        *((f"dropped: {reason}", _count(counts["dropped"], reason)) for reason in as_table(counts.get("dropped"))),
+        *_left_out(as_table(counts.get("left_out"))),
+        ("duplicates", f"{_count(counts, 'duplicates')} documents equal an earlier one"),
+        ("leaks", f"{_count(counts, 'eval_in_training')} held-out documents are training documents, too"),
     ]
-    tables = _histogram(found.get("histogram")) + _sources(found.get("sources"))
-    return f"<h2>Data</h2>\n{_list(pairs)}{tables}{_preview(_tables(found.get('samples')))}"
+    tables = _histogram(counts.get("histogram")) + _sources(counts.get("sources"))
+    return f"<h2>Data</h2>\n{_list(pairs)}{tables}{_preview(_tables(counts.get('samples')))}"
 
 
-def _left_out(found: Mapping[str, Any]) -> Pairs:
+def _left_out(counts: Mapping[str, Any]) -> Pairs:
     """Return what data.dedup left out, if it was on and found any."""
-    parts = [f"{_count(found, kind)} {kind}" for kind in ("exact", "near") if found.get(kind)]
+    parts = [f"{_count(counts, kind)} {kind}" for kind in ("exact", "near") if counts.get(kind)]
     return [("duplicates left out", ", ".join(parts))] if parts else []
 
 
-def _histogram(given: object) -> str:
+def _histogram(value: object) -> str:
     keys = ("first", "last", "documents")
-    bars = [[bar[key] for key in keys] for bar in _tables(given) if all(type(bar.get(key)) is int for key in keys)]
+    bars = [[bar[key] for key in keys] for bar in _tables(value) if all(type(bar.get(key)) is int for key in keys)]
     return histogram((first, last, documents) for first, last, documents in bars)
 
 
-def _sources(given: object) -> str:
+def _sources(value: object) -> str:
     rows = "".join(
         f"<tr><th scope=row>{_cut(str(source.get('path', '')))}</th>"
         f"{''.join(f'<td>{_count(source, key)}</td>' for key in ('documents', 'tokens', 'trained_tokens'))}</tr>\n"
-        for source in _tables(given)[:MAX_SOURCES]
+        for source in _tables(value)[:MAX_SOURCES]
     )
     return scrolling("Sources", ("source", "documents", "tokens", "targets"), rows, kind="sources")
 
@@ -197,15 +197,15 @@ def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _marked(text: str, targets: object) -> str:
     """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
-    shown, found, done = text[:MAX_SAMPLE], "", 0
+    shown, html, done = text[:MAX_SAMPLE], "", 0
     for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
         match pair:
             case [int(start), int(end)] if done <= start < min(end, len(shown)):
-                found += f"{_text(shown[done:start])}<mark>{_text(shown[start:end])}</mark>"
+                html += f"{_text(shown[done:start])}<mark>{_text(shown[start:end])}</mark>"
                 done = end
             case _:
                 pass
-    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
+    return f"{html}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
 
 
 def base_formats(run: RunFiles) -> str:
@@ -220,13 +220,13 @@ def base_formats(run: RunFiles) -> str:
             f"measured: <code>{_text(command)}</code></p>\n"
         )
     try:
-        found = read_json(path, max_bytes=MAX_FORMATS_BYTES)
+        record = read_json(path, max_bytes=MAX_FORMATS_BYTES)
     except (FormatError, OSError) as error:
         return f"<h2>Formats of the base</h2>\n{notice(str(error))}"
-    listed = found.get("formats")
+    listed = record.get("formats")
     formats = cast("list[object]", listed)[:MAX_SOURCES] if isinstance(listed, list) else []
-    rows = "".join(_format_row(as_table(each), used) for each in formats)
-    on = f"{found.get('rows')} rows, {found.get('targets')} targets, by {found.get('backend')}"[:MAX_TEXT]
+    rows = "".join(_format_row(as_table(row), used) for row in formats)
+    on = f"{record.get('rows')} rows, {record.get('targets')} targets, by {record.get('backend')}"[:MAX_TEXT]
     caption = f"Measured without an adapter on {_text(on)}."
     heads = ("format", "loss", "above unquantized")
     return "<h2>Formats of the base</h2>\n" + scrolling("Formats", heads, rows, caption=caption)
@@ -235,8 +235,8 @@ def base_formats(run: RunFiles) -> str:
 def _format_row(row: dict[str, object], used: str) -> str:
     name = str(row.get("quantization"))[:MAX_TEXT]
     loss, above = number(row.get("loss")), number(row.get("above"))
-    why = str(row.get("problem") or "")[:MAX_TEXT]
-    last = why or ("" if above is None or name == "none" else f"{above:+.4f}")
+    problem = str(row.get("problem") or "")[:MAX_TEXT]
+    last = problem or ("" if above is None or name == "none" else f"{above:+.4f}")
     mine = " (this run)" if name == used else ""
     shown = "–" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
     return f"<tr><th scope=row>{_text(name)}{mine}</th><td>{shown}</td><td>{_text(last)}</td></tr>\n"
@@ -271,9 +271,9 @@ def reproduce(run: RunFiles) -> str:
         + (_commands([(where, str(command)[: 4 * MAX_TEXT])]) if command else "")
         + scrolling("Config", ("key", "value", "default"), rows, kind="settings", caption=caption)
         + "<h3>Machine and versions</h3>\n"
-        + _list([(what, str(value)) for what, value in facts if value])
+        + _list([(label, str(value)) for label, value in facts if value])
         + "<h3>Fingerprints</h3>\n"
-        + _list([(what, str(value)) for what, value in run.recorded("fingerprints").items()])
+        + _list([(label, str(value)) for label, value in run.recorded("fingerprints").items()])
     )
 
 
@@ -314,14 +314,14 @@ def _command(*words: str) -> str:
 def _commands(commands: Pairs) -> str:
     """Return commands with a button that copies each; the script of the page makes it work."""
     return "".join(
-        f'<div class="command"><p>{_text(what)}</p><pre tabindex="0"><code>{_text(command)}</code></pre>'
-        f'<button type="button" class="copy" aria-label="Copy: {_text(what)}" hidden>Copy</button></div>\n'
-        for what, command in commands
+        f'<div class="command"><p>{_text(title)}</p><pre tabindex="0"><code>{_text(command)}</code></pre>'
+        f'<button type="button" class="copy" aria-label="Copy: {_text(title)}" hidden>Copy</button></div>\n'
+        for title, command in commands
     )
 
 
 def _list(pairs: Pairs) -> str:
-    rows = "".join(f"<dt>{_cut(what)}</dt><dd>{_cut(value)}</dd>\n" for what, value in pairs)
+    rows = "".join(f"<dt>{_cut(label)}</dt><dd>{_cut(value)}</dd>\n" for label, value in pairs)
     return f"<dl>\n{rows}</dl>\n" if pairs else ""
 
 

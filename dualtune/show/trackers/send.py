@@ -158,9 +158,9 @@ def _redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list):
-        return [_redacted(each) for each in cast("list[Any]", value)]
+        return [_redacted(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _redacted(each) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _redacted(item) for key, item in cast("dict[str, Any]", value).items()}
     return value
 
 
@@ -216,7 +216,7 @@ def main() -> None:
 
 @contextmanager
 def bounded_output(log: int, most: int) -> Generator[None]:
-    """Let the log (a descriptor) have at most so many bytes of what this process and its children print.
+    """Limit what this process and its children print to the log (a descriptor) to `most` bytes.
 
     A tracker that repeats a warning for ever would fill the disk, on which the run is to save. The rest is read and
     left out, and so is what is printed after the block. A log that is full already begins anew.
@@ -243,7 +243,7 @@ def bounded_output(log: int, most: int) -> Generator[None]:
 
 
 def _pump(read: int, log: int, most: int) -> None:
-    """Write what comes to the log, at most so many bytes; read the rest too, so that nobody waits."""
+    """Write what comes to the log, at most `most` bytes; read the rest too, so that nobody waits."""
     left = most
     while data := os.read(read, 1 << 16):
         if left >= 0:

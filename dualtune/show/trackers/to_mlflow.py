@@ -24,11 +24,11 @@ class ToMlflow:
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(PROJECT)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
-        found = self._client.search_runs([experiment_id], filter_string=f"tags.`{TAG}` = '{run.id}'")
-        begun = found[0] if found else self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id})
-        self._id = begun.info.run_id
+        runs = self._client.search_runs([experiment_id], filter_string=f"tags.`{TAG}` = '{run.id}'")
+        tracked = runs[0] if runs else self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id})
+        self._id = tracked.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        known = begun.data.params  # MLflow refuses another value for a parameter that it has
+        known = tracked.data.params  # MLflow refuses another value for a parameter that it has
         config = {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
         params = [Param(key, value[:LONGEST]) for key, value in config.items() if key not in known]
         for first in range(0, len(params), MOST_PARAMS):

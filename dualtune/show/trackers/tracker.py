@@ -94,7 +94,7 @@ WAIT_S = 30  # at the end of the run, for the last rows of all trackers
 
 
 class TrackerProcesses(Hook):
-    """Starts `dualtune.show.trackers.send` for each name. A process that fails or hangs is no concern of the run.
+    """Starts `dualtune.show.trackers.send` for each name. A process that fails or hangs does not affect the run.
 
     The process sees the end of the run, however it comes, because its standard input ends.
     """

@@ -38,7 +38,7 @@ class Followed:
     """The lines that are added to a file. One that is replaced, as a resumed run does, is read from its start."""
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
-        """`tail`: begin at most so many bytes before the end."""
+        """`tail`: begin at most this many bytes before the end."""
         self._path, self._tail = path, tail
         self._offset: int | None = None
         self._file: tuple[int, int] | None = None  # device and inode
@@ -52,10 +52,10 @@ class Followed:
         if not os.path.lexists(self._path):
             return iter(()), False
         file = open_file(self._path, max_bytes=MAX_BYTES, is_own=True)
-        found = os.fstat(file.fileno())
-        is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
+        status = os.fstat(file.fileno())
+        is_new = self._offset is None or self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset
         if is_new:
-            self._offset, self._file = self._start(found.st_size), (found.st_dev, found.st_ino)
+            self._offset, self._file = self._start(status.st_size), (status.st_dev, status.st_ino)
         return self._lines(file), is_new
 
     def _lines(self, file: BufferedReader) -> Iterator[str]:
@@ -94,7 +94,7 @@ class WatchedRun:
         self.lines = self._begin({}, {})
 
     def read(self) -> None:
-        """Read what is new. FormatError if a file is no file of a run; a damaged row is left out."""
+        """Read what is new. FormatError if a file does not belong to a run; a damaged row is left out."""
         try:
             self._read()
         except OSError as error:

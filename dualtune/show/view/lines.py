@@ -156,7 +156,7 @@ def started(info: RunInfo) -> list[str]:
     if kernels := engine.get("kernels"):
         lines.append(f"kernels     {kernels}")
     if engine.get("sharding") == "full":
-        lines.append(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
+        lines.append(f"sharding    the base is sharded among the processes: {engine['sharding_reason']}")
     if (recomputed := engine.get("checkpointing", "none")) != "none":
         lines.append(f"memory      {recomputed} ({engine['checkpointing_reason']})")
     if streaming := engine.get("streaming"):

@@ -158,6 +158,8 @@ class Statistics:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The memory of the policy, and its form in a checkpoint.
+
 _START, _FIRST, _MIDDLE, _SLOPE, _WEIGHTS, _SLOT = "start", "first", "middle", "slope", "weights", "slot"
 
 
@@ -237,7 +239,7 @@ class Memory:
             output, self.confidence, self.prediction_error,
         )  # fmt: skip
         tensors = {
-            f"{part} {name}": tensor for part, found in self._parts(self.start) for name, tensor in found.items()
+            f"{part} {name}": tensor for part, named in self._parts(self.start) for name, tensor in named.items()
         }
         return PolicyState(_NUMBERS.dump_python(numbers, mode="json"), tensors)
 
@@ -268,7 +270,7 @@ def from_state(state: PolicyState) -> Memory:
             raise ValueError("the weights of its window are missing")
         window = Window(numbers.window_half, first_P, middle_P, slope_P)
     if numbers.optimizer_step is not None:
-        slots = {part.removeprefix(f"{_SLOT} "): found for part, found in parts.items() if part.startswith(_SLOT)}
+        slots = {part.removeprefix(f"{_SLOT} "): tensors for part, tensors in parts.items() if part.startswith(_SLOT)}
         snapshot = ReturnPoint(parts.get(_WEIGHTS, {}), OptimizerState(numbers.optimizer_step, slots))
     if (numbers.attempt is None) != (snapshot is None):
         raise ValueError("a prediction that waits for its check needs a snapshot")
@@ -280,11 +282,11 @@ def from_state(state: PolicyState) -> Memory:
 
 
 def _tensors_by_part(tensors: Tensors) -> dict[str, dict[str, np.ndarray]]:
-    found: dict[str, dict[str, np.ndarray]] = {}
+    parts: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
         part, _, own = name.rpartition(" ")
-        found.setdefault(part, {})[own] = tensor
-    return found
+        parts.setdefault(part, {})[own] = tensor
+    return parts
 
 
 def _vector(parts: Mapping[str, Tensors], part: str) -> np.ndarray | None:

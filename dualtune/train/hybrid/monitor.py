@@ -1,4 +1,4 @@
-"""The divergence monitor: signals in the losses and gradient norms of computed steps, and in how predictions did."""
+"""The phases of predictive training, and the monitor of divergence that ends a phase early."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ class Stage:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The monitor: signals in the losses and gradient norms of computed steps, and in how predictions did.
+
 DECAY = 0.95  # of the running means: about the last 20 steps
 FEWEST = 10  # steps before a mean is trusted
 EXPLODED, VANISHED = 10.0, 0.01  # gradient norm against its mean
@@ -135,8 +137,8 @@ class Monitor:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._noted(Signal(SignalKind.NONFINITE, Level.CRITICAL, f"loss {loss}, gradient norm {grad_norm}"))
         recent = (*self.recent, loss)[-RECENT:]
-        found = [self._band(loss, threshold), self._gradient(grad_norm), self._oscillation(recent, threshold)]
-        worst = max((signal for signal in found if signal), key=lambda signal: signal.level, default=None)
+        signals = [self._band(loss, threshold), self._gradient(grad_norm), self._oscillation(recent, threshold)]
+        worst = max((signal for signal in signals if signal), key=lambda signal: signal.level, default=None)
         return replace(self._averaged(loss, grad_norm), recent=recent)._noted(worst)
 
     def compare(self, predicted: float, actual: float) -> tuple[Monitor, Signal | None]:

@@ -52,9 +52,9 @@ class Predictive:
         self._last = self._result(phase, outcome, seconds)
         if outcome.num_steps < step.steps_left:
             return outcome
-        found = self.statistics()
+        statistics = self.statistics()
         return replace(
-            outcome, events=(*outcome.events, Event(self._num_steps, REPORT, found.table(), found.as_json()))
+            outcome, events=(*outcome.events, Event(self._num_steps, REPORT, statistics.table(), statistics.as_json()))
         )
 
     def state(self) -> PolicyState:

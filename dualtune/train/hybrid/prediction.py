@@ -1,4 +1,4 @@
-"""Whether an attempt to predict is likely to pay: costs in forward passes of a batch, from token counts alone.
+"""The arithmetic of a prediction: the velocity of the weights, the confidence in a step along it, and whether it pays.
 
 Wall time decides nothing, because a resumed run must decide like the uninterrupted one, and all processes alike.
 """
@@ -24,12 +24,12 @@ def flatten(tensors: Tensors) -> np.ndarray:
 
 def split(vector_P: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return a flat vector as tensors with the names and shapes of `like`; the inverse of `flatten`."""
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     end = 0
     for name in sorted(like):
         start, end = end, end + like[name].size
-        found[name] = vector_P[start:end].reshape(like[name].shape)
-    return found
+        tensors[name] = vector_P[start:end].reshape(like[name].shape)
+    return tensors
 
 
 def norm(vector_P: np.ndarray) -> float:
@@ -99,12 +99,12 @@ def reach(rates: Iterable[float], mean_rate: float) -> list[float]:
 
     E_τ = Σ_{j<τ} η(t+j) / η̄, so a prediction of τ steps follows the schedule. `rates` are η(t), η(t+1), …
     """
-    found: list[float] = []
+    totals: list[float] = []
     total = 0.0
     for rate in rates:
         total += rate / mean_rate
-        found.append(total)
-    return found
+        totals.append(total)
+    return totals
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -156,14 +156,16 @@ def calibration(pairs: Iterable[tuple[float, bool]], num_bins: int = 5) -> list[
         bins[min(int(sure * num_bins), num_bins - 1)].append((sure, better))
     return [
         CalibrationBin(
-            at / num_bins, (at + 1) / num_bins, len(found),
-            sum(sure for sure, _ in found) / len(found), sum(better for _, better in found) / len(found),
+            at / num_bins, (at + 1) / num_bins, len(members),
+            sum(sure for sure, _ in members) / len(members), sum(better for _, better in members) / len(members),
         )
-        for at, found in enumerate(bins) if found
+        for at, members in enumerate(bins) if members
     ]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Whether an attempt is likely to pay: costs in forward passes of a batch, from token counts alone.
+
 SHARE = 0.3  # of the newest attempt in the running means
 EXPLORED = 10  # one in so many opportunities that look unprofitable is tried all the same
 MOST_UNPROFITABLE = 5  # attempts in a row, then no more in this run

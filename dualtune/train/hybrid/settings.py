@@ -45,8 +45,8 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
 
 def settings_of(hybrid: HybridConfig) -> Settings:
     """Return the preset with every key that the config sets."""
-    given = {each.name: getattr(hybrid, each.name) for each in fields(Settings)}
-    return replace(PRESETS[hybrid.preset], **{name: value for name, value in given.items() if value != "auto"})
+    config_values = {key.name: getattr(hybrid, key.name) for key in fields(Settings)}
+    return replace(PRESETS[hybrid.preset], **{name: value for name, value in config_values.items() if value != "auto"})
 
 
 def step_cost(config: Config) -> float:

@@ -54,12 +54,12 @@ WORTH = 0.5  # a predicted step must gain at least this share of what a computed
 
 def distances(most: int, interval: int) -> list[int]:
     """Return the steps to try, up to `most`: 1, 2, 4, 8, … below `interval`, then its multiples."""
-    found: list[int] = []
+    taus: list[int] = []
     tau = 1
     while tau <= most:
-        found.append(tau)
+        taus.append(tau)
         tau = min(2 * tau, interval) if tau < interval else tau + interval
-    return found
+    return taus
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,8 @@ def line_search(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# One step, in whichever phase it is taken.
+
 Direction = Callable[[Window], np.ndarray]  # the change of the weights per step, float32 [P]
 FULL, PREDICT, CORRECT = TrainingPhase.FULL, TrainingPhase.PREDICT, TrainingPhase.CORRECT
 
@@ -233,14 +235,14 @@ class HybridStep:
         with offloaded(self._step.engine, settings.offload):
             now_D = self._losses(self._search_documents)
             gain_D = (self._losses(self._search_documents, window.middle_P) - now_D) / passed
-            found = line_search(
+            result = line_search(
                 lambda tau: self._losses(self._search_documents, at(tau)), now_D, gain_D, taus, worth.__getitem__,
                 settings.correction_interval,
             )  # fmt: skip
-        if not self._is_accepted(found):
+        if not self._is_accepted(result):
             return None
-        assert found.losses_D is not None
-        return self._jump(found, weights_P, at(found.tau), float((now_D - found.losses_D).mean()))
+        assert result.losses_D is not None
+        return self._jump(result, weights_P, at(result.tau), float((now_D - result.losses_D).mean()))
 
     def _worth_by_rate(self) -> list[float]:
         """Return E_τ for every τ from 0 to the horizon: how many steps of the window a step ahead is worth."""
@@ -271,26 +273,26 @@ class HybridStep:
         cost = FEWEST_PROBES * memory.counts.in_batches(step.tokens_of(self._search_documents))
         return taus if taus and speed and taus[-1] * self._step_cost > cost else []
 
-    def _is_accepted(self, found: SearchResult) -> bool:
+    def _is_accepted(self, result: SearchResult) -> bool:
         """Count an attempt, and return whether there is evidence for it, and enough to pay for its check."""
         memory, settings = self.memory, self._settings
-        probed = (2 + found.num_probed) * self._step.tokens_of(self._search_documents)
+        probed = (2 + result.num_probed) * self._step.tokens_of(self._search_documents)
         check_cost = 2 * memory.counts.in_batches(self._step.tokens_of(self._check_documents))
-        pays = found.tau * self._step_cost > check_cost
-        accepted = found.tau > 0 and pays and found.confidence >= settings.confidence_threshold
-        counts = memory.counts.plus(attempts=1, accepted=int(accepted), micro_corrections=found.num_micro_corrections)
-        self._remember(counts=counts, confidence=found.confidence)
+        pays = result.tau * self._step_cost > check_cost
+        accepted = result.tau > 0 and pays and result.confidence >= settings.confidence_threshold
+        counts = memory.counts.plus(attempts=1, accepted=int(accepted), micro_corrections=result.num_micro_corrections)
+        self._remember(counts=counts, confidence=result.confidence)
         if memory.attempt is not None:
             self._remember(attempt=replace(memory.attempt, probe_tokens=memory.attempt.probe_tokens + probed))
         elif not accepted:
             economics = memory.economics.after_attempt(0.0, memory.counts.in_batches(probed)).after_failure()
             self._close(economics)
         if not accepted:
-            text = f"confidence {found.confidence:.2f} in {_steps(found.tau)}; the step is an ordinary one"
-            self._log("not_predicted", text, confidence=found.confidence, steps=found.tau)
+            text = f"confidence {result.confidence:.2f} in {_steps(result.tau)}; the step is an ordinary one"
+            self._log("not_predicted", text, confidence=result.confidence, steps=result.tau)
         return accepted
 
-    def _jump(self, found: SearchResult, before_P: np.ndarray, after_P: np.ndarray, gain: float) -> Outcome:
+    def _jump(self, result: SearchResult, before_P: np.ndarray, after_P: np.ndarray, gain: float) -> Outcome:
         """Set the weights to exactly `after_P`, as the last thing in this step, so that nothing is left half done."""
         engine, settings, memory = self._step.engine, self._settings, self.memory
         assert memory.start is not None
@@ -299,14 +301,19 @@ class HybridStep:
         attempt = self.memory.attempt
         assert attempt is not None
         predicted = None if attempt.predicted_loss is None else attempt.predicted_loss - gain
-        attempt = replace(attempt, jumps=attempt.jumps + 1, steps=attempt.steps + found.tau, predicted_loss=predicted)
-        skipped = found.tau if settings.skips_steps else 0
-        counts = self.memory.counts.plus(virtual_steps=found.tau, predict=skipped)
+        attempt = replace(attempt, jumps=attempt.jumps + 1, steps=attempt.steps + result.tau, predicted_loss=predicted)
+        skipped = result.tau if settings.skips_steps else 0
+        counts = self.memory.counts.plus(virtual_steps=result.tau, predict=skipped)
         self._remember(attempt=attempt, counts=counts)
-        again = skipped and found.at_bound and attempt.jumps < settings.max_consecutive_predicts
+        again = skipped and result.at_bound and attempt.jumps < settings.max_consecutive_predicts
         self._enter(PREDICT if again else CORRECT)
-        details = {"steps": found.tau, "confidence": found.confidence, "gain": gain, "change": norm(after_P - before_P)}
-        self._log("predicted", f"{_steps(found.tau)} ahead, confidence {found.confidence:.2f}", **details)
+        details = {
+            "steps": result.tau,
+            "confidence": result.confidence,
+            "gain": gain,
+            "change": norm(after_P - before_P),
+        }
+        self._log("predicted", f"{_steps(result.tau)} ahead, confidence {result.confidence:.2f}", **details)
         if not skipped:
             return self._ordinary_from(ReturnPoint(split(after_P, memory.start), engine.optimizer_state()))
         engine.load_adapter_state(split(after_P, memory.start))

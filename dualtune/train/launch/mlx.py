@@ -153,10 +153,10 @@ def _by_hostfile(program: Path, hostfile: Path) -> tuple[MlxLaunch, str]:
 
 def _program(card: Card) -> Path:
     next_to_python = Path(sys.executable).with_name("mlx.launch")
-    found = next_to_python if next_to_python.is_file() else shutil.which("mlx.launch")
-    if found is None:
+    program = next_to_python if next_to_python.is_file() else shutil.which("mlx.launch")
+    if program is None:
         raise EnvironmentFault(f"mlx.launch was not found. It is part of {card}: {card.package.command}")
-    return Path(found)
+    return Path(program)
 
 
 def _free_ports(count: int) -> int:

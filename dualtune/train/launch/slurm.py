@@ -113,6 +113,8 @@ done
 """
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The options of a job, and its submission.
+
 TASK = "%a"  # in --set, with --array: the number of the task
 # The sbatch options that the script sets itself, and how to change each, or why it cannot be changed.
 _OURS = {
@@ -265,10 +267,10 @@ def _key_value(option: str) -> tuple[str, str]:
     return key, value
 
 
-def _quoted(value: str, what: str) -> str:
+def _quoted(value: str, name: str) -> str:
     """Quote a value for sbatch: quotes enclose a value with spaces, and a quote itself cannot be escaped."""
     if any(char in value for char in "\"'\\\n\r"):
-        raise ConfigError(f"{what}: got {value!r}, allowed in a batch script: no quote, backslash or line break")
+        raise ConfigError(f"{name}: got {value!r}, allowed in a batch script: no quote, backslash or line break")
     return f'"{value}"' if re.search(r"[\s#]", value) else value
 
 

@@ -111,6 +111,8 @@ def may_restart(code: int, num_processes: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Start, watch, and restart the processes of a run on one or several machines.
+
 POLL_S = 0.2
 FAMILY_S = 2.0
 Tell = Callable[[str], None]

@@ -112,12 +112,12 @@ class Here:
         return launcher, f"{count} (as requested)" if procs else f"{count}, one for each GPU"
 
     def _on_cpu(self, agent: str, procs: int, why: str, nodes: Nodes | None) -> tuple[Torchrun, str]:
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        threads = given if given.isdigit() else str(max(1, self.cores // procs))
-        source = "OMP_NUM_THREADS is set" if given.isdigit() else f"{self.cores} cores for {procs}"
+        setting = os.environ.get("OMP_NUM_THREADS", "")
+        threads = setting if setting.isdigit() else str(max(1, self.cores // procs))
+        source = "OMP_NUM_THREADS is set" if setting.isdigit() else f"{self.cores} cores for {procs}"
         text = f"{_counted(procs, 'process')} ({why}), {_counted(int(threads), 'thread')} each ({source})"
         return Torchrun(agent, procs, nodes, {"OMP_NUM_THREADS": threads}), text
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('s') else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"

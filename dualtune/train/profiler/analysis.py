@@ -105,13 +105,13 @@ def against_plan(snapshots: Sequence[Snapshot], recorded: Mapping[str, Any]) -> 
         return None
     at = max(snapshots, key=_highest)
     if at.cached_bytes is not None:
-        found = AgainstPlan(planned - _reserve(recorded.get("parts")), _highest(at), "arrays")
+        comparison = AgainstPlan(planned - _reserve(recorded.get("parts")), _highest(at), "arrays")
     elif at.process_bytes is not None:
         mapped = max(0, at.used_bytes - at.process_bytes)
-        found = AgainstPlan(planned, _highest(at) - mapped, "memory without mapped files")
+        comparison = AgainstPlan(planned, _highest(at) - mapped, "memory without mapped files")
     else:
-        found = AgainstPlan(planned, _highest(at), "memory")
-    return found if found.measured_bytes > 0 and found.planned_bytes > 0 else None
+        comparison = AgainstPlan(planned, _highest(at), "memory")
+    return comparison if comparison.measured_bytes > 0 and comparison.planned_bytes > 0 else None
 
 
 def _reserve(parts: object) -> int:
@@ -160,8 +160,8 @@ def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | 
     length = (len(floors) - first) // NUM_BLOCKS
     if length * NUM_BLOCKS < MIN_STEPS:
         return None
-    kept = floors[len(floors) - length * NUM_BLOCKS :]
-    blocks = [statistics.median(kept[i : i + length]) for i in range(0, len(kept), length)]
+    recent = floors[len(floors) - length * NUM_BLOCKS :]
+    blocks = [statistics.median(recent[i : i + length]) for i in range(0, len(recent), length)]
     increases = [after - before for before, after in pairwise(blocks)]
     slope = statistics.fmean(increases) / length
     bound = STUDENT_T * statistics.stdev(increases) / math.sqrt(len(increases)) / length
@@ -225,16 +225,16 @@ OTHER_NUMBERS: dict[str, Callable[[Snapshot], int | None]] = {
 
 def _phases(snapshots: Sequence[Snapshot]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("phase", "snapshots", "mean MB", "max MB", "min MB")]
-    for phase, found in by_phase(snapshots).items():
-        numbers = (found.mean_bytes, found.max_bytes, found.min_bytes)
-        rows.append((phase, str(found.num_snapshots), *(f"{number / MB:.1f}" for number in numbers)))
+    for phase, use in by_phase(snapshots).items():
+        numbers = (use.mean_bytes, use.max_bytes, use.min_bytes)
+        rows.append((phase, str(use.num_snapshots), *(f"{number / MB:.1f}" for number in numbers)))
     return rows
 
 
-def _spikes(found: Sequence[Spike], threshold_mb: float) -> list[str]:
-    lines = [f"spikes over {threshold_mb:g} MB: {len(found) or 'none'}"]
-    lines += [f"  step {spike.step}, {spike.phase}: +{spike.delta_mb:.1f} MB" for spike in found[:SHOWN_SPIKES]]
-    return lines + [f"  … and {len(found) - SHOWN_SPIKES} more"] * (len(found) > SHOWN_SPIKES)
+def _spikes(spikes: Sequence[Spike], threshold_mb: float) -> list[str]:
+    lines = [f"spikes over {threshold_mb:g} MB: {len(spikes) or 'none'}"]
+    lines += [f"  step {spike.step}, {spike.phase}: +{spike.delta_mb:.1f} MB" for spike in spikes[:SHOWN_SPIKES]]
+    return lines + [f"  … and {len(spikes) - SHOWN_SPIKES} more"] * (len(spikes) > SHOWN_SPIKES)
 
 
 def leak_lines(snapshots: Sequence[Snapshot]) -> list[str]:

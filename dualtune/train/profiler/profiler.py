@@ -156,14 +156,14 @@ class Timeline(Hook):
 def keep_rows(file: int, path: Path, first_step: int) -> None:
     """Cut the file after the last whole row of a step up to `first_step`; write the header if nothing remains."""
     header = ",".join(TIMELINE_HEADER) + "\n"
-    kept = 0
+    size = 0
     with open_file(path, is_own=True) as rows:
         if first_step and rows.readline(MAX_ROW) == header.encode():
-            kept = rows.tell()
+            size = rows.tell()
             while (row := rows.readline(MAX_ROW)).endswith(b"\n") and _step_of(row) <= first_step:
-                kept = rows.tell()
-    os.ftruncate(file, kept)
-    if not kept:
+                size = rows.tell()
+    os.ftruncate(file, size)
+    if not size:
         os.write(file, header.encode())
 
 

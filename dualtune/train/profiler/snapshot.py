@@ -1,4 +1,4 @@
-"""A snapshot of the memory in use, and its two CSV forms: in MB for people, in bytes for the run directory."""
+"""The memory in use: of a process, of a GPU, and of a run as snapshots with two CSV forms, in MB and in bytes."""
 
 from __future__ import annotations
 
@@ -94,6 +94,8 @@ def _used(nvml: Any, handle: Any) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A snapshot of a run, in MB for people and in bytes for the run directory.
+
 MB, GB = 1 << 20, 1 << 30
 MAX_TIMELINE_BYTES = GB  # of the file; a step has about a thousand
 MAX_ROW = 4096  # bytes of a row that is read; a longer one is damaged

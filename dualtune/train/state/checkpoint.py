@@ -214,17 +214,17 @@ def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any
     """Raise FormatError unless name, manifest and state have the same step: a copy may have another step's name."""
     named = _NAME.fullmatch(path.name)  # a copy in another directory may have any name
     steps = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
-    for what, step in steps.items():
+    for source, step in steps.items():
         if step != state["step"]:
             shown = fields.shown(fields.text_of(step))
-            raise FormatError(f"{path}: it holds the state after step {state['step']}, but {what} says {shown}")
+            raise FormatError(f"{path}: it holds the state after step {state['step']}, but {source} says {shown}")
 
 
 def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
     """Raise FormatError if something is missing that every checkpoint since schema version 2 has."""
-    found = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
+    names = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
     needed = {"place", "schedule", "guards", "fingerprints", *(f"fingerprints: {name}" for name in FINGERPRINTS)}
-    if missing := sorted(needed - found):
+    if missing := sorted(needed - names):
         raise FormatError(f"{path / 'state.json'}: {missing[0]}: missing, so the run cannot be compared with it")
 
 
@@ -363,12 +363,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
     try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode):  # a link may lead to a foreign file; a pipe never ends
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):  # a link may lead to a foreign file; a pipe never ends
             return f"{file.name} is not a regular file"
-        if found.st_size != entry.get("bytes"):
+        if status.st_size != entry.get("bytes"):
             listed = fields.shown(fields.text_of(entry.get("bytes")))
-            return f"{file.name} has {found.st_size} bytes, but the manifest says {listed}"
+            return f"{file.name} has {status.st_size} bytes, but the manifest says {listed}"
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
@@ -378,8 +378,8 @@ def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
 
 def _directories(directory: Path) -> list[tuple[Path, int]]:
     """Return (path, step) of everything that is named like a checkpoint, newest first."""
-    found = [(path, match) for path in directory.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return sorted(((path, int(match[1])) for path, match in found), key=lambda item: -item[1])
+    matches = [(path, match) for path in directory.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(((path, int(match[1])) for path, match in matches), key=lambda item: -item[1])
 
 
 def _num_bytes(path: Path) -> int:
@@ -409,5 +409,5 @@ def in_names_of(tensors: Collection[str], saved: Checkpoint) -> Checkpoint:
     if saved.adapter.keys() == {*tensors}:
         return saved
     names = file_names(modules_of(saved.adapter), modules_of(tensors))
-    slots = {slot: rename_modules(each, names) for slot, each in saved.optimizer.slots.items()}
+    slots = {slot: rename_modules(tensors, names) for slot, tensors in saved.optimizer.slots.items()}
     return replace(saved, adapter=rename_modules(saved.adapter, names), optimizer=replace(saved.optimizer, slots=slots))

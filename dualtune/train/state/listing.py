@@ -85,15 +85,15 @@ def _readable(directory: Path) -> Iterator[tuple[Path, str | None]]:
 def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
     """Return every checkpoint of a run directory, verified, newest first."""
     check_is_run(run_dir)
-    found = checkpoint.entries(run_dir / CHECKPOINTS)
-    best = best_of(run_dir, found)
-    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
+    entries = checkpoint.entries(run_dir / CHECKPOINTS)
+    best = best_of(run_dir, entries)
+    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in entries]
 
 
-def best_of(run_dir: Path, found: Sequence[checkpoint.CheckpointEntry]) -> int | None:
+def best_of(run_dir: Path, entries: Sequence[checkpoint.CheckpointEntry]) -> int | None:
     """Return the step of the checkpoint with the best evaluation; None if none was evaluated."""
     evals = History(each_row(run_dir / METRICS)).evals
-    judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
+    judged = [e.step for e in entries if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
     return min(judged, key=lambda step: evals[step].eval_loss, default=None)
 
 
@@ -222,13 +222,13 @@ def _date(path: Path, note: LockRecord | None) -> str | None:
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:
-    found: Any = _inner(table, section).get(key)
-    return kind(found) if type(found) in (int, kind) else None
+    value: Any = _inner(table, section).get(key)
+    return kind(value) if type(value) in (int, kind) else None
 
 
 def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = table.get(key)
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    value = table.get(key)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -260,12 +260,12 @@ class Deletable:
 
 def deletable(directory: Path) -> list[Deletable]:
     """Return what can be deleted at or below a directory. Changes nothing. ConfigError if there is no directory."""
-    found: list[Deletable] = []
+    deletable: list[Deletable] = []
     for run in find_runs(directory):
         note, is_held = read_note(run)
         if note is not None and not is_held:
-            found += _of_run(run, note.state)
-    return found
+            deletable += _of_run(run, note.state)
+    return deletable
 
 
 def delete(entries: list[Deletable]) -> tuple[list[Deletable], list[str]]:
@@ -308,11 +308,11 @@ def _of_run(run: Path, state: str) -> list[Deletable]:
 
 def _old_checkpoints(run: Path) -> Iterator[Deletable]:
     """Yield all checkpoints but the last and the best. None if one is damaged: then the others are its replacement."""
-    found = checkpoint.entries(run / CHECKPOINTS)
-    if any(entry.problem or entry.path.is_symlink() for entry in found):
+    entries = checkpoint.entries(run / CHECKPOINTS)
+    if any(entry.problem or entry.path.is_symlink() for entry in entries):
         return
-    best = best_of(run, found)
-    for entry in found[1:]:
+    best = best_of(run, entries)
+    for entry in entries[1:]:
         if entry.step != best:
             yield Deletable(str(entry.path), str(run), "neither the last nor the best checkpoint", entry.num_bytes)
 

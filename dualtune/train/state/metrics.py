@@ -169,14 +169,14 @@ class Metrics:
         if (fault := fault_of(self._path, self._file)) is None:
             return None
         try:
-            kept = set_aside(self._path)
+            aside = set_aside(self._path)
             self.copy_to(self._path)
             file = open_own(self._path, _FLAGS)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be written again: {error.strerror}") from error
         os.close(self._file)
         self._file = file
-        return f"{fault}; it was written again with all rows{kept}"
+        return f"{fault}; it was written again with all rows{aside}"
 
     def write_rest(self) -> None:
         """Try a last time to write the rows that a full disk has refused."""
@@ -273,20 +273,20 @@ def main_rows(path: Path) -> list[dict[str, Any]]:
                 first.append(oldest)
             elif b'"eval_loss"' in oldest:
                 evals.append(oldest)
-    kept = (*first, *evals)
-    found = (row_of(line.decode("utf-8", errors="replace")) for line in (*kept, *newest))
-    return [row for row in found if row is not None]
+    early = (*first, *evals)
+    rows = (row_of(line.decode("utf-8", errors="replace")) for line in (*early, *newest))
+    return [row for row in rows if row is not None]
 
 
 def row_of(line: str) -> dict[str, Any] | None:
     """Return the row of a line, or None if it is truncated or foreign."""
     try:
-        found: Any = json.loads(line)
+        value: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         return None
-    row = cast(dict[str, Any], found)
+    row = cast(dict[str, Any], value)
     return row if type(row.get("step")) is int and any(key in row for key in KINDS) and _is_sound(row) else None
 
 

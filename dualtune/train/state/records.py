@@ -44,14 +44,14 @@ def start() -> dict[str, Any]:
 
     The end is in the last row of metrics.jsonl and in the lock, so that environment.json is never written again.
     """
-    found = detect()
+    machine = detect()
     hardware = {
         "system": platform.platform(),
-        "cpu": found.cpu,
-        "cores": found.cores,
-        "memory_bytes": found.memory_bytes,
-        "driver": found.driver,
-        "cuda": found.cuda,
+        "cpu": machine.cpu,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "driver": machine.driver,
+        "cuda": machine.cuda,
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"started": now, "command": command_line(sys.argv), "directory": working_directory(), "hardware": hardware}

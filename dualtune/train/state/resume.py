@@ -38,19 +38,19 @@ def read_flat(run_dir: Path) -> Flat:
     path = run_dir / CONFIG
     try:
         with io.TextIOWrapper(open_file(path, is_own=True), encoding="utf-8") as file:
-            found: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
+            values: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
     except (FormatError, OSError, ValueError, BadYaml):
         return {}
-    return dict(_flat(found)) if isinstance(found, dict) else {}
+    return dict(_flat(values)) if isinstance(values, dict) else {}
 
 
 def _flat(table: Any, prefix: str = "") -> list[tuple[str, Any]]:
     items = cast("dict[Any, Any]", table).items()
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in items:
         name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found
+        pairs += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return pairs
 
 
 def differing(configs: Sequence[Flat]) -> dict[str, list[Any]]:
@@ -111,6 +111,8 @@ def _text(value: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What a resumed run may change, by key of the config.
+
 Rule = Literal["free", "recorded", "forbidden"]
 
 # free        the result does not depend on it

@@ -63,6 +63,8 @@ def write_restart(path: Path, note: RestartNote) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The directory and its files.
+
 CHECKPOINTS = "checkpoints"
 ADAPTER, MODEL = "adapter", "model"
 METRICS = "metrics.jsonl"
@@ -98,8 +100,8 @@ class RunDir:
 
     def fault(self) -> str | None:
         """Return why the directory does not belong to this run any more; None while it does."""
-        found = self.opened.fault() if self.opened else None
-        return found or (self.lock.fault() if self.lock else None)
+        fault = self.opened.fault() if self.opened else None
+        return fault or (self.lock.fault() if self.lock else None)
 
     @property
     def checkpoints(self) -> Path:
@@ -169,7 +171,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def check_is_run(path: Path) -> None:
-    """Raise ConfigError if a directory is no run directory."""
+    """Raise ConfigError if a directory is not a run directory."""
     if not is_run_dir(path):
         raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
 
@@ -204,25 +206,25 @@ def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
         return None, []
     if resume == "auto":
         return _newest(path / CHECKPOINTS)
-    given = expanded(resume)
-    if (given / checkpoint.MANIFEST).is_file():
-        return checkpoint.read(given), []
-    if (given / CHECKPOINTS).is_dir():
-        saved, notes = _newest(given / CHECKPOINTS)
+    path = expanded(resume)
+    if (path / checkpoint.MANIFEST).is_file():
+        return checkpoint.read(path), []
+    if (path / CHECKPOINTS).is_dir():
+        saved, notes = _newest(path / CHECKPOINTS)
         if saved is not None:
             return saved, notes
     raise ConfigError(f"resume: got {resume!r}, which holds no checkpoint; allowed: {RESUME}")
 
 
 def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    found, problems = checkpoint.newest(directory)
-    if found is None and problems:
+    saved, problems = checkpoint.newest(directory)
+    if saved is None and problems:
         listed = "\n".join(problems[:5])
         raise FormatError(
             f"no checkpoint in {directory} can be used:\n{listed}\nNothing was changed. Choose another run.dir to "
             "start over, or remove the directory."
         )
-    return found, [f"ignored the checkpoint {problem}" for problem in problems]
+    return saved, [f"ignored the checkpoint {problem}" for problem in problems]
 
 
 def _is_unused(path: Path) -> bool:
@@ -242,7 +244,7 @@ def _remove(lock: Lock, created: list[Path]) -> None:
 
 def _open(run_dir: RunDir, resume: str) -> None:
     removed = remove_leftovers(run_dir.path) + remove_leftovers(run_dir.checkpoints)
-    notes = [f"removed {found}: incomplete, left by a run that was killed" for found in removed]
+    notes = [f"removed {name}: incomplete, left by a run that was killed" for name in removed]
     run_dir.saved, problems = find_saved(run_dir.path, resume)
     run_dir.notes = notes + problems
 

@@ -84,14 +84,14 @@ def _check_same(saved: Checkpoint, config: Config) -> None:
     """Raise ConfigError if a run began with other values: it would be trained with both, and not be comparable."""
     if changes := effective_changes(saved, as_recorded(saved, config)):
         raise ConfigError(
-            f"{saved.path}: was trained with other values, so it is no run of this sweep.\n{table(changes)}\n"
+            f"{saved.path}: was trained with other values, so it is not a run of this sweep.\n{table(changes)}\n"
             "Give these values again, or another directory: --dir DIR"
         )
 
 
 def have_same_eval(checked: Sequence[CheckedTrial]) -> bool:
     """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
-    return len({each.eval_documents for each in checked}) == 1
+    return len({one.eval_documents for one in checked}) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def ranked(results: Sequence[Result]) -> list[Result]:
 
 def at_the_edge(best: SweepTrial, trials: Sequence[SweepTrial]) -> list[str]:
     """Say which values of the best run are the lowest or highest of those that were tried, of three or more."""
-    found: list[str] = []
+    notes: list[str] = []
     for key, value in best.values.items():
         tried = {float(other) for trial in trials if _is_number(other := trial.values.get(key, ""))}
         if len(tried) >= 3 and value in (min(tried), max(tried)):
             side = "lowest" if value == min(tried) else "highest"
-            found.append(f"the best {key}, {value:g}, is the {side} that was tried: try {side[:-3]}er ones")
-    return found
+            notes.append(f"the best {key}, {value:g}, is the {side} that was tried: try {side[:-3]}er ones")
+    return notes
 
 
 def _is_number(value: Any) -> bool:
@@ -211,13 +211,13 @@ def rungs(num_runs: int, num_steps: int, every: int | None) -> list[Rung]:
 
     A rung is a multiple of `every`, the distance of evaluations: early stopping would see an additional one.
     """
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     distance, num_rungs = every or 1, math.ceil(math.log2(num_runs))
     for rung in range(num_rungs):
         step = math.ceil(num_steps / 2 ** (num_rungs - rung) / distance) * distance
         if step < num_steps:
-            found[step] = math.ceil(num_runs / 2 ** (rung + 1))
-    return [Rung(step, kept) for step, kept in found.items()]
+            counts[step] = math.ceil(num_runs / 2 ** (rung + 1))
+    return [Rung(step, kept) for step, kept in counts.items()]
 
 
 def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts, tell: Callable[[str], None]) -> None:
@@ -236,13 +236,13 @@ def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts,
 
 def check_comparable(checked: Sequence[CheckedTrial]) -> None:
     """Raise ConfigError unless the runs can be compared at the same step."""
-    lengths = {each.num_steps for each in checked}
+    lengths = {one.num_steps for one in checked}
     if len(lengths) > 1:
         raise ConfigError(
             f"--halving: compares runs at the same step, but these have {min(lengths)} to {max(lengths)} steps. "
             "Set train.steps, or leave --halving out"
         )
-    if len({each.trial.config.run.eval_every for each in checked}) > 1:
+    if len({one.trial.config.run.eval_every for one in checked}) > 1:
         raise ConfigError("--halving: compares runs at the same step, so run.eval_every must be the same in all")
     if not have_same_eval(checked):
         raise ConfigError("--halving: compares runs by their held-out rows, and these have different rows or tokens")
@@ -258,6 +258,8 @@ def _score_at(trial: SweepTrial, step: int) -> Score:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The plan of a sweep: its runs from a command line, their check, and their training.
+
 MakeConfig = Callable[[Sequence[str]], Config]  # from overrides
 
 
@@ -273,10 +275,10 @@ class SweepPlan:
 
     def trials(self) -> list[SweepTrial]:
         """Return the runs of the grid; with a sampler, those with the first and with the last values, to be checked."""
-        choices = [each for each in self.varied if isinstance(each, Choices)]
+        choices = [setting for setting in self.varied if isinstance(setting, Choices)]
         if self.num_chosen is None:
             return self._named(grid(choices))
-        return self._named([{each.key: each.ends[end] for each in self.varied} for end in (0, 1)])
+        return self._named([{setting.key: setting.ends[end] for setting in self.varied} for end in (0, 1)])
 
     def trial(self, values: Values) -> SweepTrial:
         """Return the run with these values, named without regard to others."""
@@ -298,7 +300,7 @@ def make_plan(
     def make_one(of_run: Sequence[str]) -> Config:
         return make([*fixed.values(), *of_run])
 
-    first = make_one(overrides_of({each.key: each.ends[0] for each in varied}))
+    first = make_one(overrides_of({setting.key: setting.ends[0] for setting in varied}))
     if not varied:
         if "train.learning_rate" in fixed:
             raise ConfigError(
@@ -306,14 +308,14 @@ def make_plan(
                 "none for the default grid; another key is tried with its own values"
             )
         varied = [default_rates(first, read_config(resolve_model(first.model.name, weights=False)))]
-    if num_chosen is None and (ranges := [each.key for each in varied if isinstance(each, Range)]):
+    if num_chosen is None and (ranges := [setting.key for setting in varied if isinstance(setting, Range)]):
         raise ConfigError(f"--set {ranges[0]}: a range needs --trials N; a grid has values, such as 1e-5,1e-4,1e-3")
     if num_chosen is not None and halving:
         raise ConfigError("--halving is for a grid, and --trials chooses values one after another. Leave one out")
     place = directory or path_of(first).with_name(f"{path_of(first).name}-sweep")
     if is_run_dir(place) or (place.exists() and not place.is_dir()):
-        what = "a run directory" if place.is_dir() else "a file"
-        raise ConfigError(f"--dir: {place} is {what}. Choose another directory, in which the runs of the sweep lie")
+        kind = "a run directory" if place.is_dir() else "a file"
+        raise ConfigError(f"--dir: {place} is {kind}. Choose another directory, in which the runs of the sweep lie")
     return SweepPlan(varied, make_one, place, num_chosen, halving)
 
 
@@ -331,7 +333,7 @@ def carry_out(
     """Train the runs of a plan, and return them. What is finished already stays as it is."""
     if plan.num_chosen is not None:
         return _search(plan, plan.num_chosen, checked[0].trial.config.run.seed, attempt)
-    trials = [each.trial for each in checked]
+    trials = [one.trial for one in checked]
     if plan.halving:
         every = trials[0].config.run.eval_every if checked[0].has_eval else None
         halve(trials, rungs(len(trials), checked[0].num_steps, every), attempt, tell)

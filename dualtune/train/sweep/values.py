@@ -47,6 +47,8 @@ def default_rates(config: Config, model: Mapping[str, Any]) -> Choices:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The values of a command line, their combinations, and the names of runs.
+
 Values = Mapping[str, Any]  # of one run, by key
 MAX_RUNS = 1000
 MAX_NAME = 100  # characters
@@ -103,8 +105,8 @@ def read_values(overrides: Sequence[str]) -> tuple[dict[str, str], list[Choices 
         key = key.strip()
         fixed.pop(key, None)
         varied.pop(key, None)
-        if found := _range(key, text) or _choices(key, text):
-            varied[key] = found
+        if values := _range(key, text) or _choices(key, text):
+            varied[key] = values
         else:
             fixed[key] = override
     if "run.dir" in varied:
@@ -124,11 +126,11 @@ def _range(key: str, text: str) -> Range | None:
 
 def _choices(key: str, text: str) -> Choices | None:
     try:
-        found = read_yaml(f"[{text}]", f"--set {key}", with_lines=False)
+        loaded = read_yaml(f"[{text}]", f"--set {key}", with_lines=False)
     except BadYaml:
         return None
-    values = cast(list[Any], found.data)
-    if found.problems or len(values) < 2:
+    values = cast(list[Any], loaded.data)
+    if loaded.problems or len(values) < 2:
         return None
     if twice := [value for value, count in Counter(map(json.dumps, values)).items() if count > 1]:
         raise ConfigError(f"--set {key}: has the value {twice[0]} twice")
@@ -138,13 +140,13 @@ def _choices(key: str, text: str) -> Choices | None:
 def grid(varied: Sequence[Choices]) -> list[Values]:
     """Return every combination of the values, the last key changing fastest. ConfigError if there are too many."""
     combinations = itertools.product(*(choices.values for choices in varied))
-    found: list[Values] = [
+    runs: list[Values] = [
         dict(zip((choices.key for choices in varied), values, strict=True))
         for values in itertools.islice(combinations, MAX_RUNS + 1)
     ]
-    if len(found) > MAX_RUNS:
+    if len(runs) > MAX_RUNS:
         raise ConfigError(f"the grid has more than {MAX_RUNS} runs. Give fewer values, or let --trials N choose N runs")
-    return found
+    return runs
 
 
 def overrides_of(values: Values) -> list[str]:
@@ -200,8 +202,8 @@ def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], V
     """
     optuna = import_extra("optuna", "optuna", "--trials")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space: dict[str, Any] = {each.key: _distribution(optuna, each) for each in varied}
-    texts = {each.key for each in varied if isinstance(each, Choices)}
+    space: dict[str, Any] = {setting.key: _distribution(optuna, setting) for setting in varied}
+    texts = {setting.key for setting in varied if isinstance(setting, Choices)}
 
     def choose(known: Known) -> Values:
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(known)))
@@ -210,21 +212,22 @@ def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], V
             state = optuna.trial.TrialState.FAIL if loss is None else optuna.trial.TrialState.COMPLETE
             study.add_trial(optuna.create_trial(params=params, distributions=space, value=loss, state=state))
         chosen = study.ask(space).params
-        return {each.key: _value(each, chosen[each.key]) for each in varied}
+        return {setting.key: _value(setting, chosen[setting.key]) for setting in varied}
 
     return choose
 
 
-def _distribution(optuna: Any, each: Choices | Range) -> Any:
-    if isinstance(each, Choices):  # as texts, because optuna wants values without a list among them
-        return optuna.distributions.CategoricalDistribution([json.dumps(value) for value in each.values])
-    kind = (
-        optuna.distributions.FloatDistribution if isinstance(each.low, float) else optuna.distributions.IntDistribution
-    )
-    return kind(each.low, each.high, log=each.is_log)
+def _distribution(optuna: Any, setting: Choices | Range) -> Any:
+    if isinstance(setting, Choices):  # as texts, because optuna wants values without a list among them
+        return optuna.distributions.CategoricalDistribution([json.dumps(value) for value in setting.values])
+    kinds = optuna.distributions
+    kind = kinds.FloatDistribution if isinstance(setting.low, float) else kinds.IntDistribution
+    return kind(setting.low, setting.high, log=setting.is_log)
 
 
-def _value(each: Choices | Range, chosen: Any) -> Any:
-    if isinstance(each, Choices):
+def _value(setting: Choices | Range, chosen: Any) -> Any:
+    if isinstance(setting, Choices):
         return json.loads(chosen)
-    return min(max(float(f"{chosen:.{DIGITS}g}"), each.low), each.high) if isinstance(each.low, float) else chosen
+    if not isinstance(setting.low, float):
+        return chosen
+    return min(max(float(f"{chosen:.{DIGITS}g}"), setting.low), setting.high)

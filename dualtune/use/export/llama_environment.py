@@ -148,14 +148,14 @@ def last_line(text: str) -> str:
     return one_line(last)[:_SHOWN]
 
 
-def find_llama_cpp(given: Path | None, kind: str = "bf16") -> LlamaCpp:
+def find_llama_cpp(directory: Path | None, kind: str = "bf16") -> LlamaCpp:
     """Return what writes GGUF files of this kind: what a directory has, or without one what is installed.
 
     The directory, given or named by the variable, is an environment of scripts/interop_llama.sh or a checkout of
     llama.cpp, built or not.
     EnvironmentFault, which names all that is missing, if something is.
     """
-    named = given or os.environ.get(VARIABLE)
+    named = directory or os.environ.get(VARIABLE)
     place = expanded(named) if named else None
     if place is not None and not (place / CONVERTER).is_file():
         return LlamaCpp(place)
@@ -194,8 +194,8 @@ def _program(name: str, checkout: Path | None) -> Path | None:
     for folder in ("build/bin", "bin", ".") if checkout else ():
         if checkout and (path := checkout / folder / name).is_file():
             return path.absolute()
-    found = shutil.which(name)
-    return Path(found) if found else None
+    path = shutil.which(name)
+    return Path(path) if path else None
 
 
 def _log_softmax(logits_TV: np.ndarray) -> np.ndarray:

@@ -106,12 +106,12 @@ def modelfile(weights: str, template: str | None, stops: Iterable[str], system: 
     return "\n".join(lines) + "\n"
 
 
-def quoted(text: str, what: str) -> str:
-    """Return a text as a Modelfile quotes it. ConfigError, which names `what`, if it cannot hold the text."""
+def quoted(text: str, name: str) -> str:
+    """Return a text as a Modelfile quotes it. ConfigError, which names `name`, if it cannot hold the text."""
     if '"' not in text and "\n" not in text:
         return f'"{text}"'
     if '"""' in text or text.endswith('"'):
-        raise ConfigError(f'{what}: got a text with """ or a " at its end, which a Modelfile cannot hold')
+        raise ConfigError(f'{name}: got a text with """ or a " at its end, which a Modelfile cannot hold')
     return f'"""{text}"""'
 
 
@@ -127,10 +127,10 @@ def _tail(written: list[str | None], named: ChatTemplate) -> str | None:
 
 def _written(template: ChatTemplate) -> list[str | None]:
     """Return what a template writes for each of the probes, None for one that it refuses."""
-    found: list[str | None] = []
+    texts: list[str | None] = []
     for probe in _PROBES:
         try:
-            found.append(template.render(probe, add_generation_prompt=True))
+            texts.append(template.render(probe, add_generation_prompt=True))
         except RowError:
-            found.append(None)
-    return found
+            texts.append(None)
+    return texts

@@ -1,4 +1,4 @@
-"""What is exported, for which program, and what is said of it."""
+"""An export as data: what is asked for, the distance from what it stands for, and its loss on the held-out rows."""
 
 from __future__ import annotations
 
@@ -24,103 +24,6 @@ from dualtune.train.state.run_dir import CONFIG
 from dualtune.use.export.llama_environment import PLAIN, QUANTIZED
 from dualtune.use.verify.verdict import VerifyVerdict
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How far one model is from another: log-probabilities after every token of fixed prompts.
-#
-# Shape suffixes: T tokens of a prompt, V vocabulary.
-
-# Shares of what the adapter changes, by divergence. Rounding to bfloat16 costs a few thousandths of it.
-LOST = 0.02
-NOISE = 1e-6  # nats: a divergence that float32 makes by itself
-
-Logprobs = Sequence[np.ndarray]  # float64 [T, V] for each prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """The distance of a model from the one it stands for, over all positions of the prompts."""
-
-    kl: float  # mean Kullback-Leibler divergence, nats; infinite if the model computes NaN
-    largest: float  # of a position, nats
-    same_token: float  # share of the positions with the same most probable token
-
-
-def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of the prompts of the fingerprints."""
-    return [tokenizer.encode(prompt, special=True).tolist() for prompt in PROMPTS]
-
-
-def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the engine's log-probabilities, float64 [T, V] for each prompt."""
-    return [each.astype(np.float64) for each in logprobs_of(engine, prompts, [*map(len, prompts)])]
-
-
-def deviation(expected: Logprobs, found: Logprobs) -> Deviation:
-    """Compare p, which is expected, with q: Σ p log(p/q) in each position, over the tokens that both have."""
-    kls, same = list[float](), list[bool]()
-    for p_TV, q_TV in _aligned(expected, found):
-        kl_T = (np.exp(p_TV) * (p_TV - q_TV)).sum(-1)
-        kls += np.where(np.isfinite(kl_T), np.maximum(kl_T, 0.0), np.inf).tolist()
-        same += (p_TV.argmax(-1) == q_TV.argmax(-1)).tolist()
-    return Deviation(float(np.mean(kls)), float(np.max(kls)), float(np.mean(same)))
-
-
-def lost_share(merge: Deviation, effect: Deviation) -> float:
-    """Return the divergence of the merged model from base and adapter, as a share of what the adapter changes."""
-    return merge.kl / max(effect.kl, NOISE / LOST)
-
-
-def _aligned(expected: Logprobs, found: Logprobs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for p_TV, q_TV in zip(expected, found, strict=True):
-        size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
-        yield p_TV[:, :size], q_TV[:, :size]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss of an exported model on the rows that its run held out, beside the run's last evaluation.
-
-
-class HeldOut:
-    """The rows that a run held out, tokenized as in its training."""
-
-    def __init__(self, run: Path, model: Path, adapter: Adapter | None, directory: Path | None) -> None:
-        """Open the data of a run's config. DualtuneError, which says what is missing, if that cannot be done.
-
-        `model`: the base, or the model that was trained whole. `directory`: that of the adapter.
-        """
-        if not (run / CONFIG).is_file():
-            raise ConfigError(f"there is no run with a {CONFIG} around the adapter")
-        config = load_config(run / CONFIG)
-        tokenizer, _ = load_tokenizer(model, adapter, directory, "auto", config.data.special_tokens_in_text)
-        self._documents, self._layout = Data(config).held_out_only(tokenizer), layout_of(config)
-        if not len(self._documents):
-            raise DataError("the run held out no rows")
-
-    def loss(self, engine: Engine) -> float:
-        """Return the mean loss over the target tokens, in nats."""
-        return evaluate(engine, self._documents, self._layout).eval_loss
-
-
-def open_held_out(run: Path, model: Path, adapter: Adapter | None, directory: Path | None) -> HeldOut | str:
-    """Return the held-out rows of a run, or why its loss cannot be measured here."""
-    try:
-        return HeldOut(run, model, adapter, directory)
-    except DualtuneError as error:
-        return str(error).splitlines()[0]
-
-
-def manifest_of(model: Path) -> dict[str, Any]:
-    """Return the record of a model that a run has trained whole; empty for another one."""
-    file = model / MANIFEST_FILE
-    return read_json(file, max_bytes=MAX_BYTES) if file.is_file() else {}
-
-
-def last_evaluation(metadata: dict[str, Any]) -> float | None:
-    """Return the loss of a run's last evaluation by the manifest of its result; None if there was none."""
-    return fields.number(fields.subtable(metadata, "training", "dualtune.json").get("eval_loss"))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 MLX_BITS = {f"affine{bits}": bits for bits in (2, 3, 4, 6, 8)}
 # target -> the values of --quantize, the first of which is the default
 KINDS = {
@@ -194,3 +97,99 @@ class Expected:
     prompts: list[list[int]]
     tuned: Logprobs
     base: Logprobs | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How far one model is from another: log-probabilities after every token of fixed prompts.
+#
+# Shape suffixes: T tokens of a prompt, V vocabulary.
+
+# Shares of what the adapter changes, by divergence. Rounding to bfloat16 costs a few thousandths of it.
+LOST = 0.02
+NOISE = 1e-6  # nats: a divergence that float32 makes by itself
+
+Logprobs = Sequence[np.ndarray]  # float64 [T, V] for each prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The distance of a model from the one it stands for, over all positions of the prompts."""
+
+    kl: float  # mean Kullback-Leibler divergence, nats; infinite if the model computes NaN
+    largest: float  # of a position, nats
+    same_token: float  # share of the positions with the same most probable token
+
+
+def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of the prompts of the fingerprints."""
+    return [tokenizer.encode(prompt, special=True).tolist() for prompt in PROMPTS]
+
+
+def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return the engine's log-probabilities, float64 [T, V] for each prompt."""
+    return [values.astype(np.float64) for values in logprobs_of(engine, prompts, [*map(len, prompts)])]
+
+
+def deviation(expected: Logprobs, actual: Logprobs) -> Deviation:
+    """Compare p, which is expected, with q: Σ p log(p/q) in each position, over the tokens that both have."""
+    kls, same = list[float](), list[bool]()
+    for p_TV, q_TV in _aligned(expected, actual):
+        kl_T = (np.exp(p_TV) * (p_TV - q_TV)).sum(-1)
+        kls += np.where(np.isfinite(kl_T), np.maximum(kl_T, 0.0), np.inf).tolist()
+        same += (p_TV.argmax(-1) == q_TV.argmax(-1)).tolist()
+    return Deviation(float(np.mean(kls)), float(np.max(kls)), float(np.mean(same)))
+
+
+def lost_share(merge: Deviation, effect: Deviation) -> float:
+    """Return the divergence of the merged model from base and adapter, as a share of what the adapter changes."""
+    return merge.kl / max(effect.kl, NOISE / LOST)
+
+
+def _aligned(expected: Logprobs, actual: Logprobs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for p_TV, q_TV in zip(expected, actual, strict=True):
+        size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
+        yield p_TV[:, :size], q_TV[:, :size]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss of an exported model on the rows that its run held out, beside the run's last evaluation.
+
+
+class HeldOut:
+    """The rows that a run held out, tokenized as in its training."""
+
+    def __init__(self, run: Path, model: Path, adapter: Adapter | None, directory: Path | None) -> None:
+        """Open the data of a run's config. DualtuneError, which says what is missing, if that cannot be done.
+
+        `model`: the base, or the model that was trained whole. `directory`: that of the adapter.
+        """
+        if not (run / CONFIG).is_file():
+            raise ConfigError(f"there is no run with a {CONFIG} around the adapter")
+        config = load_config(run / CONFIG)
+        tokenizer, _ = load_tokenizer(model, adapter, directory, "auto", config.data.special_tokens_in_text)
+        self._documents, self._layout = Data(config).held_out_only(tokenizer), layout_of(config)
+        if not len(self._documents):
+            raise DataError("the run held out no rows")
+
+    def loss(self, engine: Engine) -> float:
+        """Return the mean loss over the target tokens, in nats."""
+        return evaluate(engine, self._documents, self._layout).eval_loss
+
+
+def open_held_out(run: Path, model: Path, adapter: Adapter | None, directory: Path | None) -> HeldOut | str:
+    """Return the held-out rows of a run, or why its loss cannot be measured here."""
+    try:
+        return HeldOut(run, model, adapter, directory)
+    except DualtuneError as error:
+        return str(error).splitlines()[0]
+
+
+def manifest_of(model: Path) -> dict[str, Any]:
+    """Return the record of a model that a run has trained whole; empty for another one."""
+    file = model / MANIFEST_FILE
+    return read_json(file, max_bytes=MAX_BYTES) if file.is_file() else {}
+
+
+def last_evaluation(metadata: dict[str, Any]) -> float | None:
+    """Return the loss of a run's last evaluation by the manifest of its result; None if there was none."""
+    return fields.number(fields.subtable(metadata, "training", "dualtune.json").get("eval_loss"))

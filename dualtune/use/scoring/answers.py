@@ -1,12 +1,4 @@
-"""Answers kept while many are generated, so that a command that was stopped continues where it was.
-
-Beside the file that the command writes at its end lies FILE.part: a line of JSON for each answer, written at once.
-
-    {"made_by": hash of all that decides an answer but the prompt}
-    {"side": "adapter", "number": 3, "prompt": hash of its token ids, "text": …, "num_tokens": 12, "is_whole": true}
-
-A file made by something else is replaced. Its end may be torn.
-"""
+"""Answers to held-out rows: kept while they are generated, and written with their rows at the end."""
 
 from __future__ import annotations
 
@@ -29,39 +21,13 @@ from dualtune.train.batched import Continuation, continue_all
 from dualtune.train.inference import LoadedModel, Sampling
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Predictions: one row of JSON for each held-out row, for people and for the pages that show answers.
+# Answers kept while many are generated, so that a command that was stopped continues where it was.
 #
-#     {"prompt": text, "expected": text, "base": text or null, "adapter": text or null,
-#      "right": bool or null, "loss": mean over the row's target tokens, weighted as in training, or null}
-#
-# `right` and `loss` are the adapter's; without an adapter they are the base's. A text is null if it was not generated,
-# `right` if no metric says true or false, `loss` if the row has no target within data.max_length.
+# Beside the file that the command writes at its end lies FILE.part: a line of JSON for each answer, written at once.
+# The first line, {"made_by": …}, is a hash of all that decides an answer but the prompt; the others have side, number,
+# prompt (the hash of its token ids), text, num_tokens and is_whole. A file made by something else is replaced. Its end
+# may be torn.
 
-
-@dataclass(frozen=True, slots=True)
-class PredictedRow:
-    """A line of the file."""
-
-    prompt: str
-    expected: str
-    base: str | None
-    adapter: str | None
-    right: bool | None
-    loss: float | None
-
-
-def write_predictions(path: Path, rows: Iterable[PredictedRow]) -> None:
-    """Create or replace the file. DiskError if that fails; then the old one is still there."""
-    write_file(path, "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
-
-
-def mean_loss(loss_sum: float, weight: float) -> float | None:
-    """Return the mean, or None for a row without a target and for a loss that is not finite."""
-    mean = loss_sum / weight if weight > 0 else math.nan
-    return mean if math.isfinite(mean) else None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 MAX_FILE_BYTES = 1 << 30  # that is read again; a larger one is begun anew
 
 
@@ -88,7 +54,7 @@ class KeptAnswers:
             tell(f"{len(there)} of {len(keys)} answers were generated before, by the same command")
         yield from there
         missing = [number for number, key in enumerate(keys) if key not in self._answers]
-        found = continue_all(
+        continuations = continue_all(
             model,
             [prompts[number] for number in missing],
             sampling,
@@ -96,9 +62,9 @@ class KeptAnswers:
             is_shortage=is_shortage,
             tell=tell,
         )
-        for each in found:
-            self._keep(keys[each.number], each)
-            yield each
+        for continuation in continuations:
+            self._keep(keys[continuation.number], continuation)
+            yield continuation
 
     def finish(self) -> None:
         """Remove the file: what the command writes has all that was in it. DiskError if that fails."""
@@ -162,3 +128,34 @@ def hash_of(tensors: Tensors) -> str:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Predictions: one row of JSON for each held-out row, for people and for the pages that show answers.
+#
+# It has prompt, expected, base, adapter, right and loss, which is the mean over the row's target tokens, weighted as in
+# training. `right` and `loss` are the adapter's; without an adapter they are the base's. A text is null if it was not
+# generated, `right` if no metric says true or false, `loss` if the row has no target within data.max_length.
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRow:
+    """A line of the file."""
+
+    prompt: str
+    expected: str
+    base: str | None
+    adapter: str | None
+    right: bool | None
+    loss: float | None
+
+
+def write_predictions(path: Path, rows: Iterable[PredictedRow]) -> None:
+    """Create or replace the file. DiskError if that fails; then the old one is still there."""
+    write_file(path, "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
+
+
+def mean_loss(loss_sum: float, weight: float) -> float | None:
+    """Return the mean, or None for a row without a target and for a loss that is not finite."""
+    mean = loss_sum / weight if weight > 0 else math.nan
+    return mean if math.isfinite(mean) else None

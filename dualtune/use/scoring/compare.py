@@ -1,9 +1,10 @@
-"""The base against its adapter on the same rows: differences with paired confidence intervals of 95 %.
+"""What is compared on held-out rows: the base with its adapter, the rows with the training data, formats of the base.
 
-Shares of right answers: method 10 of Newcombe, Improved confidence intervals for the difference between binomial
-proportions based on paired data, Statistics in Medicine 17 (1998), with Wilson's score intervals; it also holds where
-all rows agree. Losses and other numbers: the paired bootstrap, by rows (Efron and Tibshirani, An Introduction to the
-Bootstrap, 1993, chapter 13: percentiles; for language models Koehn, EMNLP 2004). Shape suffix: N rows.
+Differences have paired confidence intervals of 95 %. Shares of right answers: method 10 of Newcombe, Improved
+confidence intervals for the difference between binomial proportions based on paired data, Statistics in Medicine 17
+(1998), with Wilson's score intervals; it also holds where all rows agree. Losses and other numbers: the paired
+bootstrap, by rows (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13: percentiles; for language
+models Koehn, EMNLP 2004). Shape suffix: N rows.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def _bootstrapped(metric: str, base_N: np.ndarray, adapter_N: np.ndarray, weight
     if n > 1 and math.isfinite(adapter - base):
         gains_N, rng = weights_N * (adapter_N - base_N), np.random.default_rng([n, 7])
         drawn = (rng.integers(0, n, n) for _ in range(RESAMPLES))
-        found = [float(gains_N[rows].sum() / weights_N[rows].sum()) for rows in drawn]
-        low, high = map(float, np.percentile(found, (2.5, 97.5)))
+        differences = [float(gains_N[rows].sum() / weights_N[rows].sum()) for rows in drawn]
+        low, high = map(float, np.percentile(differences, (2.5, 97.5)))
     return PairedComparison(metric, base, adapter, adapter - base, low, high, n, "bootstrap")
 
 
@@ -164,12 +165,12 @@ class _HeldOut:
         text = text_of(example)
         for i in self._by_text.get(text, ()):
             self.exact.setdefault(i, example.where)
-        found = shingles(text)
+        hashes = shingles(text)
         # A row that is near to one of these shares at least that part of its own shingles with it.
-        if not len(self._known) or _share_in(found, self._known) < NEAR:
+        if not len(self._known) or _share_in(hashes, self._known) < NEAR:
             return
-        for i in {i for band in _bands(found) for i in self._by_band.get(band, ())} - self.near.keys():
-            if jaccard(found, self._sets[i]) >= NEAR:
+        for i in {i for band in _bands(hashes) for i in self._by_band.get(band, ())} - self.near.keys():
+            if jaccard(hashes, self._sets[i]) >= NEAR:
                 self.near[i] = example.where
 
 
@@ -216,16 +217,16 @@ class FormatComparison:
         """Return all as plain values; `above` is how much more than unquantized a loss is, in nats."""
         plain = self.formats[0].loss
         formats = [
-            asdict(each) | {"above": None if each.loss is None or plain is None else each.loss - plain}
-            for each in self.formats
+            asdict(entry) | {"above": None if entry.loss is None or plain is None else entry.loss - plain}
+            for entry in self.formats
         ]
         return asdict(self) | {"formats": formats}
 
 
 def formats_of(backend: Backend) -> list[str]:
     """Return the values of model.quantization that a backend has, the unquantized one first."""
-    found = {str(value) for value in backend.capabilities()["model.quantization"]} - {"auto", UNQUANTIZED}
-    return [UNQUANTIZED, *sorted(found)]
+    names = {str(value) for value in backend.capabilities()["model.quantization"]} - {"auto", UNQUANTIZED}
+    return [UNQUANTIZED, *sorted(names)]
 
 
 def compare_formats(
@@ -272,5 +273,5 @@ def _measured(
     documents = tokenize(examples, model.tokenizer, config.data.loss_on, config.data.max_length)
     if not len(documents) or not documents.num_targets:
         raise DataError("data.train: none of the first rows has a target token within data.max_length")
-    found = evaluate(model.engine, documents, layout_of(config), show=show)
-    return found.eval_loss, model.engine.description.dtype, found.eval_targets
+    result = evaluate(model.engine, documents, layout_of(config), show=show)
+    return result.eval_loss, model.engine.description.dtype, result.eval_targets

@@ -100,10 +100,10 @@ class HarnessModel:
                 context = max(0, end - self._max_tokens)
                 windows.append((ids[context:end], start - context))
                 owner.append(i)
-        found = np.zeros(len(requests))
+        sums = np.zeros(len(requests))
         if windows:  # a text may be empty
-            np.add.at(found, owner, self._scored(windows, with_greedy=False)[:, 0])
-        return found.tolist()
+            np.add.at(sums, owner, self._scored(windows, with_greedy=False)[:, 0])
+        return sums.tolist()
 
     def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
         """Continue each context up to the first of its stop texts, which is not part of the answer.
@@ -121,8 +121,8 @@ class HarnessModel:
             times[each] += 1
         rows.sort(key=lambda row: -len(row.prompt))
         answers = [""] * len(rows)
-        found = continue_rows(self._model, rows, is_shortage=self._backend.is_out_of_memory, tell=self._tell)
-        for done, each in enumerate(found, start=1):
+        continuations = continue_rows(self._model, rows, is_shortage=self._backend.is_out_of_memory, tell=self._tell)
+        for done, each in enumerate(continuations, start=1):
             answers[each.number] = asked[each.number].before_stop(each.text)
             self._show(done, len(rows))
         return answers
@@ -160,11 +160,11 @@ class HarnessModel:
         Without `with_greedy` the second is not computed, and 0.
         """
         documents = in_memory((ids, np.arange(len(ids)) >= start) for ids, start in texts)
-        engine, found = self._model.engine, np.zeros((len(texts), 2))
-        found[:, 0] = -by_document(documents, self._recovery, losses(engine), self._show)[:, 0]
+        engine, scores = self._model.engine, np.zeros((len(texts), 2))
+        scores[:, 0] = -by_document(documents, self._recovery, losses(engine), self._show)[:, 0]
         if with_greedy:
-            found[:, 1] = by_document(documents, self._recovery, greedy(engine))
-        return found
+            scores[:, 1] = by_document(documents, self._recovery, greedy(engine))
+        return scores
 
 
 def check_installed() -> None:
@@ -202,7 +202,7 @@ def run(
     _imported("lm_eval.evaluator").get_git_commit_hash = lambda: None  # git complains outside of a repository
     try:
         with redirect_stderr(io.StringIO()):  # bars and remarks; the command line has its own line
-            found = _imported("lm_eval").simple_evaluate(
+            report = _imported("lm_eval").simple_evaluate(
                 model=lm, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
             )
     except Exception as error:  # foreign code and foreign files
@@ -212,7 +212,7 @@ def run(
         why = next(iter(str(error).strip().splitlines()), "")[:300]
         raise kind(f"--harness {','.join(tasks)}: {type(error).__name__}: {why}") from error
     return {task: {key: value for key, value in numbers.items() if "," in key}  # "acc,none": the metric and its filter
-            for task, numbers in found["results"].items()}  # fmt: skip
+            for task, numbers in report["results"].items()}  # fmt: skip
 
 
 def _is_of(model: HarnessModel, error: BaseException) -> bool:

@@ -65,12 +65,12 @@ def pattern_metrics(pattern: re.Pattern[str]) -> list[Metric]:
     """Return the strict and the lenient score of the last match of a pattern."""
 
     def strict(expected: str, got: str) -> bool:
-        found, wanted = last_match(pattern, got), _wanted(pattern, expected)
-        return found is not None and _same(found, wanted)
+        answer, target = last_match(pattern, got), _target(pattern, expected)
+        return answer is not None and _same(answer, target)
 
     def lenient(expected: str, got: str) -> bool:
-        found, wanted = last_match(pattern, got), _wanted(pattern, expected)
-        return _same(last_match(_NUMBER, got) or "" if found is None else found, wanted)
+        answer, target = last_match(pattern, got), _target(pattern, expected)
+        return _same(last_match(_NUMBER, got) or "" if answer is None else answer, target)
 
     return [Metric(RIGHT, strict), Metric(LENIENT, lenient)]
 
@@ -81,11 +81,11 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     return matches[-1][1 if pattern.groups else 0] if matches else None
 
 
-def _wanted(pattern: re.Pattern[str], expected: str) -> str:
-    wanted = last_match(pattern, expected)
-    if wanted is None:
+def _target(pattern: re.Pattern[str], expected: str) -> str:
+    match = last_match(pattern, expected)
+    if match is None:
         raise DataError(f"the expected answer does not match the pattern {pattern.pattern!r}")
-    return wanted
+    return match
 
 
 def _same(got: str, expected: str) -> bool:
@@ -113,11 +113,11 @@ def json_metric(name: str) -> Metric:
 
     def same(expected: str, got: str) -> bool:
         try:
-            wanted = _field(expected, path)
+            target = _field(expected, path)
         except FormatError as error:
             raise DataError(f"the expected answer: {error}") from None
         try:
-            return _equal(_field(got, path), wanted)
+            return _equal(_field(got, path), target)
         except FormatError:
             return False
 
@@ -153,10 +153,10 @@ def user_metric(name: str) -> Metric:
 
     def score(expected: str, got: str) -> Score:
         try:
-            found: Any = function(expected, got)
+            result: Any = function(expected, got)
         except Exception as error:  # foreign code
             raise DataError(f"the metric {name} raised {type(error).__name__}: {_first_line(error)}") from error
-        plain = cast(Any, found.item() if isinstance(found, np.generic) else found)  # pyright: ignore
+        plain = cast(Any, result.item() if isinstance(result, np.generic) else result)  # pyright: ignore
         if isinstance(plain, bool):
             return plain
         if not isinstance(plain, int | float) or not math.isfinite(plain):
@@ -171,9 +171,9 @@ def _loaded(name: str) -> Callable[[str, str], Any]:
     module, _, function = name.partition(":")
     try:
         if name in points:
-            found = points[name].load()
+            metric = points[name].load()
         elif module and function:
-            found = getattr(_imported(module), function)
+            metric = getattr(_imported(module), function)
         else:
             known = ", ".join(points) or "none is installed"
             allowed = f"an entry point of the group {METRICS_GROUP} ({known}) or module:function"
@@ -182,9 +182,9 @@ def _loaded(name: str) -> Callable[[str, str], Any]:
         raise
     except Exception as error:  # foreign code
         raise ConfigError(f"--metric {name}: {type(error).__name__}: {_first_line(error)}") from error
-    if not callable(found):
-        raise ConfigError(f"--metric {name}: got a {type(found).__name__}, it must be a function")
-    return found
+    if not callable(metric):
+        raise ConfigError(f"--metric {name}: got a {type(metric).__name__}, it must be a function")
+    return metric
 
 
 def _imported(module: str) -> Any:

@@ -204,7 +204,7 @@ def _begun(request: CompletionRequest, tokenizer: Tokenizer) -> BegunAnswer:
     while text.endswith("\N{REPLACEMENT CHARACTER}"):  # a name has a character of several tokens
         same -= 1
         text = tokenizer.decode(texts[0][:same], tokenizer.call_marks)
-    return BegunAnswer(texts[0][:same], text, [each[same:] for each in texts] if len(texts) > 1 else ())
+    return BegunAnswer(texts[0][:same], text, [whole[same:] for whole in texts] if len(texts) > 1 else ())
 
 
 class AnswerText:

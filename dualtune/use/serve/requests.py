@@ -209,8 +209,8 @@ def _ignored(body: _Body) -> tuple[str, ...]:
 
 def _calls(body: _ChatBody) -> dict[str, Any]:
     """Return what a request says of calls, by the names of `CompletionRequest`."""
-    given = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or []]
-    names, choice = [tool["function"]["name"] for tool in given], body.tool_choice
+    schemas = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or []]
+    names, choice = [tool["function"]["name"] for tool in schemas], body.tool_choice
     function = choice.function.name if isinstance(choice, _ChosenFunction) else None
     if len(set(names)) < len(names):
         raise BadRequest(400, "tools: two functions have the same name", "tools")
@@ -221,7 +221,7 @@ def _calls(body: _ChatBody) -> dict[str, Any]:
     if choice == "required" and not names:
         raise BadRequest(400, "tool_choice: a call is required, but there are no tools", "tool_choice")
     try:
-        tools = read_tools(given)
+        tools = read_tools(schemas)
     except RowError as error:
         raise BadRequest(400, str(error), "tools") from None
     return {

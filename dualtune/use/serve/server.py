@@ -84,8 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         """
         if not self.server.admits(self.headers):
             raise self._refusal(403, "Host: this server answers its own machine, as localhost")
-        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if self.server.key and not hmac.compare_digest(key.encode(), self.server.key.encode()):
             raise self._refusal(401, "Authorization: the key is not that of this server")
         if "Transfer-Encoding" in self.headers:
             raise self._refusal(

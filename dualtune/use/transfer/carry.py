@@ -67,10 +67,10 @@ class Pulled:
 
 def newest_run() -> Path:
     """Return the run directory below `runs` that was written to last."""
-    found = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
-    if not found:
+    runs = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
+    if not runs:
         raise ConfigError(f"SOURCE: there is no run in {RUNS}/. Give a run directory, an adapter or a bundle")
-    return max(found, key=_written_at)
+    return max(runs, key=_written_at)
 
 
 def sends_adapter(choice: PushRequest) -> bool:
@@ -128,28 +128,34 @@ def _notes_on_name(bound: str | None, name: str) -> list[str]:
 
 
 def pull(
-    text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, patience: Patience
+    text: str,
+    dest: Path | None,
+    *,
+    keep_packed: bool,
+    trust: Trust | None,
+    required: RequiredBinding,
+    patience: Patience,
 ) -> Pulled:
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
     FormatError if it cannot be trusted; nothing of it is kept then. After a lost connection the next pull resumes.
     """
     remote = _parse(text)
-    wanted = replace(wanted, found_as=remote.name)
+    required = replace(required, found_as=remote.name)
     dest = dest or Path(f"{remote.name}.tar" if keep_packed else remote.name)
     dest = Path(os.path.abspath(expanded(dest)))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
         kind = "" if keep_packed else " and is not an empty directory"
         raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")
     if isinstance(remote, Hub):
-        if trust is not None or wanted.name is not None or wanted.max_age is not None:
+        if trust is not None or required.name is not None or required.max_age is not None:
             raise ConfigError(
                 "--verify-signature, --name, --max-age: not allowed with hf://, which has no signed bundles"
             )
         with interrupt.handled(), _bundle_from_hub(remote, dest, patience) as file:
-            return _settled(file, dest, str(remote), keep_packed=keep_packed, trust=None, wanted=wanted)
+            return _settled(file, dest, str(remote), keep_packed=keep_packed, trust=None, required=required)
     with interrupt.handled():
-        return _pull_bundle(remote, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
+        return _pull_bundle(remote, dest, keep_packed=keep_packed, trust=trust, required=required, patience=patience)
 
 
 def _pull_bundle(
@@ -158,7 +164,7 @@ def _pull_bundle(
     *,
     keep_packed: bool,
     trust: Trust | None,
-    wanted: RequiredBinding,
+    required: RequiredBinding,
     patience: Patience,
 ) -> Pulled:
     file = remote.pull(dest, patience=patience)
@@ -169,7 +175,7 @@ def _pull_bundle(
             remote.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
     interrupt.poll()
     try:
-        done = _settled(file, dest, str(remote), keep_packed=keep_packed, trust=trust, wanted=wanted)
+        done = _settled(file, dest, str(remote), keep_packed=keep_packed, trust=trust, required=required)
     except FormatError:
         _remove(file, signed)
         raise
@@ -178,13 +184,13 @@ def _pull_bundle(
 
 
 def _settled(
-    file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding
+    file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, required: RequiredBinding
 ) -> Pulled:
     """Verify the pulled file, and unpack it or give it its final name."""
     try:
         if not keep_packed:
-            return Pulled(where, dest, bundle.unpack(file, dest, trust, wanted))
-        report = bundle.inspect(file, trust, wanted)
+            return Pulled(where, dest, bundle.unpack(file, dest, trust, required))
+        report = bundle.inspect(file, trust, required)
     except FormatError as error:
         raise FormatError(str(error).replace(str(file), where)) from error
     try:

@@ -79,8 +79,8 @@ def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tok
     for i, entry in enumerate(entries):
         prompt = entry.get("prompt") or (PROMPTS[i] if i < len(PROMPTS) else None)  # an older dualtune: in this order
         if prompt is not None and (ids := tokenizer.encode(prompt, special=True).tolist()) != entry["tokens"]:
-            found = f"{prompt!r} is encoded as {_shown(ids)}, recorded: {_shown(entry['tokens'])}"
-            return ComparedPart("tokenizer", "differs", found)
+            detail = f"{prompt!r} is encoded as {_shown(ids)}, recorded: {_shown(entry['tokens'])}"
+            return ComparedPart("tokenizer", "differs", detail)
     if before is None or before == now:
         return ComparedPart("tokenizer", "same", "same hash" if before else "same tokens for the fixed prompts")
     return ComparedPart("tokenizer", "note", "different file, but the same tokens for the fixed prompts")

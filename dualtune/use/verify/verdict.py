@@ -1,4 +1,7 @@
-"""The verdict from the gaps: the same function, a wrong base, a broken adapter, or a difference of precision."""
+"""The verdict on an adapter and its base: the recorded training, what may differ from it, and what a difference means.
+
+The same function, a wrong base, a broken adapter, or a difference of precision.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,99 @@ from dualtune.train.fingerprints import Effect, Entry, Gap
 from dualtune.use.verify.identity import ComparedPart, Fit
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The record of a model and its adapter in dualtune.json, validated: the file is not trusted.
+
+MAX_ENTRIES, MAX_TOKENS, MAX_TOP = 64, 4096, 1024  # far more than dualtune writes
+MAX_ID = 1 << 31
+MIN_LOGPROB, MAX_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The part of dualtune.json that can be recomputed or compared."""
+
+    base_model: Mapping[str, Any]  # its name and hashes
+    training: Mapping[str, Any]
+    base: list[Entry]  # without the adapter
+    adapter: list[Entry]  # with the adapter, for the same tokens
+    precision: Precision
+
+
+def recorded_in(manifest: Mapping[str, Any], where: object) -> Recorded | None:
+    """Return the record in a manifest, None if there is none. FormatError if it is malformed."""
+    fingerprints = fields.subtable(manifest, "fingerprints", where)
+    if not fingerprints:
+        return None
+    base, adapter = (_entries(fingerprints.get(key), f"{where}: fingerprints.{key}") for key in ("base", "adapter"))
+    if [(e["tokens"], _num_tops(e)) for e in base] != [(e["tokens"], _num_tops(e)) for e in adapter]:
+        raise FormatError(f"{where}: fingerprints: base and adapter were not recorded for the same tokens")
+    model = fields.subtable(manifest, "base", where)
+    if len(dtypes := {str(entry.get("dtype")) for entry in (*base, *adapter)}) > 1:
+        raise FormatError(f"{where}: fingerprints: dtype: got {', '.join(sorted(dtypes))}, must be the same for all")
+    precision = Precision(fields.name(model, "loaded_as", where) or "none", fields.name(base[0], "dtype", where))
+    return Recorded(model, fields.subtable(manifest, "training", where), base, adapter, precision)
+
+
+def _entries(value: Any, where: str) -> list[Entry]:
+    """Parse at least one entry, each with tokens and the most probable next tokens."""
+    if not _is_list(value, MAX_ENTRIES, _is_entry):
+        raise FormatError(f"{where}: malformed. Copy the directory again from where it was trained")
+    return value
+
+
+def _is_entry(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    entry = cast(Entry, value)
+    tokens, earlier = entry.get("tokens", []), entry.get("earlier", [])
+    return (
+        _is_list(tokens, MAX_TOKENS, _is_id)
+        and _is_top(entry.get("top"))
+        and (earlier == [] or _is_list(earlier, len(tokens) - 1, _is_top))
+        and isinstance(entry.get("prompt", ""), str)
+        and isinstance(entry.get("dtype", ""), str)
+    )
+
+
+def _is_top(value: Any) -> bool:
+    """Return whether a value is [[id, log p], …]."""
+    return _is_list(value, MAX_TOP, _is_pair)
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        _is_list(value, 2, lambda x: type(x) in (int, float))
+        and len(value) == 2
+        and _is_id(value[0])
+        and MIN_LOGPROB <= value[1] <= MAX_LOGPROB
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_ID
+
+
+def _is_list(value: Any, longest: int, is_item: Callable[[Any], bool]) -> bool:
+    """Return whether a value is a list of 1 to `longest` such items."""
+    if not isinstance(value, list):
+        return False
+    items = cast(list[Any], value)
+    return 1 <= len(items) <= longest and all(map(is_item, items))
+
+
+def _num_tops(entry: Entry) -> int:
+    return len(entry.get("earlier", ())) + 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Limits for the difference between two computations of the same model, by the precisions of both.
 #
-# The measured numbers are maxima over a pretrained model of 260 thousand weights (stories260k) and a random one of
-# 120 thousand, each with a strong and a weak adapter, torch and MLX on a CPU, both directions, base and adapter:
-# `pytest tests/transfer/test_verify_thresholds.py -s` measures most of them again. No large model has been measured;
+# The measured numbers are maxima over a pretrained model of 260 thousand weights (stories260k) and a random one of 120
+# thousand, each with a strong and a weak adapter, torch and MLX on a CPU, both directions, base and adapter: `pytest
+# tests/transfer/test_verify_thresholds.py -s` measures most of them again. No large model has been measured;
 # quantization hurts small models more than large ones, so these limits are rather too wide. A limit is three times the
 # measured number, in float32 more, because larger models round more often. int8 was measured with a strong adapter of
-# the
-# pretrained model alone; its limits are those of affine8, which has as many bits.
+# the pretrained model alone; its limits are those of affine8, which has as many bits.
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Rounding to 16 bits changes the effect of an adapter by up to 0.18 nats (root mean square; stories260k, bfloat16 on a
@@ -111,91 +198,8 @@ def pair_of(recorded: Precision, here: Precision) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The record of a model and its adapter in dualtune.json, validated: the file is not trusted.
+# What a difference means.
 
-MAX_ENTRIES, MAX_TOKENS, MAX_TOP = 64, 4096, 1024  # far more than dualtune writes
-MAX_ID = 1 << 31
-MIN_LOGPROB, MAX_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The part of dualtune.json that can be recomputed or compared."""
-
-    base_model: Mapping[str, Any]  # its name and hashes
-    training: Mapping[str, Any]
-    base: list[Entry]  # without the adapter
-    adapter: list[Entry]  # with the adapter, for the same tokens
-    precision: Precision
-
-
-def recorded_in(manifest: Mapping[str, Any], where: object) -> Recorded | None:
-    """Return the record in a manifest, None if there is none. FormatError if it is malformed."""
-    fingerprints = fields.subtable(manifest, "fingerprints", where)
-    if not fingerprints:
-        return None
-    base, adapter = (_entries(fingerprints.get(key), f"{where}: fingerprints.{key}") for key in ("base", "adapter"))
-    if [(e["tokens"], _num_tops(e)) for e in base] != [(e["tokens"], _num_tops(e)) for e in adapter]:
-        raise FormatError(f"{where}: fingerprints: base and adapter were not recorded for the same tokens")
-    model = fields.subtable(manifest, "base", where)
-    if len(dtypes := {str(entry.get("dtype")) for entry in (*base, *adapter)}) > 1:
-        raise FormatError(f"{where}: fingerprints: dtype: got {', '.join(sorted(dtypes))}, must be the same for all")
-    precision = Precision(fields.name(model, "loaded_as", where) or "none", fields.name(base[0], "dtype", where))
-    return Recorded(model, fields.subtable(manifest, "training", where), base, adapter, precision)
-
-
-def _entries(value: Any, where: str) -> list[Entry]:
-    """Parse at least one entry, each with tokens and the most probable next tokens."""
-    if not _is_list(value, MAX_ENTRIES, _is_entry):
-        raise FormatError(f"{where}: malformed. Copy the directory again from where it was trained")
-    return value
-
-
-def _is_entry(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    entry = cast(Entry, value)
-    tokens, earlier = entry.get("tokens", []), entry.get("earlier", [])
-    return (
-        _is_list(tokens, MAX_TOKENS, _is_id)
-        and _is_top(entry.get("top"))
-        and (earlier == [] or _is_list(earlier, len(tokens) - 1, _is_top))
-        and isinstance(entry.get("prompt", ""), str)
-        and isinstance(entry.get("dtype", ""), str)
-    )
-
-
-def _is_top(value: Any) -> bool:
-    """Return whether a value is [[id, log p], …]."""
-    return _is_list(value, MAX_TOP, _is_pair)
-
-
-def _is_pair(value: Any) -> bool:
-    return (
-        _is_list(value, 2, lambda x: type(x) in (int, float))
-        and len(value) == 2
-        and _is_id(value[0])
-        and MIN_LOGPROB <= value[1] <= MAX_LOGPROB
-    )
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_ID
-
-
-def _is_list(value: Any, longest: int, is_item: Callable[[Any], bool]) -> bool:
-    """Return whether a value is a list of 1 to `longest` such items."""
-    if not isinstance(value, list):
-        return False
-    items = cast(list[Any], value)
-    return 1 <= len(items) <= longest and all(map(is_item, items))
-
-
-def _num_tops(entry: Entry) -> int:
-    return len(entry.get("earlier", ())) + 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 Kind = Literal["same", "precision-gap", "wrong-base", "broken-adapter", "nothing-recorded"]
 NO_EFFECT, OTHER_EFFECT = 0.1, 0.25  # limits for the hints at a cause: of the size, and of its distance from 1
 
@@ -206,7 +210,7 @@ class Function:
 
     recorded: Precision
     here: Precision
-    pair: str  # the row of thresholds.TABLE
+    pair: str  # the row of TABLE
     limit: Limit | None  # of the base; None: this pair was not measured
     adapter_limit: Limit | None
     base: Gap
@@ -221,12 +225,12 @@ class VerifyVerdict(NamedTuple):
     sentence: str
 
 
-def within(found: Gap, limit: Limit) -> bool:
-    return found.kl <= limit.kl and found.logprob <= limit.logprob and found.top1 >= limit.top1
+def within(gap: Gap, limit: Limit) -> bool:
+    return gap.kl <= limit.kl and gap.logprob <= limit.logprob and gap.top1 >= limit.top1
 
 
-def effect_is_within(found: Effect | None, limit: Limit) -> bool:
-    return limit.effect is None or found is None or found.error <= limit.effect
+def effect_is_within(effect: Effect | None, limit: Limit) -> bool:
+    return limit.effect is None or effect is None or effect.error <= limit.effect
 
 
 def judge(parts: Sequence[ComparedPart], fit: Fit, function: Function) -> VerifyVerdict:
@@ -284,17 +288,17 @@ def _wrong_base(parts: Sequence[ComparedPart], why: str) -> VerifyVerdict:
 
 
 def _broken(fit: Fit, function: Function) -> str:
-    found = ["the base computes the recorded values, but the adapter does not"]
+    reasons = ["the base computes the recorded values, but the adapter does not"]
     if function.effect is not None:
         size = function.effect.size
-        found.append(f"its effect is {size:.2f} times the recorded one, with an error of {function.effect.error:.0%}")
+        reasons.append(f"its effect is {size:.2f} times the recorded one, with an error of {function.effect.error:.0%}")
         if abs(size) < NO_EFFECT:
-            found.append("it does nothing: B is zero, or its tensors are not applied")
+            reasons.append("it does nothing: B is zero, or its tensors are not applied")
         elif abs(size - 1) > OTHER_EFFECT:
-            found.append("check alpha / rank (mlx-lm: scale)")
+            reasons.append("check alpha / rank (mlx-lm: scale)")
     if fit.missing:
-        found.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
-    return f"{'; '.join(found)}. Copy it again from the machine of the training, without converting it"
+        reasons.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
+    return f"{'; '.join(reasons)}. Copy it again from the machine of the training, without converting it"
 
 
 def _doubts(function: Function) -> str:

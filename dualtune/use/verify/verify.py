@@ -72,14 +72,14 @@ def verify(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
-    wanted: RequiredBinding = ANY,
+    required: RequiredBinding = ANY,
 ) -> Verification:
     """Verify an adapter directory, or an unpacked bundle of one, on a base model given by directory or hub id.
 
     FormatError if it is damaged or its bundle is not the wanted one, EnvironmentFault if the base is not available,
     ConfigError if the backend does not honour dtype or quantization. The backend is loaded only after the files fit.
     """
-    path, origin = unpacked.find(adapter_directory(directory), wanted)
+    path, origin = unpacked.find(adapter_directory(directory), required)
     adapter = read_adapter(path)
     recorded = recorded_in(adapter.metadata, path / MANIFEST_FILE)
     model_dir = resolve_model(base)
@@ -115,20 +115,20 @@ def verify_loaded(engine: Engine, adapter: Adapter, model_dir: Path) -> VerifyVe
 def compute(engine: Engine, recorded: Recorded) -> Function:
     """Recompute what was recorded on an engine that holds the adapter."""
     with without_adapter(engine):
-        base_found = recompute(engine, recorded.base)
-    found = recompute(engine, recorded.adapter)
+        base_values = recompute(engine, recorded.base)
+    adapter_values = recompute(engine, recorded.adapter)
     here = Precision(engine.description.quantization, engine.description.dtype)
     pair = pair_of(recorded.precision, here)
-    limit, base_gap = limit_for(pair), gap(recorded.base, base_found)
-    change = effect(recorded.base, recorded.adapter, base_found, found)
+    limit, base_gap = limit_for(pair), gap(recorded.base, base_values)
+    change = effect(recorded.base, recorded.adapter, base_values, adapter_values)
     adapter_limit = limit and with_control(limit, base_gap.kl)
     is_faint = (recorded.precision.is_16_bit or here.is_16_bit) and change and change.rms < MIN_EFFECT_IN_16_BITS
     if adapter_limit and (change is None or is_faint):
         adapter_limit = replace(adapter_limit, effect=None)
     by_effect = adapter_limit is not None and adapter_limit.effect is not None
     return Function(
-        recorded.precision, here, pair, limit, adapter_limit, base_gap, gap(recorded.adapter, found), change,
-        idle=not by_effect and adapter_limit is not None and within(gap(recorded.adapter, base_found), adapter_limit),
+        recorded.precision, here, pair, limit, adapter_limit, base_gap, gap(recorded.adapter, adapter_values), change,
+        idle=not by_effect and adapter_limit is not None and within(gap(recorded.adapter, base_values), adapter_limit),
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _fit_check(fit: Fit) -> Check:
 
 def _peft_checks(adapter: Adapter, model_dir: Path) -> list[Check]:
     """What PEFT does not load: no fault of the adapter, and of no interest if it is not in PEFT's files."""
-    return [Check("PEFT", "advice", each) for each in peft_notes(adapter, model_dir)] if adapter.is_for_peft else []
+    return [Check("PEFT", "advice", note) for note in peft_notes(adapter, model_dir)] if adapter.is_for_peft else []
 
 
 def _function_checks(function: Function) -> list[Check]:
@@ -202,18 +202,18 @@ def _function_checks(function: Function) -> list[Check]:
     if function.effect is not None:
         limit = function.adapter_limit
         allowed = "" if limit is None or limit.effect is None else f" (allowed {limit.effect:.0%})"
-        found = f"{function.effect.size:.3f} times the recorded one, error {function.effect.error:.1%}{allowed}"
-        rows.append(Check("effect", "fail" if limit and not effect_is_within(function.effect, limit) else "ok", found))
+        text = f"{function.effect.size:.3f} times the recorded one, error {function.effect.error:.1%}{allowed}"
+        rows.append(Check("effect", "fail" if limit and not effect_is_within(function.effect, limit) else "ok", text))
     return rows
 
 
-def _gap_check(name: str, found: Gap, limit: Limit | None) -> Check:
+def _gap_check(name: str, measured: Gap, limit: Limit | None) -> Check:
     def allowed(number: str) -> str:
         return f" (allowed {number})" if limit else ""
 
     text = (
-        f"top-1 {found.top1:.0%} of {found.num_positions}{allowed(f'{limit.top1:.0%}' if limit else '')}, "
-        f"KL >= {found.kl:.1e}{allowed(f'{limit.kl:.2g}' if limit else '')}, "
-        f"largest gap of log p {found.logprob:.1e}{allowed(f'{limit.logprob:.2g}' if limit else '')}"
+        f"top-1 {measured.top1:.0%} of {measured.num_positions}{allowed(f'{limit.top1:.0%}' if limit else '')}, "
+        f"KL >= {measured.kl:.1e}{allowed(f'{limit.kl:.2g}' if limit else '')}, "
+        f"largest gap of log p {measured.logprob:.1e}{allowed(f'{limit.logprob:.2g}' if limit else '')}"
     )
-    return Check(name, "ok" if limit is None or within(found, limit) else "fail", text)
+    return Check(name, "ok" if limit is None or within(measured, limit) else "fail", text)

@@ -17,7 +17,7 @@ from dualtune.engine.problems import problems
 mx = pytest.importorskip("mlx.core")
 model = importlib.import_module("dualtune_mlx.model")
 precision = importlib.import_module("dualtune_mlx.runtime")
-chips = importlib.import_module("dualtune_mlx.card.chips")
+chips = importlib.import_module("dualtune_mlx.card.checks")
 
 # Imports one module in a new process, and prints the variable as it is when MLX is first imported.
 WATCH = """

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from dualtune_torch.kernels import lora_pieces
+from dualtune_torch import lora
 from dualtune_torch.kernels.gpu.launches import (
     REGISTERS,
     blocks_of,
@@ -25,7 +25,7 @@ from dualtune_torch.kernels.gpu.launches import (
 BLOCK_M, BLOCK_O, LARGEST_RANK = 128, 64, 64
 OPTIONS = {"num_warps": 8, "num_stages": 2, "maxnreg": REGISTERS}
 
-reference = lora_pieces.back_g  # writes v [M, r] in its dtype, and adds to dB [O, r] in float32
+reference = lora.back_g  # writes v [M, r] in its dtype, and adds to dB [O, r] in float32
 
 
 def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor, dB_Or: Tensor) -> None:

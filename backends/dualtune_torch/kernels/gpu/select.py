@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from dualtune.base.errors import ConfigError
 from dualtune_torch.card.memory import FEATURES_IN_REGISTERS
 from dualtune_torch.kernels import allocator
-from dualtune_torch.kernels.lora_pieces import LoRAPieces
 from dualtune_torch.kernels.trial import largest_gap
-from dualtune_torch.lora import LoRALinear, drop_rule
+from dualtune_torch.lora import LoRALinear, LoRAPieces, drop_rule
 from dualtune_torch.sharding import is_split
 from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import AffineLayer, Packed, dequantize
@@ -66,14 +65,14 @@ def install(model: PreTrainedModel, pieces: Collection[str] | None = None) -> Ch
         if pieces is not None and name not in pieces:
             continue
         try:
-            found = install_one(model)
+            installed = install_one(model)
         except (ValueError, RuntimeError, OSError, TritonError) as error:
             if allocator.is_out_of_memory(error):
                 raise
             chosen.plain.append(f"{name} plain: {(str(error).strip().splitlines() or [type(error).__name__])[0]}")
             continue
-        if found is not None:
-            chosen.lora = replace(chosen.lora, **found)
+        if installed is not None:
+            chosen.lora = replace(chosen.lora, **installed)
             chosen.used.append(name)
     return chosen
 
@@ -88,11 +87,11 @@ def choice() -> str:
 
 def why_not(device: torch.device) -> str | None:
     """Return why no Triton kernel is used on this device, or None. Raises ConfigError if they were asked for there."""
-    wanted = choice()
-    if wanted == "torch":
+    asked = choice()
+    if asked == "torch":
         return f"{VARIABLE}=torch"
     reason = _why_impossible(device)
-    if reason and wanted == "triton":
+    if reason and asked == "triton":
         raise ConfigError(f"{VARIABLE}: got triton, but {reason}. Set {VARIABLE}=auto, or torch")
     return reason
 
@@ -102,8 +101,8 @@ def _why_impossible(device: torch.device) -> str | None:
         return f"the device is {device.type}, and they are for NVIDIA GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-        return f"the GPU has compute capability {found[0]}.{found[1]}, they need {LEAST_CAPABILITY[0]}.0"
+    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, they need {LEAST_CAPABILITY[0]}.0"
     return None
 
 
@@ -142,9 +141,9 @@ def _one_of_each(layers: list[Any], device: torch.device, kind: Callable[[Any], 
     return iter({kind(layer): layer for layer in reversed(layers) if layer.weight.device == device}.values())
 
 
-def _compare_bits(found: Tensor, expected: Tensor) -> None:
-    if differing := int((found != expected).sum()):
-        raise ValueError(f"unpacks {differing} of {found.numel()} weights differently")
+def _compare_bits(actual: Tensor, expected: Tensor) -> None:
+    if differing := int((actual != expected).sum()):
+        raise ValueError(f"unpacks {differing} of {actual.numel()} weights differently")
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
@@ -171,10 +170,10 @@ def masks_in_registers(model: PreTrainedModel) -> Pieces | None:
             (lora_dx.add_dx, lora_dx.reference, x, (v, A)),
             (lora_da.add_dA, lora_da.reference, A.float(), (v, x)),
         ):
-            found, expected = start.clone(), start.clone()
-            kernel(found, *inputs, *mask)
+            actual, expected = start.clone(), start.clone()
+            kernel(actual, *inputs, *mask)
             plain(expected, *inputs, *mask)
-            _compare(found, expected)
+            _compare(actual, expected)
     return {"down": lora_down.lora_down, "add_dx": lora_dx.add_dx, "add_dA": lora_da.add_dA}
 
 
@@ -195,8 +194,8 @@ def back_g_where_it_pays(model: PreTrainedModel) -> Pieces | None:
         for function in (lora_back_g.back_g, lora_back_g.reference):
             results.append((torch.empty_like(u), torch.zeros(out_dim, r, device=u.device)))
             function(g, B, u, layer.scale, *results[-1])
-        for found, expected in zip(*results, strict=True):
-            _compare(found, expected)
+        for actual, expected in zip(*results, strict=True):
+            _compare(actual, expected)
     return {"back_g": back_g}
 
 
@@ -229,8 +228,8 @@ def _random(layer: LoRALinear, *size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*size, generator=generator).to(layer.lora_A.device, dtype)
 
 
-def _compare(found: Tensor, expected: Tensor) -> None:
-    if not (gap := largest_gap(found, expected)) <= LARGEST_GAP:  # also true for NaN
+def _compare(actual: Tensor, expected: Tensor) -> None:
+    if not (gap := largest_gap(actual, expected)) <= LARGEST_GAP:  # also true for NaN
         raise ValueError(f"computes something else (by {gap:.1e} of the largest number)")
 
 

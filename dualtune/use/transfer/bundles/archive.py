@@ -17,83 +17,6 @@ from dualtune.base.errors import FormatError
 from dualtune.base.untrusted import MAX_HEADER_BYTES
 from dualtune.use.transfer.bundles.names import BUNDLE_FILE, MAX_BUNDLE_FILE_BYTES, problem_of, shown
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The content of a file of a bundle, checked while it streams: no code, no pickle, no archive.
-
-# Keys with which a config makes transformers import code: from the model's repository or, with the last one, from a
-# kernel's (CVE-2026-4372, which needs no trust_remote_code).
-FORBIDDEN_KEYS = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
-_OTHER_FORMATS = (
-    (rb"\x80[\x02-\x05]", "a pickle"),
-    (rb"PK\x03\x04|PK\x05\x06|\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd", "an archive"),
-    (rb"\x7fELF|MZ|\xfe\xed\xfa|\xcf\xfa\xed\xfe|#!", "a program"),
-    (rb"version https://git-lfs", "a git-lfs pointer; pack it again after: git lfs pull"),
-    (rb"(?s:.{257})ustar", "an archive"),
-)
-_LONGEST_MATCH = 6 * max(map(len, FORBIDDEN_KEYS)) + 2  # every character written as \u00xx
-
-
-def _spellings(key: str) -> str:
-    """Return a regular expression for all the ways to write a key in JSON."""
-    codes = (f"{ord(c):04x}" for c in key)
-    digits = ("".join(f"[{d}{d.upper()}]" if d.isalpha() else d for d in code) for code in codes)
-    return "".join(rf"(?:{re.escape(c)}|\\u{code})" for c, code in zip(key, digits, strict=True))
-
-
-_FORBIDDEN = re.compile("|".join(f'"(?:{_spellings(key)})"' for key in FORBIDDEN_KEYS).encode())
-
-
-class Content:
-    """The checks of one file, by its suffix. `feed` takes its bytes in any pieces; both methods raise FormatError."""
-
-    def __init__(self, name: str, num_bytes: int, where: object) -> None:
-        self._where = f"{where}: {name}"
-        self._suffix = name.rpartition(".")[2]
-        self._num_bytes = num_bytes
-        self._head: bytes | None = b""  # None after it was checked
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._carry = b""
-
-    def feed(self, chunk: bytes) -> None:
-        if self._head is not None:
-            self._head += chunk
-            if len(self._head) >= 512:
-                self._check_head()
-        if self._suffix in ("json", "yaml", "txt", "jinja"):
-            self._check_text(chunk)
-        if self._suffix == "json":
-            if _FORBIDDEN.search(text := self._carry + chunk):
-                names = ", ".join(FORBIDDEN_KEYS)
-                raise FormatError(f"{self._where}: has a key that can make a reader run code (one of {names})")
-            self._carry = text[-_LONGEST_MATCH:]
-
-    def finish(self) -> None:
-        if self._head is not None:
-            self._check_head()
-        self._check_text(b"", final=True)
-
-    def _check_text(self, chunk: bytes, *, final: bool = False) -> None:
-        try:
-            is_text = "\0" not in self._decoder.decode(chunk, final)
-        except UnicodeDecodeError:
-            is_text = False
-        if not is_text:
-            raise FormatError(f"{self._where}: is not UTF-8 text")
-
-    def _check_head(self) -> None:
-        head, self._head = self._head or b"", None
-        other = next((what for magic, what in _OTHER_FORMATS if re.match(magic, head)), None)
-        if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
-            length = int.from_bytes(head[:8], "little")
-            if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
-                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {other}" if other else ""))
-        elif other:
-            raise FormatError(f"{self._where}: is {other}")
-        elif self._suffix == "json" and not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-            raise FormatError(f"{self._where}: is no JSON object")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 BLOCK = 512
 CHUNK = 1 << 18
 END = bytes(2 * BLOCK)
@@ -131,9 +54,9 @@ def padding(size: int) -> int:
 def read_first(file: BinaryIO, where: object) -> bytes:
     """Return the content of BUNDLE.json, which is the first member."""
     block = file.read(BLOCK)
-    for magic, what in _OTHER_FILES:
+    for magic, kind in _OTHER_FILES:
         if block.startswith(magic):
-            raise FormatError(f"{where}: is {what}; a bundle is a plain tar file written by `dualtune bundle pack`")
+            raise FormatError(f"{where}: is {kind}; a bundle is a plain tar file written by `dualtune bundle pack`")
     if len(block) < BLOCK:
         raise FormatError(f"{where}: has {len(block)} bytes, too few for a bundle. Copy it again")
     match = re.fullmatch(rb"([0-7]{11})\0", block[124:136])
@@ -202,23 +125,23 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
     if not _has_checksum(block):
         return f"is damaged: the header at byte {position}, where {expected}, has a wrong checksum"
     raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
-    found = raw.decode("utf-8", "backslashreplace")
+    actual = raw.decode("utf-8", "backslashreplace")
     order = list(sizes)
-    is_seen = found in (order[: order.index(name)] if name is not None and name in sizes else order)
+    is_seen = actual in (order[: order.index(name)] if name is not None and name in sizes else order)
     if (kind := block[156:157]) not in (b"0", b"\0"):
-        return f"{shown(found)} is {_TYPES.get(kind, 'of an unknown type')}; only regular files are allowed"
-    if problem := problem_of(found):
-        return f"{shown(found)} {problem}"
+        return f"{shown(actual)} is {_TYPES.get(kind, 'of an unknown type')}; only regular files are allowed"
+    if problem := problem_of(actual):
+        return f"{shown(actual)} {problem}"
     if is_seen:
-        return f"{found} is in it twice"
-    if found not in sizes and found != name:
-        return f"{found} is not listed in {BUNDLE_FILE}" if sizes else f"begins with {found}, not {BUNDLE_FILE}"
-    if found != name:
-        return f"{found} is at byte {position}, where {expected}: files must be in the order of {BUNDLE_FILE}"
-    if block[124:136] != header(found, max(size, 0))[124:136]:
-        return f"{found} has another size in its header than in {BUNDLE_FILE} ({size} bytes)"
+        return f"{actual} is in it twice"
+    if actual not in sizes and actual != name:
+        return f"{actual} is not listed in {BUNDLE_FILE}" if sizes else f"begins with {actual}, not {BUNDLE_FILE}"
+    if actual != name:
+        return f"{actual} is at byte {position}, where {expected}: files must be in the order of {BUNDLE_FILE}"
+    if block[124:136] != header(actual, max(size, 0))[124:136]:
+        return f"{actual} has another size in its header than in {BUNDLE_FILE} ({size} bytes)"
     return (
-        f"the header of {found} holds more than name and size (owner, time, mode …): not written by `dualtune bundle`"
+        f"the header of {actual} holds more than name and size (owner, time, mode …): not written by `dualtune bundle`"
     )
 
 
@@ -229,3 +152,79 @@ def _has_checksum(block: bytes) -> bool:
 
 def _text(field: bytes) -> bytes:
     return field.split(b"\0", 1)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The content of a file of a bundle, checked while it streams: no code, no pickle, no archive.
+
+# Keys with which a config makes transformers import code: from the model's repository or, with the last one, from a
+# kernel's (CVE-2026-4372, which needs no trust_remote_code).
+FORBIDDEN_KEYS = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
+_OTHER_FORMATS = (
+    (rb"\x80[\x02-\x05]", "a pickle"),
+    (rb"PK\x03\x04|PK\x05\x06|\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd", "an archive"),
+    (rb"\x7fELF|MZ|\xfe\xed\xfa|\xcf\xfa\xed\xfe|#!", "a program"),
+    (rb"version https://git-lfs", "a git-lfs pointer; pack it again after: git lfs pull"),
+    (rb"(?s:.{257})ustar", "an archive"),
+)
+_LONGEST_MATCH = 6 * max(map(len, FORBIDDEN_KEYS)) + 2  # every character written as \u00xx
+
+
+def _spellings(key: str) -> str:
+    """Return a regular expression for all the ways to write a key in JSON."""
+    codes = (f"{ord(c):04x}" for c in key)
+    digits = ("".join(f"[{d}{d.upper()}]" if d.isalpha() else d for d in code) for code in codes)
+    return "".join(rf"(?:{re.escape(c)}|\\u{code})" for c, code in zip(key, digits, strict=True))
+
+
+_FORBIDDEN = re.compile("|".join(f'"(?:{_spellings(key)})"' for key in FORBIDDEN_KEYS).encode())
+
+
+class Content:
+    """The checks of one file, by its suffix. `feed` takes its bytes in any pieces; both methods raise FormatError."""
+
+    def __init__(self, name: str, num_bytes: int, where: object) -> None:
+        self._where = f"{where}: {name}"
+        self._suffix = name.rpartition(".")[2]
+        self._num_bytes = num_bytes
+        self._head: bytes | None = b""  # None after it was checked
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._carry = b""
+
+    def feed(self, chunk: bytes) -> None:
+        if self._head is not None:
+            self._head += chunk
+            if len(self._head) >= 512:
+                self._check_head()
+        if self._suffix in ("json", "yaml", "txt", "jinja"):
+            self._check_text(chunk)
+        if self._suffix == "json":
+            if _FORBIDDEN.search(text := self._carry + chunk):
+                names = ", ".join(FORBIDDEN_KEYS)
+                raise FormatError(f"{self._where}: has a key that can make a reader run code (one of {names})")
+            self._carry = text[-_LONGEST_MATCH:]
+
+    def finish(self) -> None:
+        if self._head is not None:
+            self._check_head()
+        self._check_text(b"", final=True)
+
+    def _check_text(self, chunk: bytes, *, final: bool = False) -> None:
+        try:
+            is_text = "\0" not in self._decoder.decode(chunk, final)
+        except UnicodeDecodeError:
+            is_text = False
+        if not is_text:
+            raise FormatError(f"{self._where}: is not UTF-8 text")
+
+    def _check_head(self) -> None:
+        head, self._head = self._head or b"", None
+        other = next((kind for magic, kind in _OTHER_FORMATS if re.match(magic, head)), None)
+        if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
+            length = int.from_bytes(head[:8], "little")
+            if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
+                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {other}" if other else ""))
+        elif other:
+            raise FormatError(f"{self._where}: is {other}")
+        elif self._suffix == "json" and not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            raise FormatError(f"{self._where}: is no JSON object")

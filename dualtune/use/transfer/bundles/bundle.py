@@ -69,14 +69,14 @@ class BundleReport:
         return in_columns(rows) + "\n\n" + in_columns([("file", "size", "sha256", ""), *files])
 
 
-def inspect(path: Path, trust: Trust | None = None, wanted: RequiredBinding = ANY) -> BundleReport:
+def inspect(path: Path, trust: Trust | None = None, required: RequiredBinding = ANY) -> BundleReport:
     """Read a whole bundle and write nothing. FormatError, with the reason, if it cannot be trusted."""
-    with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
+    with _opened(path, trust, required) as (file, num_bytes, bundle, notes):
         sha256 = _read(file, path, bundle, lambda name: contextlib.nullcontext(lambda chunk: None))
     return BundleReport(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
 
 
-def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: RequiredBinding = ANY) -> BundleReport:
+def unpack(path: Path, target: Path, trust: Trust | None = None, required: RequiredBinding = ANY) -> BundleReport:
     """Write the files of a bundle to a new directory: all or none, and nothing outside of it.
 
     FormatError if the bundle cannot be trusted, ConfigError if the directory is in use, DiskError if writing fails.
@@ -84,7 +84,7 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Require
     target = Path(os.path.abspath(expanded(target)))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it")
-    with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
+    with _opened(path, trust, required) as (file, num_bytes, bundle, notes):
         _check_space(target, bundle.num_bytes)
         with new_directory(target) as directory:
 
@@ -105,7 +105,7 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Require
 
 @contextlib.contextmanager
 def _opened(
-    path: Path, trust: Trust | None, wanted: RequiredBinding
+    path: Path, trust: Trust | None, required: RequiredBinding
 ) -> Generator[tuple[BinaryIO, int, Bundle, list[str]]]:
     """Yield the file, its size, its list and notes, after signature, list, binding and structure are verified.
 
@@ -125,7 +125,9 @@ def _opened(
             head = file if trust is None else io.BytesIO(signature.verify(file, path, trust))
             raw = archive.read_first(head, path)
             bundle = manifest.parse(raw, path)
-            notes = binding.check(bundle, wanted, wanted.found_as or name_of(path), path, is_signed=trust is not None)
+            notes = binding.check(
+                bundle, required, required.found_as or name_of(path), path, is_signed=trust is not None
+            )
             num_bytes = os.fstat(file.fileno()).st_size
             sizes = {BUNDLE_FILE: len(raw)} | {name: entry.num_bytes for name, entry in bundle.files.items()}
             archive.check_structure(file, num_bytes, sizes, path)
@@ -150,15 +152,15 @@ def _read(
     whole.update(archive.header(BUNDLE_FILE, len(raw)) + raw + bytes(archive.padding(len(raw))))
     for name, entry in bundle.files.items():
         digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
-        kept = bytearray() if name.endswith(LISTINGS) else None  # small: these names have a size limit
+        listing = bytearray() if name.endswith(LISTINGS) else None  # small: these names have a size limit
         whole.update(archive.header(name, entry.num_bytes))
         with create(name) as write:
             for chunk in archive.chunks(file, name, entry.num_bytes, path):
                 digest.update(chunk)
                 whole.update(chunk)
                 content.feed(chunk)
-                if kept is not None:
-                    kept += chunk
+                if listing is not None:
+                    listing += chunk
                 write(chunk)
             content.finish()
         whole.update(bytes(archive.padding(entry.num_bytes)))
@@ -166,8 +168,8 @@ def _read(
             raise FormatError(
                 f"{path}: {name} was changed: its sha256 is not that in {BUNDLE_FILE}. Get the bundle again"
             )
-        if kept is not None:
-            _check_listing(bytes(kept), name, bundle, path)
+        if listing is not None:
+            _check_listing(bytes(listing), name, bundle, path)
     whole.update(archive.END)
     return whole.hexdigest()
 

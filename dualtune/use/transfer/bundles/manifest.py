@@ -31,90 +31,6 @@ from dualtune.base.untrusted import parse_object, sha256_of
 from dualtune.use.transfer.bundles import names
 from dualtune.use.transfer.bundles.names import BUNDLE_FILE, MAX_BUNDLE_FILE_BYTES
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The binding of a bundle, covered by its signature: the name it was packed for, its base model, and a date.
-#
-# A signature tells who wrote a file, not that it is the requested one. An old bundle, or one of another run, has a
-# valid
-# signature too, and whoever controls the remote could offer it under any name. So BUNDLE.json holds both, and a reader
-# compares: the name always, the date if the reader sets a limit.
-
-UNBOUND = "BUNDLE.json has neither a name nor a date: an older dualtune packed it"
-_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_AGE = re.compile(r"(\d{1,6}) ?([mhdw])", re.ASCII)
-_SKEW = timedelta(hours=1)  # allowed difference between two clocks
-
-
-@dataclass(frozen=True, slots=True)
-class RequiredBinding:
-    """What a reader requires."""
-
-    found_as: str | None = None  # the name on the remote, if that is not the name of the file
-    name: str | None = None  # the name that it must be bound to, whatever its file is called
-    max_age: timedelta | None = None
-
-
-ANY = RequiredBinding()
-
-
-def check(
-    bundle: Bundle,
-    wanted: RequiredBinding,
-    found_as: str | None,
-    where: object,
-    *,
-    is_signed: bool,
-    now: datetime | None = None,
-) -> list[str]:
-    """Return notes for the user on the binding. FormatError if it is not what was required.
-
-    Without a signature the name proves nothing, because whoever can replace the file can also change the name in it:
-    then a name that differs from the one it was found under is only a note.
-    """
-    if bundle.created is None:
-        if wanted.name is not None or wanted.max_age is not None:
-            raise FormatError(f"{where}: {UNBOUND}. --name and --max-age need them: pack it again")
-        return [UNBOUND]
-    if wanted.max_age is not None:
-        _check_age(bundle.created, wanted.max_age, where, now or datetime.now(UTC))
-    if wanted.name is not None:
-        if wanted.name != bundle.name:
-            raise FormatError(f"{where}: is the bundle {bundle.name!r}, --name requires {wanted.name!r}")
-    elif found_as != bundle.name:
-        mismatch = f"is the bundle {bundle.name!r}, found under the name {found_as!r}"
-        if is_signed:
-            raise FormatError(
-                f"{where}: {mismatch}: it was renamed or replaced. If it is the one you want, add --name {bundle.name}"
-            )
-        return [f"{mismatch}; without a signature, neither name is proven"]
-    return []
-
-
-def _check_age(created: str, max_age: timedelta, where: object, now: datetime) -> None:
-    age = now - datetime.fromisoformat(created)
-    if age > max_age:
-        raise FormatError(
-            f"{where}: its content was written {created}, {in_days(age)} ago; --max-age allows {in_days(max_age)}. "
-            "Get a newer bundle"
-        )
-    if age < -_SKEW:
-        raise FormatError(f"{where}: its content was written {created}, which is in the future. Check both clocks")
-
-
-def parse_age(text: str) -> timedelta:
-    """Parse `90m`, `12h`, `7d` or `2w`. ConfigError for anything else."""
-    match = _AGE.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"--max-age: got {text!r}; allowed: a number and one of m, h, d and w, such as 7d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
-
-
-def in_days(age: timedelta) -> str:
-    hours = age.total_seconds() / 3600
-    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 SCHEMA_VERSION = 2
 ADAPTER, CHECKPOINT = "adapter", "checkpoint"
 KINDS = (ADAPTER, CHECKPOINT)
@@ -256,25 +172,25 @@ def _file(name: str, entry: Any, where: str) -> File:
 
 def _check_completeness(bundle: Bundle, where: str) -> None:
     """Check that the bundle has the files that its kind needs, and none of the other kind."""
-    found = bundle.files.keys()
-    steps = {step for name in found if (step := names.step_of(name)) is not None}
+    listed = bundle.files.keys()
+    steps = {step for name in listed if (step := names.step_of(name)) is not None}
     if bundle.kind == ADAPTER:
         if steps:
             raise FormatError(f"{where}: kind is adapter, but it lists a checkpoint")
         needed = {"adapter/adapter_config.json"}
-        if not found & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
+        if not listed & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
             raise FormatError(f"{where}: kind is adapter, but it lists no weights")
     else:
-        if any(name.startswith("adapter/") for name in found):
+        if any(name.startswith("adapter/") for name in listed):
             raise FormatError(f"{where}: kind is checkpoint, but it lists an adapter")
         if len(steps) > names.MAX_CHECKPOINTS or (steps and bundle.step not in steps):
             raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, but step is {bundle.step}")
-        wanted = steps or {cast(int, bundle.step)}
+        expected = steps or {cast(int, bundle.step)}
         needed = {names.CONFIG}
-        for folder in (f"checkpoints/step-{step:08d}/" for step in wanted):
-            files = [name.removeprefix(folder) for name in found if name.startswith(folder)]
+        for folder in (f"checkpoints/step-{step:08d}/" for step in expected):
+            files = [name.removeprefix(folder) for name in listed if name.startswith(folder)]
             needed |= {folder + name for name in names.files_of_checkpoint(files)}
-    if missing := sorted(needed - found):
+    if missing := sorted(needed - listed):
         raise FormatError(f"{where}: {missing[0]} is missing, which a bundle of kind {bundle.kind} needs")
 
 
@@ -293,10 +209,92 @@ def _digest(table: Mapping[str, Any]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The binding of a bundle, covered by its signature: the name it was packed for, its base model, and a date.
+#
+# A signature tells who wrote a file, not that it is the requested one. An old bundle, or one of another run, has a
+# valid signature too, and whoever controls the remote could offer it under any name. So BUNDLE.json holds both, and a
+# reader compares: the name always, the date if the reader sets a limit.
+
+UNBOUND = "BUNDLE.json has neither a name nor a date: an older dualtune packed it"
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_AGE = re.compile(r"(\d{1,6}) ?([mhdw])", re.ASCII)
+_SKEW = timedelta(hours=1)  # allowed difference between two clocks
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredBinding:
+    """What a reader requires."""
+
+    found_as: str | None = None  # the name on the remote, if that is not the name of the file
+    name: str | None = None  # the name that it must be bound to, whatever its file is called
+    max_age: timedelta | None = None
+
+
+ANY = RequiredBinding()
+
+
+def check(
+    bundle: Bundle,
+    required: RequiredBinding,
+    found_as: str | None,
+    where: object,
+    *,
+    is_signed: bool,
+    now: datetime | None = None,
+) -> list[str]:
+    """Return notes for the user on the binding. FormatError if it is not what was required.
+
+    Without a signature the name proves nothing, because whoever can replace the file can also change the name in it:
+    then a name that differs from the one it was found under is only a note.
+    """
+    if bundle.created is None:
+        if required.name is not None or required.max_age is not None:
+            raise FormatError(f"{where}: {UNBOUND}. --name and --max-age need them: pack it again")
+        return [UNBOUND]
+    if required.max_age is not None:
+        _check_age(bundle.created, required.max_age, where, now or datetime.now(UTC))
+    if required.name is not None:
+        if required.name != bundle.name:
+            raise FormatError(f"{where}: is the bundle {bundle.name!r}, --name requires {required.name!r}")
+    elif found_as != bundle.name:
+        mismatch = f"is the bundle {bundle.name!r}, found under the name {found_as!r}"
+        if is_signed:
+            raise FormatError(
+                f"{where}: {mismatch}: it was renamed or replaced. If it is the one you want, add --name {bundle.name}"
+            )
+        return [f"{mismatch}; without a signature, neither name is proven"]
+    return []
+
+
+def _check_age(created: str, max_age: timedelta, where: object, now: datetime) -> None:
+    age = now - datetime.fromisoformat(created)
+    if age > max_age:
+        raise FormatError(
+            f"{where}: its content was written {created}, {in_days(age)} ago; --max-age allows {in_days(max_age)}. "
+            "Get a newer bundle"
+        )
+    if age < -_SKEW:
+        raise FormatError(f"{where}: its content was written {created}, which is in the future. Check both clocks")
+
+
+def parse_age(text: str) -> timedelta:
+    """Parse `90m`, `12h`, `7d` or `2w`. ConfigError for anything else."""
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--max-age: got {text!r}; allowed: a number and one of m, h, d and w, such as 7d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def in_days(age: timedelta) -> str:
+    hours = age.total_seconds() / 3600
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # A directory that was unpacked from a bundle: what its BUNDLE.json says about the bundle and its files.
 
 
-def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
+def find(directory: Path, required: RequiredBinding) -> tuple[Path, list[Check]]:
     """Return the adapter directory, and a check of the bundle that it was unpacked from, if any.
 
     `directory` is that of the adapter or of the whole bundle. FormatError if the bundle is not the wanted one.
@@ -305,14 +303,14 @@ def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
         directory = directory / ADAPTER
     root = directory.parent
     if not (directory.name == ADAPTER and (root / BUNDLE_FILE).exists()):
-        if wanted.name is not None or wanted.max_age is not None:
+        if required.name is not None or required.max_age is not None:
             raise FormatError(
                 f"{directory}: has no {BUNDLE_FILE} next to it, which --name and --max-age need. Give a directory "
                 "written by `dualtune pull` or `dualtune bundle unpack`"
             )
         return directory, []
     bundle = _read(root)
-    check(bundle, wanted, bundle.name, root, is_signed=False)
+    check(bundle, required, bundle.name, root, is_signed=False)
     return directory, [_check(root, bundle)]
 
 

@@ -61,9 +61,9 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and is_ours else None
 
 
-def files_of_checkpoint(found: Collection[str]) -> frozenset[str]:
+def files_of_checkpoint(present: Collection[str]) -> frozenset[str]:
     """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none."""
-    fitting = [slots for slots in OPTIMIZER_FILES if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
+    fitting = [slots for slots in OPTIMIZER_FILES if SLOT_FILES & {*present} <= slots] or [SLOT_FILES]
     return CHECKPOINT_FILES | min(fitting, key=len)
 
 
@@ -101,8 +101,8 @@ def problem_of(name: str) -> str | None:
         (lower.endswith(_PICKLES), "is a format that can run code when it is loaded (pickle)"),
         (lower.endswith(_ARCHIVES), "is an archive inside the bundle"),
     )
-    found = next((text for applies, text in reasons if applies), None)
-    return found or "is not one of the names that a bundle may hold (docs/adapter_format.md lists them)"
+    problem = next((text for applies, text in reasons if applies), None)
+    return problem or "is not one of the names that a bundle may hold (docs/adapter_format.md lists them)"
 
 
 def is_allowed_in_any_case(lower: str) -> bool:

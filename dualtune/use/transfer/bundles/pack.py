@@ -211,12 +211,12 @@ def _add_config(payload: Payload, run: Path) -> Config:
 
 
 def _add_tokenizer(payload: Payload, directory: Path) -> None:
-    found = [name for name in names.TOKENIZER_FILES if os.path.lexists(directory / name)]
-    if not {"tokenizer.json", "tokenizer.model"} & {*found}:
+    present = [name for name in names.TOKENIZER_FILES if os.path.lexists(directory / name)]
+    if not {"tokenizer.json", "tokenizer.model"} & {*present}:
         raise ConfigError(f"--tokenizer: {directory} has neither tokenizer.json nor tokenizer.model")
-    for name in found:
+    for name in present:
         payload.files[f"tokenizer/{name}"] = file_in(directory, name)
-    if "tokenizer_config.json" in found:
+    if "tokenizer_config.json" in present:
         _without_local_paths(payload, "tokenizer/tokenizer_config.json")
 
 
@@ -261,8 +261,8 @@ def _measure_all(payload: Payload) -> dict[str, File]:
 
 
 def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
-    found: dict[str, Any] = saved.state.get("fingerprints", {})
-    return {key: value for key, value in found.items() if key.endswith("documents") == of_data}
+    recorded: dict[str, Any] = saved.state.get("fingerprints", {})
+    return {key: value for key, value in recorded.items() if key.endswith("documents") == of_data}
 
 
 def _measure(name: str, content: bytes | Path) -> File:

@@ -1,8 +1,4 @@
-"""A file system of fsspec: s3, gs, az, memory, and those that other packages bring.
-
-An object store shows an object only when it is complete, and cannot hash a part of it. So a file is sent whole: first
-under a temporary name, then renamed when its size is right. https://filesystem-spec.readthedocs.io
-"""
+"""Remotes that are file systems: a directory of this machine, and those of fsspec."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from dualtune.use.transfer.remotes.store import (
     MAX_FILE_BYTES,
     MOST_CHUNK_BYTES,
     Chunks,
-    Found,
+    StoredState,
     Upload,
     check_unchanged,
     chunks_in,
@@ -43,7 +39,7 @@ class DirectoryStore:
     def shown(self, path: str) -> str:
         return path
 
-    def look(self, upload: Upload) -> Found:
+    def look(self, upload: Upload) -> StoredState:
         final, part_name, size = Path(upload.path), Path(upload.part).name, upload.chunks.num_bytes
         with _writing(final), Folder(final.parent) as folder:
             if final.is_dir():
@@ -53,7 +49,7 @@ class DirectoryStore:
             if (part := folder.find_part(part_name)) is not None:
                 with part:
                     begun = chunks_in(part, size)
-            return Found(folder.holds(final.name), there, begun)
+            return StoredState(folder.holds(final.name), there, begun)
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         final, part_name, chunks = Path(upload.path), Path(upload.part).name, upload.chunks
@@ -101,6 +97,12 @@ def _reading(path: str) -> Generator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A file system of fsspec: s3, gs, az, memory, and those that other packages bring.
+#
+# An object store shows an object only when it is complete, and cannot hash a part of it. So a file is sent whole: first
+# under a temporary name, then renamed when its size is right. https://filesystem-spec.readthedocs.io
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteFiles:
     """The file system of a URL."""

@@ -20,7 +20,7 @@ from typing import IO
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.use.transfer.remotes.retries import LEAST_DATA_BYTES, Clock, Cut, Pace, Patience, window_for
-from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, Found, Upload, pieces_of
+from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, StoredState, Upload, pieces_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The scripts that run on the remote machine over ssh: POSIX sh and the tools that every Linux and macOS has.
@@ -191,8 +191,8 @@ class Connection:
         """Return standard error on one line, without the statistics of dd."""
         text = self._errors.decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines()]
-        kept = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
-        return "".join(c if c.isprintable() else " " for c in "; ".join(kept[-6:]))[-600:]
+        messages = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
+        return "".join(c if c.isprintable() else " " for c in "; ".join(messages[-6:]))[-600:]
 
     def _collect_errors(self, raw: bytes) -> None:
         self._errors += raw
@@ -266,9 +266,9 @@ class SshStore:
             return f"{host}:{path.removeprefix('./')}"
         return f"ssh://{host}:{self.port}/{path.removeprefix('/') if path.startswith('/') else '~/' + path[2:]}"
 
-    def look(self, upload: Upload) -> Found:
+    def look(self, upload: Upload) -> StoredState:
         lines = self._ask(LOOK, upload.path, upload.part, upload.chunks.num_bytes)
-        return Found("dualtune there" in lines, _parsed(lines, "final"), _parsed(lines, "part"))
+        return StoredState("dualtune there" in lines, _parsed(lines, "final"), _parsed(lines, "part"))
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         done = upload.chunks.num_bytes - sum(map(upload.chunks.bytes_in, runs))
@@ -289,10 +289,10 @@ class SshStore:
             raise Cut("the received file has the wrong sha256")
 
     def chunks(self, path: str) -> Chunks | None:
-        found = _parsed(self._ask(CHUNKS, path), "final")
-        if found and len(found.sha256s) != -(-found.num_bytes // found.chunk_bytes):
-            raise Cut(f"{self.host} listed {len(found.sha256s)} chunks of a file of {found.num_bytes} bytes")
-        return found
+        listed = _parsed(self._ask(CHUNKS, path), "final")
+        if listed and len(listed.sha256s) != -(-listed.num_bytes // listed.chunk_bytes):
+            raise Cut(f"{self.host} listed {len(listed.sha256s)} chunks of a file of {listed.num_bytes} bytes")
+        return listed
 
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
         text = command(READ, path, chunks.chunk_bytes, run.start, len(run))
@@ -306,8 +306,8 @@ class SshStore:
         for piece in pieces:
             searched = max(0, len(head) - len(mark))  # the mark may span two pieces
             head += piece
-            if (found := head.find(mark, searched)) >= 0:
-                yield bytes(head[found + len(mark) :])
+            if (start := head.find(mark, searched)) >= 0:
+                yield bytes(head[start + len(mark) :])
                 break
             if len(head) > MOST_GREETING_BYTES:
                 raise self._too_much(MOST_GREETING_BYTES)
@@ -365,11 +365,11 @@ def _counted(pieces: Iterator[bytes], done: int, total: int, patience: Patience)
         patience.show(done, total)
 
 
-def _parsed(lines: list[str], what: str) -> Chunks | None:
+def _parsed(lines: list[str], name: str) -> Chunks | None:
     """Return what the script listed under a name, None if nothing."""
-    found = [match for line in lines if (match := _LINE.match(line)) and match[1] == what]
-    sizes = [int(match[3]) for match in found if match[2] == "bytes"]
-    return Chunks(sizes[0], tuple(match[3] for match in found if match[2] == "chunk")) if sizes else None
+    matches = [match for line in lines if (match := _LINE.match(line)) and match[1] == name]
+    sizes = [int(match[3]) for match in matches if match[2] == "bytes"]
+    return Chunks(sizes[0], tuple(match[3] for match in matches if match[2] == "chunk")) if sizes else None
 
 
 def _program() -> tuple[str, ...]:

@@ -24,8 +24,7 @@ from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 # A file as chunks with a hash each: which of them are there, which are missing, and whether the file is complete.
 #
 # An interrupted transfer resumes with the chunks that are missing or wrong. They are found by hashing what the other
-# end
-# has, never only by its size.
+# end has, never only by its size.
 
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 256 << 10, 8 << 20
 MANY_CHUNKS = 256  # chunks of a file, until a chunk reaches MOST_CHUNK_BYTES
@@ -93,11 +92,11 @@ def sha256_in(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
-    """Return the runs of consecutive chunks that are missing or wrong in `found`."""
-    there = found.sha256s if found else ()
+def missing(chunks: Chunks, present: Chunks | None) -> list[range]:
+    """Return the runs of consecutive chunks that are missing or wrong in `present`."""
+    there = present.sha256s if present else ()
     runs: list[range] = []
-    for i, sha256 in enumerate(wanted.sha256s):
+    for i, sha256 in enumerate(chunks.sha256s):
         if i < len(there) and there[i] == sha256:
             continue
         if runs and runs[-1].stop == i:
@@ -117,6 +116,8 @@ def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A store, and what travels to and from it.
+
 MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
 
 
@@ -133,7 +134,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredState:
     """What a store already has of an upload."""
 
     is_there: bool = False  # a file with the final name exists
@@ -148,7 +149,7 @@ class RemoteStore(Protocol):
         """Return a path as the user would write it."""
         ...
 
-    def look(self, upload: Upload) -> Found:
+    def look(self, upload: Upload) -> StoredState:
         """Return what is there. Creates the directory; removes a part that is longer than the file."""
         ...
 
@@ -177,12 +178,12 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
         upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
         def attempt() -> bool:
-            found = store.look(upload)
-            if found.final == chunks:
+            state = store.look(upload)
+            if state.final == chunks:
                 return False
-            if found.is_there and not force:
+            if state.is_there and not force:
                 raise ConfigError(f"{store.shown(path)}: another file already exists there. Replace it with --force")
-            runs = missing(chunks, found.part)
+            runs = missing(chunks, state.part)
             patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
             store.send(upload, runs, patience)
             patience.reached(chunks.num_bytes, chunks.num_bytes)
