@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualtune.base.moved import find_moved_modules
 from dualtune.base.versions import VERSION
 
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.train.hooks import Hook
     from dualtune.train.run import TrainResult
+
+find_moved_modules()
 
 __version__ = VERSION
 __all__ = ["load_config", "train"]

@@ -1,4 +1,4 @@
-"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write results/families.md.
+"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write docs/families.md.
 
     .venv/bin/python scripts/families.py [--again] [--only check,train,base] [--build DIR] [--page FILE] [FAMILY …]
     .venv/bin/python scripts/families.py --page-only     # from the results that are there
@@ -59,9 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--build", type=Path, default=ROOT / "build" / "families", metavar="DIR", help="for the results"
     )
-    parser.add_argument(
-        "--page", type=Path, default=ROOT / "benchmarks" / "results" / "families.md", metavar="FILE", help="to write"
-    )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "families.md", metavar="FILE", help="to write")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     return parser.parse_args()
 

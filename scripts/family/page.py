@@ -1,4 +1,4 @@
-"""benchmarks/results/families.md, made from the results of scripts/families.py."""
+"""docs/families.md, made from the results of scripts/families.py."""
 
 from __future__ import annotations
 
