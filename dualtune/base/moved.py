@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
-    "dualtune.adapter": "dualtune.model.adapter",
-    "dualtune.adapter.spec": "dualtune.model.adapter",
     "dualtune.backend": "dualtune.engine.backend",
     "dualtune.card": "dualtune.engine.card",
     "dualtune.errors": "dualtune.base.errors",

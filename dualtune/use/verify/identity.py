@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.model.adapter import is_target
-from dualtune.model.base_model import find_weights, fingerprint
+from dualtune.model.base_model import find_weights, fingerprint, read_config
 from dualtune.model.formats.canonical import to_pairs
 from dualtune.model.formats.directory import Adapter
-from dualtune.model.formats.naming import canonical_layer
+from dualtune.model.formats.naming import canonical_layer, is_fan_in_fan_out
 from dualtune.model.places import file_names, is_text
 from dualtune.train.fingerprints import PROMPTS, Entry
 
@@ -157,9 +157,11 @@ def _fits(delta: tuple[int, int], shape: tuple[int, int], *, is_part: bool) -> b
 def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
     """Return module -> [out, in] of every matrix; None for a packed one."""
     shapes: dict[str, tuple[int, int] | None] = {}
+    is_transposed = is_fan_in_fan_out(read_config(base))  # GPT-2; others have layers of the same names, not transposed
     for name, tensor in find_weights(base).tensors.items():
-        module, dot, last = name.rpartition(".")
-        if dot and last == "weight" and len(tensor.shape) == 2:
-            module, shape = canonical_layer(module, (tensor.shape[0], tensor.shape[1]))
+        if len(tensor.shape) == 2:
+            module, shape = name.removesuffix(".weight"), (tensor.shape[0], tensor.shape[1])
+            if is_transposed:
+                module, shape = canonical_layer(module, shape)
             shapes[module] = shape if tensor.dtype in PLAIN else None
     return shapes
