@@ -172,7 +172,7 @@ def _watch(spy: mmap.mmap, began: float) -> None:
     during(run, "evaluate", EVALUATION)
     during(checkpoint, "save", SAVE)
     during(checkpoint, "prune", PRUNE)
-    during(run, "_write_result", ADAPTER, then=END)
+    during(run, "write_result", ADAPTER, then=END)
 
 
 def _trace(path: Path) -> None:
