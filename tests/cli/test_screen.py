@@ -12,6 +12,7 @@ from itertools import takewhile
 
 import pytest
 
+from dualtune.base.errors import DiskError
 from dualtune.cli.screen import Phase, Phases, is_live, phases
 
 NUMPY = ("--platform", "numpy")
@@ -262,12 +263,10 @@ def test_on_a_cpu_a_step_is_told_when_it_is_done(config_file, open_backend):
 
 
 def test_a_run_that_fails_is_not_called_saved(dualtune_main, config_file, monkeypatch):
-    import dualtune.train.run
-
     def full(*_, **__):
-        raise dualtune.train.run.DiskError("no room")
+        raise DiskError("no room")
 
-    monkeypatch.setattr(dualtune.train.run, "write_adapter", full)
+    monkeypatch.setattr("dualtune.train.result.write_adapter", full)
     result = dualtune_main("train", config_file(), *NUMPY)
     assert (result.returncode, "saved " in result.stdout) == (5, False)
 
