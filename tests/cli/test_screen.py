@@ -14,6 +14,7 @@ import pytest
 
 from dualtune.base.errors import DiskError
 from dualtune.cli.screen import Phase, Phases, is_live, phases
+from dualtune.train import result
 
 NUMPY = ("--platform", "numpy")
 MAIN = [sys.executable, "-m", "dualtune.cli.main"]
@@ -266,9 +267,9 @@ def test_a_run_that_fails_is_not_called_saved(dualtune_main, config_file, monkey
     def full(*_, **__):
         raise DiskError("no room")
 
-    monkeypatch.setattr("dualtune.train.result.write_adapter", full)
-    result = dualtune_main("train", config_file(), *NUMPY)
-    assert (result.returncode, "saved " in result.stdout) == (5, False)
+    monkeypatch.setattr(result, "write_adapter", full)
+    done = dualtune_main("train", config_file(), *NUMPY)
+    assert (done.returncode, "saved " in done.stdout) == (5, False)
 
 
 # --- the line itself -------------------------------------------------------------------------------------------------
