@@ -12,7 +12,7 @@ import pytest
 
 from dualtune.config import load_config
 from dualtune.engine.backend import IGNORE_INDEX
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import decoder_of
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.formats.directory import read_adapter

@@ -110,7 +110,7 @@ def system_messages(
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
     """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
     from dualtune.cli.options import backend_for
-    from dualtune.engine.card import check_value
+    from dualtune.engine.capabilities import check_value
 
     backend = backend_for(platform, err=True)
     check_value(backend, "model.dtype", dtype)

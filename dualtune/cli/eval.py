@@ -25,7 +25,7 @@ from dualtune.config import Config
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents
 from dualtune.engine.backend import Backend
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.train.fingerprints import without_adapter
 from dualtune.train.inference import LoadedModel, Sampling, load_model, question

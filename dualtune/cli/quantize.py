@@ -50,7 +50,7 @@ def command(
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
         from dualtune.config import load_config
-        from dualtune.engine.card import check_value
+        from dualtune.engine.capabilities import check_value
         from dualtune.train.recovery import explained
         from dualtune.use.scoring.compare import UNQUANTIZED, compare_formats
 

@@ -53,7 +53,7 @@ def command(
     with phases(err=as_json) as shown:
         shown.begin("checking", "the adapter and its base")
         from dualtune.engine.backend import Backend
-        from dualtune.engine.card import check_value
+        from dualtune.engine.capabilities import check_value
         from dualtune.use.verify.verify import verify
 
         def open_backend() -> Backend:

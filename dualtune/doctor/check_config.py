@@ -26,7 +26,8 @@ from dualtune.doctor.check_config_model import (
     targets_rows,
 )
 from dualtune.engine.backend import get_backend
-from dualtune.engine.card import Honours, card_of, check_capabilities
+from dualtune.engine.capabilities import Honours, check_capabilities
+from dualtune.engine.card import card_of
 from dualtune.engine.choose import PlatformChoice, choose
 from dualtune.engine.detect import detect
 from dualtune.engine.machine import Machine

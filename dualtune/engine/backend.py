@@ -20,19 +20,21 @@ from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeVar, cast
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
 from dualtune.base.world import World
-from dualtune.config import Config
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
 from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.base_model import BaseWeights, find_weights
 from dualtune.model.optimizer import OptimizerSpec
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
 
 IGNORE_INDEX = -100  # a label that carries no loss
 

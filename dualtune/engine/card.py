@@ -12,13 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune.config import Config, get_value
-from dualtune.config.schema import CheckpointedLayers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Activation checkpointing: what the backward pass computes again instead of keeping it from the forward pass.
@@ -301,74 +298,3 @@ def launch_on(on: str, platform: str) -> tuple[Card, Launch]:
             return card, launch
     takes = [f"{' or '.join(launch.platforms)}: {launch.program} runs {card}" for card, launch in able]
     raise ConfigError(f"--platform: got {platform!r}, --on {on} takes {'; '.join(takes) or 'no registered backend'}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which config values a backend honours, known before it is imported.
-
-# Config keys that the engine has to honour. Keys that the core honours itself are not listed.
-BACKEND_KEYS = (
-    "model.dtype",
-    "model.quantization",
-    "model.init",
-    "model.kernels",
-    "adapter.method",
-    "data.packing",
-    "train.optimizer",
-    "train.schedule",
-    "train.average",
-    "train.activation_cache",
-    "memory.checkpointing",
-    "memory.offload",
-    "memory.resident_layers",
-    "memory.sharding",
-    "memory.limit",
-    "hybrid.offload",
-    "run.deterministic",
-)
-# What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
-OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(
-    {"train.schedule": frozenset({"constant", "linear", "cosine"})}
-)
-
-
-class Honours(Protocol):
-    """Anything that knows which values are honoured: a loaded `Backend`, or the `Card` of one."""
-
-    @property
-    def name(self) -> str: ...
-
-    def capabilities(self) -> Mapping[str, frozenset[Any]]: ...
-
-
-def check_capabilities(backend: Honours, config: Config) -> None:
-    """Raise a ConfigError that names every key with a value that this backend does not honour: none is ignored."""
-    problems = [_refusal(backend, key, get_value(config, key)) for key in BACKEND_KEYS]
-    if problems := [problem for problem in problems if problem]:
-        raise ConfigError("\n".join(problems))
-
-
-def check_value(backend: Honours, key: str, value: Any) -> None:
-    """Raise a ConfigError if this backend does not honour the value of one key."""
-    if problem := _refusal(backend, key, value):
-        raise ConfigError(problem)
-
-
-def _refusal(backend: Honours, key: str, value: Any) -> str | None:
-    value = LAYERS if isinstance(value, CheckpointedLayers) else value
-    value = SIZE if key == "memory.limit" and value != "auto" else value
-    value = NUMBER if key == "memory.resident_layers" and value != "all" else value
-    allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({_default(key)}))
-    if value in allowed:
-        return None
-    values = ", ".join(sorted(_show(v) for v in allowed))
-    return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
-
-
-def _default(key: str) -> Any:
-    section, field = key.split(".")
-    return Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
-
-
-def _show(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value

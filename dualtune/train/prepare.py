@@ -20,7 +20,7 @@ from dualtune.data.order import Order, without
 from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
 from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, modules_of
 from dualtune.model.base_model import (  # fmt: skip

@@ -16,7 +16,8 @@ from dualtune.cli.suggest import CommandWithOthers
 from dualtune.config.data_section import SourceConfig
 from dualtune.config.render import entry
 from dualtune.config.words import config_schema, describe, examples, fragment
-from dualtune.engine.card import BACKEND_KEYS, OF_THE_CORE, Card, cards
+from dualtune.engine.capabilities import BACKEND_KEYS, OF_THE_CORE
+from dualtune.engine.card import Card, cards
 
 WIDTH = 80  # columns of code: as many as the site shows of a line
 # Module -> the names that are shown; all public ones if empty.

@@ -11,7 +11,7 @@ from dualtune.config import Config, get_value, load_config, parse_config, render
 from dualtune.config.render import example_names, example_path
 from dualtune.config.schema import sections
 from dualtune.data.order import MOST_TOKENS
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.machines import named
 from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.plan import MemoryPlan, plan_of

@@ -10,7 +10,8 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.engine.backend import LoadRequest
-from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, check_capabilities
+from dualtune.engine.capabilities import check_capabilities
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec

@@ -8,7 +8,8 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import Batch, LoadRequest
-from dualtune.engine.card import ActivationCheckpointing, card_of, check_value
+from dualtune.engine.capabilities import check_value
+from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.testing.conformance import assert_close, random_adapter
 from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec

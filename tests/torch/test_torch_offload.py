@@ -9,7 +9,8 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.engine.backend import LoadRequest
-from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, check_value
+from dualtune.engine.capabilities import check_value
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, checkpointing_of, estimate
 from dualtune.engine.memory.plan import make_plan
 from dualtune.engine.memory.shapes import KNOWN, decoder_of

@@ -5,7 +5,7 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest
-from dualtune.engine.card import check_value
+from dualtune.engine.capabilities import check_value
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec

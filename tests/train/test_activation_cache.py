@@ -9,7 +9,8 @@ import pytest
 
 from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.engine.backend import Batch, DeviceInfo
-from dualtune.engine.card import Card, Device, check_capabilities
+from dualtune.engine.capabilities import check_capabilities
+from dualtune.engine.card import Card, Device
 from dualtune.engine.testing.tiny_models import write_softmax_model, write_tiny_gpt2
 from dualtune.show.run import run
 from dualtune.show.summary import summary

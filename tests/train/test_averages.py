@@ -8,7 +8,8 @@ from safetensors.numpy import load_file
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.engine.card import Card, Device, check_capabilities
+from dualtune.engine.capabilities import check_capabilities
+from dualtune.engine.card import Card, Device
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
 from dualtune.train.evaluation import result_of

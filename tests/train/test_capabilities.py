@@ -6,7 +6,8 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import get_backend
-from dualtune.engine.card import Card, Device, card_of, check_capabilities, check_value
+from dualtune.engine.capabilities import check_capabilities, check_value
+from dualtune.engine.card import Card, Device, card_of
 from dualtune.model.optimizer import OptimizerName
 from dualtune.train.prepare import prepare
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_gpt2
 from dualtune.show.run import run
 from dualtune.train.evaluation import result_of

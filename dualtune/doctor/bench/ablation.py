@@ -18,7 +18,8 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
 from dualtune.doctor.bench.ablation_process import AblationWork, Failed, Measured, run_apart
-from dualtune.engine.card import Card, card_of, check_capabilities
+from dualtune.engine.capabilities import check_capabilities
+from dualtune.engine.card import Card, card_of
 from dualtune.engine.choose import choose
 from dualtune.engine.detect import detect
 from dualtune.engine.memory.budget import budget

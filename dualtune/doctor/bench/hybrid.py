@@ -17,7 +17,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.config import Config, load_config
 from dualtune.doctor.bench.intervals import Interval, interval, paired
 from dualtune.engine.backend import Backend
-from dualtune.engine.card import check_capabilities
+from dualtune.engine.capabilities import check_capabilities
 from dualtune.show.run import run
 from dualtune.train.hooks import Hook, RunInfo, StepRecord
 from dualtune.train.hybrid.policy import Predictive

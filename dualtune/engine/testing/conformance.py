@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dualtune.engine.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
-from dualtune.engine.card import BACKEND_KEYS
+from dualtune.engine.capabilities import BACKEND_KEYS
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing import conformance_state, tolerances
 from dualtune.engine.testing.conformance_case import (

@@ -125,7 +125,7 @@ def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
     has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
     if not (has_peft or has_mlx):
         raise FormatError(_no_adapter(directory, names))
-    if not (directory / CONFIG_FILE).is_file():
+    if CONFIG_FILE not in names:
         raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
     layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
     manifest = read_manifest(directory)
@@ -137,7 +137,7 @@ def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
 def open_files(directory: Path) -> Generator[dict[str, BufferedReader]]:
     """Open those of FILES that are in a directory."""
     with contextlib.ExitStack() as stack:
-        present = [directory / name for name in FILES if (directory / name).is_file()]
+        present = [directory / name for name in FILES if (directory / name).exists()]  # `open_file` refuses a pipe
         yield {file.name: stack.enter_context(open_file(file)) for file in present}
 
 
