@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, cast
 
 MOVED = {
     "dualtune.backend": "dualtune.engine.backend",
@@ -29,15 +28,20 @@ MOVED = {
 }
 
 
-class MovedModules(MetaPathFinder, Loader):
-    """Finds a module by its old name, before the file of it below an old package could become a second copy of it."""
+class MovedModules:
+    """Finds and loads a module by its old name; first, or a file below an old package would become a second copy."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in MOVED else None
+        return ModuleSpec(fullname, cast(Any, self), is_package=True) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make the module, which the moved one then replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
+        import warnings
+
         old, new = module.__name__, MOVED[module.__name__]
         warnings.warn(f"{old} is {new} now; the old name goes with 0.3", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(new)
