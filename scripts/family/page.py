@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -148,6 +149,7 @@ def _plain(line: Line) -> str:
     why = str(line.get("why", ""))
     words = [word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in why.split()]
     text = " ".join(words).replace("model.name: model: ", "").replace("model: ", "", 1)
+    text = re.sub(r"/\S*/(?=\w+/model\b)", "", text)  # where this machine keeps what it measures
     for sign in "|<>[]*_`":
         text = text.replace(sign, f"\\{sign}")
     return f"{line['error']}: {text[:200]}" if line.get("error") and line["outcome"] == "CRASH" else text[:200]
