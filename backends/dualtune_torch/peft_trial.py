@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune_torch.counting import ERRORS, decoded
-from dualtune_torch.weights.text_part import AUTO_CLASSES
+from dualtune_torch.weights.text_part import AUTO_CLASSES, class_of
 
 NAME = "default"  # PEFT's, of the only adapter of a model
 MAX_REASON = 160  # characters of what PEFT says
@@ -53,11 +53,10 @@ def problems(
 
 def _empty(auto: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
     """Return the model that an auto class makes of a config, without numbers; None if it takes no such config."""
-    if type(config) not in auto._model_mapping:
+    model = class_of(type(config), auto)
+    if model is None:
         return None
-    kind = auto._model_mapping[type(config)]
     with torch.device("meta"):
-        model = cast(Any, kind[0] if isinstance(kind, tuple) else kind)
         if model.config_class is not type(config):  # the class of the text alone, as the auto class does
             config = config.get_text_config()
         return model._from_config(config)

@@ -1,4 +1,4 @@
-"""Text for terminals and pages: untrusted text escaped, tables in columns, numbers with units.
+"""Text for terminals and pages: untrusted text escaped, tables in columns, numbers with units, did you mean …?
 
 `dualtune --help` imports this, so rich is imported where columns are measured.
 """
@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 
 # Control characters except tab and newline; bidirectional controls; zero-width characters and line separators; tag
 # characters; fillers that look like spaces; lone surrogates, as in file names that are not UTF-8.
@@ -123,3 +124,16 @@ def _wrapped_line(line: str, width: int) -> str:
             else:
                 lines.append(indent + part.lstrip())
     return "\n".join(lines)
+
+
+def closest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the allowed name that is most similar, or None if none is similar enough. `cutoff`: 1 is equal."""
+    return next(iter(get_close_matches(name, list(allowed), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(*names: str) -> str:
+    return f"Did you mean {either(names)}?"
+
+
+def either(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)

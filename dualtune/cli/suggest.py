@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dualtune.base.suggestions import closest, did_you_mean
+from dualtune.base.text import closest, did_you_mean
 
 CONFIG_KEY = re.compile(r"--[a-z]\w*(\.\w+)+(=|$)")
 # The name in other tools -> the command here, or a sentence if there is none.

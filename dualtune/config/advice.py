@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.base.suggestions import closest, did_you_mean, either
+from dualtune.base.text import closest, did_you_mean, either
 from dualtune.config.data_section import SourceConfig
 from dualtune.config.schema import sections
 from dualtune.config.values import KeyPath, dotted

@@ -21,8 +21,6 @@ from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.memory.estimate import padded
 from dualtune.engine.step_time import StepDocuments
 
-GRANULE = 16  # rows are padded to a multiple of it,
-WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
 # The fixed cost of a micro-batch, in tokens. A row that is shorter than the longest of its micro-batch by more starts a
 # new micro-batch.
 MOST_PADDING = 256

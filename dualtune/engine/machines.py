@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dualtune.base.errors import ConfigError
-from dualtune.base.suggestions import closest, did_you_mean
+from dualtune.base.text import closest, did_you_mean
 from dualtune.engine.detect import metal_limit
 from dualtune.engine.machine import GIB, Gpu, Machine
 from dualtune.engine.memory.budget import GPU_RESERVE_BYTES

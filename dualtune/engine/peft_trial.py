@@ -28,14 +28,13 @@ def named(adapter: Adapter, directory: Path) -> Adapter:
     PEFT renames some names of files itself and some not, so that a wrapper's are tried both ways.
     """
     naming = naming_of(directory, modules_of(adapter.tensors))
+    tried: list[Naming] = []
     for variant in (naming, replace(naming, peft=())) if naming.peft else (naming,):
-        renamed = replace(adapter, naming=variant)
-        if not (notes := peft_notes(renamed, directory)):
+        notes = peft_notes(replace(adapter, naming=variant), directory)
+        tried.append(replace(variant, notes=notes))
+        if not notes:
             break
-    else:
-        renamed = replace(adapter, naming=naming)
-        notes = peft_notes(renamed, directory)
-    return replace(renamed, naming=replace(renamed.naming, notes=notes))
+    return replace(adapter, naming=min(tried, key=lambda naming: bool(naming.notes)))  # the first, if none is without
 
 
 def peft_notes(adapter: Adapter, directory: Path) -> tuple[str, ...]:

@@ -259,9 +259,7 @@ def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
         values = {name: value for name, value in theirs.to_dict().items() if name not in UNRELATED}
         aliases = cast("dict[str, str]", theirs.attribute_map)
         values |= {alias: values.get(name) for alias, name in aliases.items()}
-        values |= {
-            "layers_block_type": getattr(theirs, "layers_block_type", None)
-        }  # a property that follows from others
+        values["layers_block_type"] = getattr(theirs, "layers_block_type", None)  # a property, so not in `to_dict`
         if "sliding_window_pattern" in config:
             values.pop("layer_types", None)  # which transformers computes from a pattern of its own
         lacking = {name: value for name, value in values.items() if value is not None and config.get(name) is None}

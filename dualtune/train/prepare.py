@@ -23,7 +23,7 @@ from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
 from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, modules_of
-from dualtune.model.base_model import (  # fmt: skip
+from dualtune.model.base_model import (
     BaseWeights,
     find_weights,
     fingerprint,

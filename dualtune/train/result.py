@@ -29,7 +29,7 @@ from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, Tensors, lacks, modu
 from dualtune.model.base_model import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
-from dualtune.model.formats.naming import is_fan_in_fan_out
+from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.evaluation import result_of, using, using_result
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
@@ -147,14 +147,16 @@ def result_record(
     }  # fmt: skip
 
 
-def write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[str, Any]) -> None:
+def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming | None, record: dict[str, Any]) -> None:
+    """Write the result. `naming`: of `adapter_naming`, for an adapter."""
     if path.exists():  # the result of the finished run that is continued here; its checkpoints remain
         remove_directory(path)
     source = template.source if (template := prepared.model.tokenizer.template) else None
-    if prepared.config.adapter.trains_model:
+    if naming is None:
         write_model(path, engine, source, record)
     else:
-        write_adapter(path, trained_adapter(prepared, engine.adapter_state(), source), metadata=record)
+        adapter = replace(_adapter(prepared, engine.adapter_state()), template=source, naming=naming)
+        write_adapter(path, adapter, metadata=record)
 
 
 def write_model(path: Path, engine: Engine, template: str | None, record: Mapping[str, Any]) -> None:
@@ -170,20 +172,22 @@ def write_model(path: Path, engine: Engine, template: str | None, record: Mappin
     write_whole(path, write)
 
 
-def trained_adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
-    """Return the adapter that a run has trained. `template`: the source of its chat template."""
-    directory = prepared.model.directory
-    adapter = Adapter(
-        _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
-        fan_in_fan_out=is_fan_in_fan_out(read_config(directory)),
-    )  # fmt: skip
-    return named(adapter, directory)
+def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:
+    """Return how other tools name the adapted layers, and what PEFT will not load; None if the whole model is trained.
 
-
-def notes_before_training(prepared: Prepared, engine: Engine) -> tuple[str, ...]:
-    """Return what PEFT will not load of the adapter, by its shapes: an array of one number takes any without memory."""
+    Names and shapes decide it, so it is known before training: an array of one number takes any shape without memory.
+    """
+    if prepared.spec.trains_model:
+        return None
     empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in engine.adapter_shapes.items()}
-    return trained_adapter(prepared, empty, None).naming.notes
+    return named(_adapter(prepared, empty), prepared.model.directory).naming
+
+
+def _adapter(prepared: Prepared, tensors: Tensors) -> Adapter:
+    return Adapter(
+        _written_spec(prepared, tensors), tensors, prepared.config.model.name,
+        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
+    )  # fmt: skip
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:

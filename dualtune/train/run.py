@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from dualtune.base import faults
@@ -20,6 +20,7 @@ from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.model.base_model import position_table_size, read_config
+from dualtune.model.formats.naming import Naming
 from dualtune.train.evaluation import evaluate, using_result
 from dualtune.train.guards import Guards
 from dualtune.train.hooks import (
@@ -33,7 +34,7 @@ from dualtune.train.hooks import (
     StepRecord,
     Watchers,
     installed_hooks,
-)  # fmt: skip
+)
 from dualtune.train.hooks import SAMPLES as SAMPLING
 from dualtune.train.inference import LoadedModel
 from dualtune.train.memory import recovery_of, resume_smaller, suspected
@@ -45,6 +46,7 @@ from dualtune.train.profiler.profiler import Timeline
 from dualtune.train.recovery import explained
 from dualtune.train.result import (
     TrainResult,
+    adapter_naming,
     has_ended,
     in_result,
     result_at,
@@ -52,7 +54,7 @@ from dualtune.train.result import (
     result_record,
     verdict_of,
     write_result,
-)  # fmt: skip
+)
 from dualtune.train.samples import Samples, check_not_split
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.start import load_engine, log_start, write_records
@@ -142,7 +144,7 @@ def execute(
             resume_smaller(restart, job.recovery, prepared, first_step, job.log)
         with Ahead(lambda step: prepared.batches(step, job.recovery.layout), num_steps) as batches:
             job.batches, job.recovery.on_change = batches, batches.drop
-            num_steps = fit(job, first_step)
+            num_steps = fit(job)
 
         # The result has the weights of the last step or of the best evaluation, and says what they compute.
         job.saver.check_files(num_steps)
@@ -154,7 +156,7 @@ def execute(
             job.moments.enter(num_steps, RESULT)
             if team.is_first:
                 entries = result_record(prepared, engine, job.log, job.guards, job.recovery, num_steps)
-                write_result(run_dir.result(config), prepared, engine, entries | {"fingerprints": prints})
+                write_result(run_dir.result(config), prepared, engine, job.naming, entries | {"fingerprints": prints})
         if config.run.report and team.is_first:
             _write_report(display, run_dir.path, job.log, num_steps)
         if config.run.track:
@@ -204,7 +206,12 @@ class Job:
         ))  # fmt: skip
         for problem in self._unusable_hooks:
             self.log.event(Event(self.first_step, "hook_failed", problem))
-        log_start(self.prepared, self.run_dir, self.log, self.engine)
+        log_start(self.prepared, self.run_dir, self.log, self.engine, self.naming)
+
+    @cached_property
+    def naming(self) -> Naming | None:
+        """How other tools name the adapted layers. What PEFT makes of them is tried once, which may take seconds."""
+        return adapter_naming(self.prepared, self.engine)
 
     def close(self) -> None:
         """Write what waits, and end the hooks."""
@@ -219,12 +226,12 @@ class Job:
         return [self.prepared.data.train[i].where for i in ids]
 
 
-def fit(job: Job, first_step: int = 0) -> int:
-    """Train from step `first_step` to the end, and return the number of steps done.
+def fit(job: Job) -> int:
+    """Train from the job's first step to its last, and return the number of steps done.
 
     Raises Preempted on a stop signal, Paused after the job's last step if that is not the run's.
     """
-    step = first_step
+    step = job.first_step
     job.prepared.backend.reset_peak_memory()
     if job.prepared.config.guards.on_spike == "rollback" and step == 0:
         job.saver.save(0)  # a rollback needs a checkpoint to return to

@@ -10,13 +10,13 @@ from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
 from dualtune.model.base_model import ignored_code, read_config, untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
+from dualtune.model.formats.naming import Naming
 from dualtune.train.activation_cache import check_layers, use_cache
 from dualtune.train.hooks import Event
 from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
 from dualtune.train.model_checks import check_causality, check_packing
 from dualtune.train.prepare import Prepared
-from dualtune.train.result import notes_before_training
 from dualtune.train.state.checkpoint import set_aside
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.records import environment, start
@@ -62,7 +62,7 @@ def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
 
 
 def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
-    """Write the config and environment.json, and keep both to restore them if somebody changes the files."""
+    """Write the config and environment.json, and keep what is written, to restore files that somebody changes."""
     found = environment(prepared.backend, engine.description.as_json()) | start()
     found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
     decode = prepared.model.tokenizer.decode_all
@@ -75,8 +75,8 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
         write_file(run_dir.path / name, text)
 
 
-def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine) -> None:
-    """Log as events what existed before the first step."""
+def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine, naming: Naming | None) -> None:
+    """Log as events what existed before the first step. `naming`: of the adapter, with notes."""
     resumed, saved = prepared.resumed, prepared.checkpoint
     step = saved.step if saved else 0
     # A checkpoint from another directory, or one older than the newest, starts a new branch.
@@ -86,8 +86,7 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine)
     head = untied_head(described, weights.tensors) if weights is not None else None
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
-    if not prepared.spec.trains_model:
-        notes += notes_before_training(prepared, engine)
+    notes += naming.notes if naming else ()
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:

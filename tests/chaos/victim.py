@@ -164,9 +164,9 @@ def _watch(spy: mmap.mmap, began: float) -> None:
     fit = run.fit
 
     @functools.wraps(fit)
-    def watched_fit(job, first_step=0):
-        _NOTE.pack_into(spy, 0, TRAINING, first_step, time.monotonic() - began)
-        return fit(job, first_step)
+    def watched_fit(job):
+        _NOTE.pack_into(spy, 0, TRAINING, job.first_step, time.monotonic() - began)
+        return fit(job)
 
     run.fit = watched_fit
     during(run, "evaluate", EVALUATION)

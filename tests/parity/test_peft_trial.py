@@ -13,7 +13,7 @@ from dualtune.engine.peft_trial import named, peft_notes
 from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.base_model import find_weights, read_config
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.model.formats.naming import is_fan_in_fan_out
+from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.model.places import canonical_names, is_text
 
 torch = pytest.importorskip("torch")
@@ -121,3 +121,22 @@ def test_a_family_that_transformers_does_not_know_is_told_of_by_its_names(write)
     assert named(adapter, base).naming.notes == ()
     noted = replace(adapter, naming=replace(adapter.naming, notes=("as recorded",)))
     assert peft_notes(noted, base) == ("as recorded",)
+
+
+@pytest.mark.parametrize(
+    ("notes", "chosen"),
+    [([()], (True, ())), ([("a",), ()], (False, ())), ([("a",), ("b",)], (True, ("a",)))],
+    ids=["as stored", "as the class has them", "neither way"],
+)
+def test_the_names_in_a_wrapper_are_tried_both_ways_and_each_once(notes, chosen, monkeypatch, tmp_path):
+    prefixes, tried = (("model.language_model.", "model."),), []
+
+    def answer(adapter, directory):
+        tried.append(adapter.naming.peft)
+        return notes[len(tried) - 1]
+
+    monkeypatch.setattr(peft_trial, "naming_of", lambda directory, modules: Naming(peft=prefixes))
+    monkeypatch.setattr(peft_trial, "peft_notes", answer)
+    naming = named(Adapter(SPEC, {}, "base"), tmp_path).naming
+    assert (naming.peft == prefixes, naming.notes) == chosen
+    assert tried == [prefixes, ()][: len(notes)]

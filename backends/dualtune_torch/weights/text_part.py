@@ -53,7 +53,7 @@ def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrai
 def _writing_part(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config within a config of the only model with a class that writes text. ConfigError if not one is."""
     parts = [getattr(config, name) for name in config.sub_configs]
-    known = [part for part in parts if any(_class_of(type(part), auto) for auto in AUTO_CLASSES)]
+    known = [part for part in parts if any(class_of(type(part), auto) for auto in AUTO_CLASSES)]
     if len(known) != 1:
         raise ConfigError(
             f"model.name: a model of model_type '{config.model_type}' is {len(parts)} models, of which {len(known)} "
@@ -65,10 +65,10 @@ def _writing_part(config: PreTrainedConfig) -> PreTrainedConfig:
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class for a config. ConfigError if it knows none that writes text token by token."""
     _check_saved_class(config)
-    for kind in filter(None, (_class_of(type(config), auto) for auto in AUTO_CLASSES)):
+    for kind in filter(None, (class_of(type(config), auto) for auto in AUTO_CLASSES)):
         _check_generates(kind)
         # A class of the text alone that no Auto class loads again has other names than the files of the whole.
-        if kind.config_class is type(config) or any(_class_of(kind.config_class, auto) for auto in AUTO_CLASSES):
+        if kind.config_class is type(config) or any(class_of(kind.config_class, auto) for auto in AUTO_CLASSES):
             return kind
     raise ConfigError(
         f"model.name: transformers has no class that writes text for model_type '{config.model_type}'. Allowed: "
@@ -91,7 +91,7 @@ def _check_generates(kind: type) -> None:
         )
 
 
-def _class_of(config_class: Any, auto: Any) -> Any:
+def class_of(config_class: Any, auto: Any) -> Any:
     """Return the class that an Auto class has for a kind of config, None if it has none."""
     kind = auto._model_mapping.get(config_class, None)
     return kind[0] if isinstance(kind, tuple) else kind

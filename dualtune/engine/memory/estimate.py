@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Targets = tuple[str, ...] | Literal["all-linear"]
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 AUTO_MICRO_BATCH_TOKENS = 2048
+GRANULE = 16  # rows are padded to a multiple of it,
+WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
 MASTER_BYTES = 4  # adapter and gradient are float32 for every dtype
@@ -221,9 +223,9 @@ def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
 
 
 def padded(length: int) -> int:
-    """Return the width of a row of `length` tokens: a copy of `padded` in data/batches.py, a later room."""
-    granule = 16
-    while granule * 16 < length:
+    """Return the padded width of a row of `length` tokens: one of at most eight widths per doubling."""
+    granule = GRANULE
+    while granule * WIDTHS_PER_DOUBLING * 2 < length:
         granule *= 2
     return -(-length // granule) * granule
 

@@ -469,4 +469,4 @@ def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
 
 
 CHECKS = [*_checks_in(globals()), *_checks_in(vars(conformance_state))]
-PACKING_CHECKS = [check for check in CHECKS if "pack" in check.__name__]
+PACKING_CHECKS = conformance_state.PACKING_CHECKS

@@ -261,6 +261,13 @@ def check_padding_behind_packed_rows_does_not_matter(case: Case) -> None:
     assert_same_loss_and_gradient(case, with_other_padding(pack(case.batch(), ROWS, pad=7)), pack(case.batch(), ROWS))
 
 
+PACKING_CHECKS = [
+    check_packed_equals_separate,
+    check_packed_gradient_is_the_padded_gradient,
+    check_padding_behind_packed_rows_does_not_matter,
+]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The conformance check of `memory.checkpointing`: what is recomputed is what would have been kept, to the bit.
 
