@@ -18,7 +18,7 @@
 # make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make docs    the site of the documentation, in build/docs/site; a broken link is an error
-# make families   every family of transformers, tiny, through all that is promised of it, and docs/families.md anew
+# make families   every family of transformers, tiny, through all that is promised of it; writes benchmarks/results/families.md
 #              (FAMILIES="gemma3 qwen3_5" for some); it goes on where it was stopped
 # make reliability   inject every fault that benchmarks/results/faults.md lists, and write its table anew
 

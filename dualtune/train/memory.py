@@ -23,7 +23,7 @@ from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.estimate import checkpointing_of, padded
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import UnknownShape
-from dualtune.model.base_model import read_config
+from dualtune.model.config_file import read_config
 from dualtune.train.evaluation import layout_of
 from dualtune.train.hooks import Event
 from dualtune.train.profiler.snapshot import each_snapshot
