@@ -92,7 +92,8 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
 def _count_layers(model: str) -> int | None:
     """Return the number of decoder layers of a model, if its config.json is a local file or in the hub cache."""
     from dualtune.base.errors import DualtuneError
-    from dualtune.model.base_model import model_here, read_config
+    from dualtune.model.base_model import model_here
+    from dualtune.model.config_file import read_config
 
     try:
         config = read_config(model_here(model) or _in_hub_cache(model))

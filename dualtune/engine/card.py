@@ -8,7 +8,7 @@ card can only be chosen by name, has no memory estimate, and cannot be launched 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -76,7 +76,7 @@ BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 
 # The functions of a card take types that this file must not import: a `Machine` of dualtune.engine.machine, the
 # `Decoder` and the `Ask` of dualtune.engine.memory. Each function annotates its own types.
-Rows = Callable[[Any], list[Check]]
+Rows = Callable[[Any], Iterable[Check]]
 Parts = Callable[[Any, Any], tuple[Any, ...]]
 
 

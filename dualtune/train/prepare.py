@@ -22,21 +22,16 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
-from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, modules_of
-from dualtune.model.base_model import (
-    BaseWeights,
-    find_weights,
-    fingerprint,
-    model_here,
-    position_table_size,
-    read_config,
-    resolve_model,
-)
-from dualtune.model.config_file import decoder_table
+from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.base_model import find_weights, model_here, resolve_model
+from dualtune.model.config_file import decoder_table, position_table_size, read_config
+from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
+from dualtune.model.targets import ALL_LINEAR
+from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout

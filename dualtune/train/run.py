@@ -19,7 +19,7 @@ from dualtune.data.batches import Ahead
 from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
 from dualtune.engine.memory.estimate import num_trained
-from dualtune.model.base_model import position_table_size, read_config
+from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.naming import Naming
 from dualtune.train.evaluation import evaluate, using_result
 from dualtune.train.guards import Guards

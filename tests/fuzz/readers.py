@@ -31,7 +31,9 @@ from dualtune.base.untrusted import read_safetensors
 from dualtune.config import load_config, parse_config, to_yaml
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, init_adapter
-from dualtune.model.base_model import find_weights, fingerprint, resolve_model, staged
+from dualtune.model.base_model import find_weights, resolve_model
+from dualtune.model.copies import staged
+from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter, read_manifest, write_adapter
 from dualtune.model.importing.repair import import_adapter
 from dualtune.model.inspection import diff_adapters, inspect_adapter, render_report

@@ -248,7 +248,7 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Generate the tables of docs/coming_from/ from the translation rules.
+# Generate the tables of docs/coming_from/ from the translation rules that name a key of ours.
 
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
@@ -263,17 +263,21 @@ def _table(name: str) -> str:
         rows = ((_in_code(theirs), _in_code(ours), note) for theirs, ours, note in OTHERS[name])
     else:
         rules = cast(tuple[Rule, ...], TRAINERS[name].RULES)
-        rows = (_row(rule) for rule in sorted(rules, key=_kind))
+        rows = (_row(rule) for rule in sorted(rules, key=_is_lost) if _has_ours(rule))
     return "\n".join([f"| {name} | dualtune | |", "|---|---|---|", *_lines(rows)])
 
 
-def _kind(rule: Rule) -> int:
-    """Sort key: translated keys, then lost keys, then keys that are not needed."""
-    return 0 if rule.convert else 2 if rule.is_needless else 1
+def _has_ours(rule: Rule) -> bool:
+    """Whether a page names the rule: `dualtune config import` reports the others, with their reason."""
+    return bool(rule.convert or (rule.ours and not rule.is_needless))
+
+
+def _is_lost(rule: Rule) -> bool:
+    return not rule.convert
 
 
 def _row(rule: Rule) -> tuple[str, str, str]:
-    word = ("", "not translated: ", "not needed: ")[_kind(rule)]
+    word = "not translated: " if _is_lost(rule) else ""
     return _in_code(", ".join(rule.names)), _in_code(rule.ours), word + rule.note
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from dualtune.base.checks import Check, Level
 from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.peft_trial import peft_notes
-from dualtune.model.base_model import resolve_model, vocabulary_size
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import vocabulary_size
 from dualtune.model.formats.directory import MANIFEST_FILE, Adapter, adapter_directory, read_adapter
 from dualtune.train.fingerprints import Gap, effect, gap, recompute, recorded_tops, without_adapter
 from dualtune.train.inference import load_model
