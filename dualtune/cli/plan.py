@@ -90,9 +90,9 @@ def _settings(config: Path, overrides: tuple[str, ...]) -> Config:
 def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> MachineLimits | None:
     """Return the limits of the machine: published, or measured just now if it is this one's CPU; None: not known."""
     from dualtune.doctor.bench.measure import limits_here
-    from dualtune.engine.machines import limits_or_none
+    from dualtune.engine.machines import published
 
-    return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
+    return limits_here(choice, machine, dtype) if name == "this" else published(machine)
 
 
 def _predicted(

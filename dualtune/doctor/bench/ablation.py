@@ -22,7 +22,7 @@ from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.card import Card, card_of
 from dualtune.engine.choose import choose
 from dualtune.engine.detect import detect
-from dualtune.engine.memory.budget import budget
+from dualtune.engine.machine import budget
 from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.estimate import Estimate, ask_of, estimate, tokens_at_once
 from dualtune.engine.memory.shapes import UnknownShape

@@ -24,8 +24,7 @@ from dualtune.doctor.validate.criteria import Criterion
 from dualtune.engine.backend import Backend
 from dualtune.engine.card import card_of
 from dualtune.engine.choose import PlatformChoice, open_backend
-from dualtune.engine.machine import Machine
-from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.machine import Budget, Machine, budget, within
 from dualtune.engine.memory.counted import shape_from
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import KNOWN, UnknownShape
