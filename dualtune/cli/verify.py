@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 @dtype_option
 @quantization_option
 @platform_option
+@click.option(
+    "--with", "library", metavar="LIBRARY",
+    help="Let another library compute (peft or mlx-lm), in float32, as its users load the directory.",
+)  # fmt: skip
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context, directory: Path, base: str | None, required: RequiredBinding, dtype: str, quantization: str,
-    platform: str, as_json: bool,
+    platform: str, library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 
@@ -43,6 +47,8 @@ def command(
     from dualtune.model.formats.directory import adapter_directory
     from dualtune.use.transfer.bundles import manifest
 
+    if library is not None and (dtype, quantization, platform) != ("auto", "auto", "auto"):
+        raise click.UsageError("--dtype, --quantization and --platform have no effect with --with; remove them.")
     if base is None:
         path, _ = manifest.find(adapter_directory(directory), required)
         base = base_of(None, [path], option="--base MODEL")
@@ -59,7 +65,9 @@ def command(
             shown.begin("computing", "what was recorded")
             return backend
 
-        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, required=required)
+        result = verify(
+            directory, base, open_backend, dtype=dtype, quantization=quantization, required=required, library=library
+        )
     if as_json:
         say_json(result.to_json())
     else:
