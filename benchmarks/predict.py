@@ -34,8 +34,8 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.data.batches import SequenceLayout, micro_batches, step_documents
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import Backend, LoadRequest, get_backend
+from dualtune.engine.machine import budget
 from dualtune.engine.machines import MachineLimits, limits_for, named
-from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.plan import make_plan
 from dualtune.engine.memory.shapes import KNOWN, decoder_of

@@ -17,8 +17,8 @@ import record
 
 from dualtune.config.schema import AdapterConfig
 from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.machine import budget
 from dualtune.engine.machines import named
-from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.estimate import Ask, longest_that_fits
 from dualtune.engine.memory.plan import ROOM, make_plan
 from dualtune.engine.memory.shapes import KNOWN, decoder_of

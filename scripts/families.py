@@ -1,4 +1,5 @@
-"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write docs/families.md.
+"""Build every family of transformers and mlx-lm tiny, put it to all that is promised, and write
+benchmarks/results/families.md.
 
     .venv/bin/python scripts/families.py [--again] [--only check,train,base] [--build DIR] [--page FILE] [FAMILY …]
     .venv/bin/python scripts/families.py --page-only     # from the results that are there
@@ -34,6 +35,7 @@ from family.page import FAULTS, page_of
 from family.stages import STAGES, make_model, outcome
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "families.md"
 TIME_LIMIT_S = 240  # of a family
 ONCE = {"parity"}  # stages that are about both backends
 
@@ -59,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--build", type=Path, default=ROOT / "build" / "families", metavar="DIR", help="for the results"
     )
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "families.md", metavar="FILE", help="to write")
+    parser.add_argument("--page", type=Path, default=RECORD, metavar="FILE", help="to write")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     return parser.parse_args()
 

@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from dualtune.base.errors import EnvironmentFault, FormatError
-from dualtune.model.base_model import HUB_PATTERNS, fingerprint, resolve_model, vocabulary_size
-from dualtune.model.config_file import check_limits
+from dualtune.model.base_model import HUB_PATTERNS, resolve_model
+from dualtune.model.config_file import check_limits, vocabulary_size
+from dualtune.model.fingerprint import fingerprint
 
 
 @pytest.fixture

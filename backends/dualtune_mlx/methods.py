@@ -14,9 +14,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from dualtune.model.adapter import AdapterSpec, select_modules, tensor_name
+from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.formats.naming import canonical_name
+from dualtune.model.targets import select_modules
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.int8 import Int8Linear
 

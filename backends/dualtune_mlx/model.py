@@ -16,10 +16,12 @@ from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.engine.backend import LoadRequest
-from dualtune.model.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.model.config_file import read_config
+from dualtune.model.copies import staged
 from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
 from dualtune.model.spellings import complete
+from dualtune.model.weight_files import BaseWeights, check_complete
 from dualtune_mlx import int8
 from dualtune_mlx.card.checks import emulates_bfloat16
 from dualtune_mlx.families import gpt2

@@ -32,7 +32,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors, init_adapter
-from dualtune.model.base_model import position_table_size, read_config
+from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
 from dualtune.model.targets import adapted_as

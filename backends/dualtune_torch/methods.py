@@ -14,7 +14,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.model.adapter import AdapterSpec, select_modules
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.targets import select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
 
 

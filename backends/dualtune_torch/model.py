@@ -17,8 +17,10 @@ from transformers.utils import logging
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest
-from dualtune.model.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.model.config_file import read_config
+from dualtune.model.copies import staged
 from dualtune.model.embeddings import own_head
+from dualtune.model.weight_files import BaseWeights, check_complete
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide

@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dualtune.base.errors import ConfigError, PeerLost
 from dualtune.base.world import wait_limit_s
 from dualtune.engine.backend import EngineDescription, LoadRequest
-from dualtune.model.base_model import staged
+from dualtune.model.copies import staged
 from dualtune_torch.distributed import joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer

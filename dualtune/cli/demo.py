@@ -1,10 +1,12 @@
-"""`dualtune train --demo`: a complete training, on a tiny model and data that come with dualtune."""
+"""`dualtune train --demo`: a complete training, of a tiny model that comes with dualtune or of a real one."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from dualtune.base.files import free_name
@@ -16,69 +18,125 @@ from dualtune.config import Config, load_config
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data
 from dualtune.engine.backend import Backend
+from dualtune.model import package
 from dualtune.show.run import execute
 from dualtune.show.summary import summary
+from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import exact_match
-from dualtune.train.inference import answer, load_model
+from dualtune.train.inference import LoadedModel, Sampling, answer, load_model, question
 from dualtune.train.prepare import prepare
-from dualtune.train.state.run_dir import check_usable, open_run, path_of
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, open_run
+from dualtune.use.scoring.sql import SqlJudge
 
 ASSETS = Path(__file__).parents[1] / "demo"
-CONFIG = ASSETS / "config.yaml"
 SHOWN = 2  # answers to print, before and after
+MAX_TOKENS = 64  # of an answer
 
 
-def demo_config(overrides: Sequence[str]) -> Config:
-    """Return the demo's config, with the paths of its files and a run directory that is still free."""
-    return load_config(CONFIG, [*places(), f"run.dir={free_name(Path('runs/demo'))}", *overrides])
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo: its config and data come with dualtune, its model may have to be fetched."""
+
+    name: str
+    config: Path
+    data: Path  # the folder of train.jsonl and heldout.jsonl
+    model: Path
+    fetch: Callable[[], object] = lambda: None  # what makes the model be there
+    score: Callable[[str, str], bool] | None = None  # whether an answer is as good as the expected one
+    score_is: str = ""
+    result: Callable[[str], str] = lambda answer: ""  # what an answer does, in a line
+
+    def places(self) -> list[str]:
+        """Return where the demo's model and data are, as overrides of its config."""
+        data = {"data.train": self.data / "train.jsonl", "data.eval": self.data / "heldout.jsonl"}
+        return [f"{key}={path}" for key, path in ({"model.name": self.model} | data).items()]
 
 
-def places() -> list[str]:
-    """Return where the demo's model and data are, as overrides of its config."""
-    data = ASSETS / "data"
-    paths = {"model.name": ASSETS / "model", "data.train": data / "train.jsonl", "data.eval": data / "heldout.jsonl"}
-    return [f"{key}={path}" for key, path in paths.items()]
+SQL = SqlJudge(ASSETS / "smollm2" / "world.sql")
+TINY = Demo("demo", ASSETS / "config.yaml", ASSETS / "data", ASSETS / "model")
+SMOLLM2 = Demo(
+    "demo-smollm2", ASSETS / "smollm2" / "config.yaml", ASSETS / "smollm2", package.model_path(), package.fetch_model,
+    SQL.score, "queries that give the right rows", SQL.in_words,
+)  # fmt: skip
+DEMOS = {"tiny": TINY, "smollm2": SMOLLM2}
 
 
-def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
+def demo_config(demo: Demo, overrides: Sequence[str]) -> Config:
+    """Return the demo's config, with the paths of its files and its run directory."""
+    return load_config(demo.config, [*demo.places(), f"run.dir={_run_dir(Path('runs') / demo.name)}", *overrides])
+
+
+def _run_dir(path: Path) -> Path:
+    """Return the directory of the last demo if that was stopped, which is resumed, or else the first free one."""
+    last, free = path, free_name(path)
+    for number in count(2):
+        candidate = path.with_name(f"{path.name}-{number}")
+        if not candidate.exists():
+            break
+        last = candidate
+    return last if (last / CHECKPOINTS).is_dir() and not (last / ADAPTER).exists() else free
+
+
+def show_demo(demo: Demo, config: Config, backend: Backend) -> None:
     """Show answers before, the training, answers after, and what to do next."""
-    check_usable(path_of(config), "never")
-    with reading() as show:
-        prepared = prepare(config, backend, show=show)
-    tell("\n".join(summary(prepared)))
-    if dry_run:
-        return tell("dry run     nothing was loaded or written")
-    held_out = Data(config).held_out_examples(prepared.data.eval)
-
-    with open_run(config, "never") as run_dir:
-        before = _show("Before: the base model", config, backend, None, held_out)
+    with open_run(config) as run_dir:
+        with reading() as show:
+            prepared = prepare(config, backend, run_dir.saved, show)
+        tell("\n".join(summary(prepared)))
+        # The rows are asked of the base before training, so that what it learns can be seen.
+        held_out = Data(config).held_out_examples(prepared.data.eval)
+        before = _show("Before: the base model", demo, config, backend, None, held_out)
         with progress_hook(config, backend) as hook:
             hook.begin_loading(prepared.config.run)
             result = execute(prepared, run_dir, [hook])
-        after = _show("After: the base model with the adapter", config, backend, result.adapter_dir, held_out)
+        after = _show("After: the base model with the adapter", demo, config, backend, result.adapter_dir, held_out)
 
-    tell(f"\nexact match on {len(held_out)} held-out rows: {before:.1%} before, {after:.1%} after")
+    tell("")
+    for name, share in before.items():
+        tell(f"{name} on {len(held_out)} held-out rows: {share:.1%} before, {after[name]:.1%} after")
     tell(f"adapter     {result.adapter_dir}\n")
     tell("Next:")
     for line in _next_steps(config, result.run_dir, held_out[0]):
         say(f"  {line}")
     if result.report is not None:
         tell(f"\nreport      {result.report}")
-    return None
 
 
-def _show(title: str, config: Config, backend: Backend, adapter: Path | None, examples: Sequence[Example]) -> float:
-    """Print the first answers; return the share of exact ones."""
+def _show(
+    title: str, demo: Demo, config: Config, backend: Backend, adapter: Path | None, examples: Sequence[Example]
+) -> dict[str, float]:
+    """Print the first answers; return the share of right ones, by what is counted."""
     with phases() as shown:
         shown.begin("loading", "the base model" if adapter is None else "the adapter")
         model = load_model(backend, config.model.name, adapter)
         tell(f"\n{title}")
         shown.begin("generating", "answers")
         for example in examples[:SHOWN]:
-            result = answer(model, example, max_tokens=64)
-            tell(f"  asked     {result.prompt}\n  answered  {result.got}\n  expected  {result.expected}\n")
+            asked = answer(model, example, max_tokens=MAX_TOKENS)
+            tell(f"  asked     {asked.prompt}\n  answered  {asked.got}")
+            if result := demo.result(asked.got):
+                tell(f"  gives     {result}")
+            tell(f"  expected  {asked.expected}\n")
         shown.begin("evaluating", "exact match")
-        return exact_match(model, examples, config.data.max_length, shown.update)
+        shares = {"exact match": exact_match(model, examples, config.data.max_length, shown.update)}
+        if demo.score is not None:
+            shown.begin("generating", "all answers")
+            shares[demo.score_is] = _score(demo.score, model, examples, shown.update)
+        return shares
+
+
+def _score(
+    score: Callable[[str, str], bool], model: LoadedModel, examples: Sequence[Example],
+    show: Callable[[int, int], object],
+) -> float:  # fmt: skip
+    """Return the share of examples whose generated answer is as good as the expected one."""
+    questions = [question(model, example) for example in examples]
+    num_right = 0
+    answers = continue_all(model, [asked.ids for asked in questions], Sampling(max_tokens=MAX_TOKENS))
+    for done, continuation in enumerate(answers, start=1):
+        num_right += score(questions[continuation.number].expected, continuation.text)
+        show(done, len(examples))
+    return num_right / len(examples)
 
 
 def _next_steps(config: Config, run_dir: Path, example: Example) -> list[str]:

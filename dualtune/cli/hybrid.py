@@ -60,12 +60,12 @@ def bench(
     if task == "digits":
         return _bench_digits(ctx, seeds or 5, json_file)
     from dualtune.base.files import write_file
-    from dualtune.cli import demo
+    from dualtune.cli.demo import TINY
     from dualtune.cli.screen import phases
     from dualtune.doctor.bench.hybrid import ARMS, compare, plot
 
     names = tuple(name.strip() for name in arms.split(",")) if arms else tuple(ARMS)
-    source, changes = (config, overrides) if config else (demo.CONFIG, (*demo.places(), *overrides))
+    source, changes = (config, overrides) if config else (TINY.config, (*TINY.places(), *overrides))
     backend = backend_for(platform)
     with phases() as shown:
         comparison = compare(

@@ -61,7 +61,8 @@ def command(
     DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
     """
     from dualtune.base.errors import EnvironmentFault, Preempted
-    from dualtune.model.base_model import longest_text, read_config, resolve_model
+    from dualtune.model.base_model import resolve_model
+    from dualtune.model.config_file import longest_text, read_config
     from dualtune.show.page_server import LOOPBACK
     from dualtune.use.chat import BASE
     from dualtune.use.serve.answers import Answers

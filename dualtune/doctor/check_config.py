@@ -30,9 +30,8 @@ from dualtune.engine.capabilities import Honours, check_capabilities
 from dualtune.engine.card import card_of
 from dualtune.engine.choose import PlatformChoice, choose
 from dualtune.engine.detect import detect
-from dualtune.engine.machine import Machine
-from dualtune.engine.machines import MachineLimits, limits_or_none, named, published
-from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.machine import Budget, Machine, budget, within
+from dualtune.engine.machines import MachineLimits, named, published
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import Estimate, num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
@@ -139,7 +138,7 @@ def check_config(
         row, report.memory = _memory(*with_lengths_of(config, samples), decoder, reason, choice, machine)
         report.checks.append(row)
         if report.memory is not None:
-            limits = limits_or_none(machine_name) if machine_name else published(machine)
+            limits = published(machine)
             documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))

@@ -19,20 +19,12 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.storage import local_model, missing_files
 from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.shapes import UnknownShape, published
-from dualtune.model.base_model import (
-    has_weights,
-    ignored_code,
-    is_here,
-    longest_text,
-    position_table_size,
-    read_config,
-    resolve_model,
-    untied_head,
-    untrained_rows,
-)
+from dualtune.model.base_model import is_here, resolve_model
+from dualtune.model.config_file import ignored_code, longest_text, position_table_size, read_config
+from dualtune.model.embeddings import untied_head, untrained_rows
 from dualtune.model.importing.foreign import base_shapes
 from dualtune.model.targets import OUTPUT_HEAD, Shapes, adapted_as, is_target, select_modules
-from dualtune.model.weight_files import weights_in
+from dualtune.model.weight_files import has_weights, weights_in
 from dualtune.train.activation_cache import layers_below
 
 # Class names of Hugging Face models that predict the next token; `architectures` in config.json names the class.

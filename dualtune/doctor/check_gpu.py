@@ -14,8 +14,7 @@ from dualtune.base.text import in_bytes
 from dualtune.config.render import example_path
 from dualtune.engine.card import driver_of
 from dualtune.engine.choose import choose
-from dualtune.engine.machine import GB, GIB, Gpu, Machine
-from dualtune.engine.memory.budget import GPU_RESERVE_BYTES, Budget, budget, within
+from dualtune.engine.machine import GB, GIB, GPU_RESERVE_BYTES, Budget, Gpu, Machine, budget, within
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import Ask, Estimate, estimate, longest_that_fits
 from dualtune.engine.memory.plan import Smaller, plan_of

@@ -30,8 +30,9 @@ from dualtune.base.world import World
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
 from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
-from dualtune.model.base_model import BaseWeights, find_weights
+from dualtune.model.base_model import find_weights
 from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.weight_files import BaseWeights
 
 if TYPE_CHECKING:
     from dualtune.config import Config

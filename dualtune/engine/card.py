@@ -8,7 +8,7 @@ card can only be chosen by name, has no memory estimate, and cannot be launched 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -76,7 +76,7 @@ BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 
 # The functions of a card take types that this file must not import: a `Machine` of dualtune.engine.machine, the
 # `Decoder` and the `Ask` of dualtune.engine.memory. Each function annotates its own types.
-Rows = Callable[[Any], list[Check]]
+Rows = Callable[[Any], Iterable[Check]]
 Parts = Callable[[Any, Any], tuple[Any, ...]]
 
 
@@ -198,6 +198,8 @@ class Card:
     # "module:function" that tries what PEFT would do with an adapter: (config.json, adapter_config.json,
     # the shapes of the tensors) -> for each auto class of transformers what goes wrong, or "".
     peft_trial: str = ""
+    # Other libraries that load an adapter, by name: "module:class" of an `OtherLibrary` (engine/libraries.py).
+    libraries: Mapping[str, str] = field(default_factory=lambda: {})
 
     def __str__(self) -> str:
         return self.title or self.name

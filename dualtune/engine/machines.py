@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.text import closest, did_you_mean
 from dualtune.engine.detect import metal_limit
-from dualtune.engine.machine import GIB, Gpu, Machine
-from dualtune.engine.memory.budget import GPU_RESERVE_BYTES
+from dualtune.engine.machine import GIB, GPU_RESERVE_BYTES, Gpu, Machine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The published limits of machines: products, memory, the bus; and which share of them a training step reaches.
@@ -85,14 +85,14 @@ _NVIDIA: dict[str, tuple[float, float, float, float, float, float]] = {
 # MLX). Products reach 0.8: 14.8 of 18.4 TFLOP/s were measured on an M4 Max.
 METAL_SHARE, EMULATED = 0.8, 1 / 1.8
 METAL_LAUNCH_S = 3e-6  # assumed: MLX encodes a primitive in C++, and an evaluation once for all
-_APPLE: dict[str, tuple[float, float, float]] = {  # short name without memory -> TFLOP/s, GB/s, bfloat16
-    "m1": (2.6, 68.25, EMULATED),
-    "m1-max": (10.4, 400, EMULATED),
-    "m2-ultra": (27.2, 800, EMULATED),
-    "m3-pro": (7.4, 150, 1.0),
-    "m4": (4.3, 120, 1.0),
-    "m4-pro": (9.2, 273, 1.0),
-    "m4-max": (18.4, 546, 1.0),
+_APPLE: dict[str, tuple[float, float, float]] = {  # chip -> TFLOP/s, GB/s, bfloat16
+    "Apple M1": (2.6, 68.25, EMULATED),
+    "Apple M1 Max": (10.4, 400, EMULATED),
+    "Apple M2 Ultra": (27.2, 800, EMULATED),
+    "Apple M3 Pro": (7.4, 150, 1.0),
+    "Apple M4": (4.3, 120, 1.0),
+    "Apple M4 Pro": (9.2, 273, 1.0),
+    "Apple M4 Max": (18.4, 546, 1.0),
 }
 
 
@@ -103,41 +103,36 @@ CPU_ELEMENTWISE = 0.17  # of the rate of products in float32
 CPU_LAUNCH_S = 70e-6
 
 
-def _of_card(name: str) -> MachineLimits:
-    tensor, plain, memory, bus, products, attention = _NVIDIA[name]
-    dtypes = {"bfloat16": 1e12 * tensor, "float16": 1e12 * tensor, "float32": 1e12 * plain}
+def _nvidia(
+    tensor: float, plain: float, memory: float, bus: float, product_share: float, attention_share: float
+) -> MachineLimits:
     return MachineLimits(
-        "NVIDIA's data sheet", dtypes, 1e12 * plain, 1e9 * memory, 1e9 * bus, LAUNCH_S, WAIT_S, products, attention,
-        STREAMED,
-    )  # fmt: skip
+        "NVIDIA's data sheet",
+        {"bfloat16": 1e12 * tensor, "float16": 1e12 * tensor, "float32": 1e12 * plain},
+        elementwise_flops=1e12 * plain,
+        bytes_per_s=1e9 * memory,
+        link_bytes_per_s=1e9 * bus,
+        launch_s=LAUNCH_S,
+        wait_s=WAIT_S,
+        product_share=product_share,
+        attention_share=attention_share,
+        memory_share=STREAMED,
+    )
 
 
-def _of_mac(chip: str) -> MachineLimits:
-    tflops, memory, bfloat16 = _APPLE[chip]
-    dtypes = {"float32": 1e12 * tflops, "float16": 1e12 * tflops, "bfloat16": 1e12 * tflops * bfloat16}
+def _apple(tflops: float, memory: float, bfloat16: float) -> MachineLimits:
     return MachineLimits(
-        "Apple's figures", dtypes, 1e12 * tflops, 1e9 * memory, None, METAL_LAUNCH_S, WAIT_S, METAL_SHARE, METAL_SHARE,
-        STREAMED,
-    )  # fmt: skip
-
-
-def limits_or_none(machine: str) -> MachineLimits | None:
-    """Return the limits of a machine by its short name; None if they are not known, as for a CPU."""
-    if machine in _NVIDIA:
-        return _of_card(machine)
-    chip = machine.rpartition("-")[0]
-    return _of_mac(chip) if chip in _APPLE else None
-
-
-def limits_of(machine: str, names: list[str]) -> MachineLimits:
-    """Return the limits of a machine, of which there are these. ConfigError lists those with limits."""
-    limits = limits_or_none(machine)
-    if limits is not None and machine in names:
-        return limits
-    known = [name for name in names if limits_or_none(name)]
-    near = closest(machine, known)
-    hint = f" {did_you_mean(near)}" if near else ""
-    raise ConfigError(f"--predict: got '{machine}', allowed: this, {', '.join(known)}.{hint}")
+        "Apple's figures",
+        {"float32": 1e12 * tflops, "float16": 1e12 * tflops, "bfloat16": 1e12 * tflops * bfloat16},
+        elementwise_flops=1e12 * tflops,
+        bytes_per_s=1e9 * memory,
+        link_bytes_per_s=None,
+        launch_s=METAL_LAUNCH_S,
+        wait_s=WAIT_S,
+        product_share=METAL_SHARE,
+        attention_share=METAL_SHARE,
+        memory_share=STREAMED,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,32 +141,32 @@ _TORCH = {"torch": "2.13.0+cu130", "bitsandbytes": "0.50.2", "transformers": "5.
 _OLD_TORCH = _TORCH | {"torch": "2.13.0+cu126"}  # the last builds with code for compute capability 7.0
 _MLX = {"transformers": "5.23.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 
-# short name -> (name, MiB, compute capability, MIG profile)
-_CARDS: dict[str, tuple[str, int, str, str | None]] = {
-    "h200": ("NVIDIA H200", 143771, "9.0", None),
-    "h100-80": ("NVIDIA H100 80GB HBM3", 81559, "9.0", None),
-    "h100-mig-1g.10gb": ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9856, "9.0", "1g.10gb"),
-    "h100-mig-3g.40gb": ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40320, "9.0", "3g.40gb"),
-    "b200": ("NVIDIA B200", 183359, "10.0", None),
-    "a100-80": ("NVIDIA A100 80GB PCIe", 81920, "8.0", None),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", 40960, "8.0", None),
-    "l40s": ("NVIDIA L40S", 46068, "8.9", None),
-    "l4": ("NVIDIA L4", 23034, "8.9", None),
-    "a10g": ("NVIDIA A10G", 23028, "8.6", None),
-    "rtx-6000-ada-48": ("NVIDIA RTX 6000 Ada Generation", 49140, "8.9", None),
-    "rtx-4000-ada-20": ("NVIDIA RTX 4000 Ada Generation", 20475, "8.9", None),
-    "rtx-5090-32": ("NVIDIA GeForce RTX 5090", 32607, "12.0", None),
-    "rtx-5080-16": ("NVIDIA GeForce RTX 5080", 16303, "12.0", None),
-    "rtx-4090-24": ("NVIDIA GeForce RTX 4090", 24564, "8.9", None),
-    "rtx-4080-16": ("NVIDIA GeForce RTX 4080", 16376, "8.9", None),
-    "rtx-4060-8": ("NVIDIA GeForce RTX 4060", 8188, "8.9", None),
-    "rtx-3090-24": ("NVIDIA GeForce RTX 3090", 24576, "8.6", None),
-    "rtx-3060-12": ("NVIDIA GeForce RTX 3060", 12288, "8.6", None),
-    "rtx-2080-ti-11": ("NVIDIA GeForce RTX 2080 Ti", 11264, "7.5", None),
-    "t4": ("Tesla T4", 15360, "7.5", None),
-    "v100-32": ("Tesla V100-SXM2-32GB", 32768, "7.0", None),
-    "v100-16": ("Tesla V100-SXM2-16GB", 16384, "7.0", None),
-    "p100": ("Tesla P100-PCIE-16GB", 16384, "6.0", None),
+# short name -> (name, MiB, compute capability)
+_CARDS: dict[str, tuple[str, int, str]] = {
+    "h200": ("NVIDIA H200", 143771, "9.0"),
+    "h100-80": ("NVIDIA H100 80GB HBM3", 81559, "9.0"),
+    "h100-mig-1g.10gb": ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9856, "9.0"),
+    "h100-mig-3g.40gb": ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40320, "9.0"),
+    "b200": ("NVIDIA B200", 183359, "10.0"),
+    "a100-80": ("NVIDIA A100 80GB PCIe", 81920, "8.0"),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 40960, "8.0"),
+    "l40s": ("NVIDIA L40S", 46068, "8.9"),
+    "l4": ("NVIDIA L4", 23034, "8.9"),
+    "a10g": ("NVIDIA A10G", 23028, "8.6"),
+    "rtx-6000-ada-48": ("NVIDIA RTX 6000 Ada Generation", 49140, "8.9"),
+    "rtx-4000-ada-20": ("NVIDIA RTX 4000 Ada Generation", 20475, "8.9"),
+    "rtx-5090-32": ("NVIDIA GeForce RTX 5090", 32607, "12.0"),
+    "rtx-5080-16": ("NVIDIA GeForce RTX 5080", 16303, "12.0"),
+    "rtx-4090-24": ("NVIDIA GeForce RTX 4090", 24564, "8.9"),
+    "rtx-4080-16": ("NVIDIA GeForce RTX 4080", 16376, "8.9"),
+    "rtx-4060-8": ("NVIDIA GeForce RTX 4060", 8188, "8.9"),
+    "rtx-3090-24": ("NVIDIA GeForce RTX 3090", 24576, "8.6"),
+    "rtx-3060-12": ("NVIDIA GeForce RTX 3060", 12288, "8.6"),
+    "rtx-2080-ti-11": ("NVIDIA GeForce RTX 2080 Ti", 11264, "7.5"),
+    "t4": ("Tesla T4", 15360, "7.5"),
+    "v100-32": ("Tesla V100-SXM2-32GB", 32768, "7.0"),
+    "v100-16": ("Tesla V100-SXM2-16GB", 16384, "7.0"),
+    "p100": ("Tesla P100-PCIE-16GB", 16384, "6.0"),
 }
 # short name -> (chip, GiB of unified memory)
 _MACS = {
@@ -191,8 +186,9 @@ _MACS = {
 _CPUS = {"cpu-16": 16, "cpu-64": 64, "cpu-256": 256}  # GiB of memory
 
 
-def _with_card(name: str, mib: int, capability: str, mig: str | None) -> Machine:
+def _with_card(name: str, mib: int, capability: str) -> Machine:
     old = capability.startswith(("6.", "7.0"))
+    mig = name.partition(" MIG ")[2] or None
     gpu = Gpu(name, mib * _MIB, mib * _MIB - GPU_RESERVE_BYTES, capability, uuid=f"GPU-{name}", mig=mig)
     return Machine(
         system="Linux",
@@ -251,26 +247,36 @@ MACHINES: dict[str, Machine] = (
 )
 
 
+# By the name of a GPU or a chip.
+_LIMITS = {_CARDS[name][0]: _nvidia(*figures) for name, figures in _NVIDIA.items()} | {
+    chip: _apple(*figures) for chip, figures in _APPLE.items()
+}
+
+
 def named(name: str) -> Machine:
     """Return the machine with a short name. ConfigError lists the names."""
-    if name in MACHINES:
-        return MACHINES[name]
-    near = closest(name, MACHINES)
-    hint = f" {did_you_mean(near)}" if near else ""
-    raise ConfigError(f"--machine: got '{name}', allowed: {', '.join(MACHINES)}.{hint}")
+    return _entry("--machine", name, MACHINES)
 
 
 def published(machine: Machine) -> MachineLimits | None:
-    """Return the published limits of a machine's GPU or chip, by its name; None if they are not known."""
-    own = _accelerator(machine)
-    same = (name for name, known in MACHINES.items() if own and _accelerator(known) == own)
-    return next((limits for name in same if (limits := limits_or_none(name))), None)
+    """Return the published limits of a machine's GPU or chip; None if they are not known, as for a CPU."""
+    if machine.gpus:
+        return _LIMITS.get(machine.gpus[0].name)
+    return _LIMITS.get(machine.cpu) if machine.is_apple_silicon else None
 
 
 def limits_for(name: str) -> MachineLimits:
     """Return the published limits of the machine with a short name. ConfigError lists those that have some."""
-    return limits_of(name, [*MACHINES])
+    limits = {known: limits for known, machine in MACHINES.items() if (limits := published(machine))}
+    return _entry("--predict", name, limits, "this, ")
 
 
-def _accelerator(machine: Machine) -> str | None:
-    return machine.gpus[0].name if machine.gpus else machine.cpu if machine.is_apple_silicon else None
+Entry = TypeVar("Entry")
+
+
+def _entry(option: str, name: str, table: Mapping[str, Entry], others: str = "") -> Entry:
+    if name in table:
+        return table[name]
+    near = closest(name, table)
+    hint = f" {did_you_mean(near)}" if near else ""
+    raise ConfigError(f"{option}: got '{name}', allowed: {others}{', '.join(table)}.{hint}")

@@ -5,7 +5,7 @@ Problems of the framework are in the card of its backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
@@ -133,216 +133,106 @@ def _package_check(required: Requirement, command: str, installed: str | None) -
 
 # ----------------------------------------------------------------------------------------------------------------------
 NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # required by CUDA 13
-
-
-@dataclass(frozen=True, slots=True)
-class KnownProblem:
-    """A possible problem. `found` returns a sentence, or None on a machine without the problem."""
-
-    name: str
-    level: Level
-    found: Callable[[Machine], str | None]
-    fix: str | Callable[[Machine], str]
+DRIVER_OF_WINDOWS = (
+    "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown"
+)
+PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
+MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
+RESET = "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"
 
 
 def problems(machine: Machine) -> list[Check]:
     """Return a row for each problem of this machine: of its GPUs, then of the frameworks."""
-    own = [card.problems(machine) for card in automatic_cards() if card.problems]
-    return [*found_on(machine, PROBLEMS), *chain.from_iterable(own)]
+    rows = chain(driver_problems(machine), gpu_problems(machine))
+    return [*rows, *chain.from_iterable(card.problems(machine) for card in automatic_cards() if card.problems)]
 
 
-def found_on(machine: Machine, table: Sequence[KnownProblem]) -> list[Check]:
-    """Return a row for each problem in a table that this machine has."""
-    rows: list[Check] = []
-    for problem in table:
-        if found := problem.found(machine):
-            fix = problem.fix if isinstance(problem.fix, str) else problem.fix(machine)
-            rows.append(Check(problem.name, problem.level, found, fix))
-    return rows
-
-
-def row_or_problem(fine: Check, name: str, rows: Sequence[Check]) -> Check:
+def row_or_problem(fine: Check, name: str, rows: Iterable[Check]) -> Check:
     """Return the row, or the problem `name` and its fix, under the name of the row."""
     problem = next((row for row in rows if row.name == name), None)
     return replace(problem, name=fine.name) if problem else fine
 
 
-# --- the driver ------------------------------------------------------------------------------------------------------
+def driver_problems(machine: Machine) -> Iterator[Check]:
+    """Yield why the driver does not answer, or not for every GPU."""
+    around, fault, words = machine.surroundings, machine.gpu_fault, machine.gpu_problem
+    if fault == "no binding":
+        fix = "pip install --force-reinstall nvidia-ml-py"
+        yield Check("NVML", "fail", f"NVML cannot be queried: {words}", fix)
+
+    # A container that got no device has neither a library nor a loaded driver, so it is recognized before both.
+    not_passed_through = around.container and around.nvidia_card and not around.nvidia_device
+    if fault in ("no library", "not loaded") and not_passed_through:
+        found = "an NVIDIA card is in the machine, but this container was started without it"
+        yield Check("container", "fail", found, PASS_THROUGH)
+    elif fault == "not loaded":
+        found = f"the driver is installed, but the kernel has not loaded it ({words})"
+        yield Check("driver", "fail", found, "sudo modprobe nvidia; if that fails, reinstall the driver and reboot")
+
+    if fault == "no library" and machine.system != "Darwin":
+        if around.wsl and around.wsl_driver:
+            found = "Windows' NVIDIA driver is in /usr/lib/wsl/lib, where this shell does not look for libraries"
+            yield Check("driver", "fail", found, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib")
+        elif around.wsl:
+            found = "this is WSL, and Windows has no NVIDIA driver to share with it"
+            fix = (
+                "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown"
+            )
+            yield Check("driver", "fail", found, fix)
+        elif around.container and not around.nvidia_card:
+            found = "this is a container, and no NVIDIA card is passed to it"
+            yield Check("container", "advice", found, f"if the host has one: {PASS_THROUGH}")
+        elif around.nvidia_card and not around.container:
+            found = f"an NVIDIA card is in the machine, but no driver ({words})"
+            fix = "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)"
+            yield Check("driver", "fail", found, fix)
+
+    if fault == "mismatch":
+        found = f"the driver was updated, but the older one is still loaded ({words})"
+        yield Check("driver", "fail", found, "sudo reboot (in a container: restart it)")
+    if fault == "no permission":
+        fix = "sudo usermod -aG video,render $USER, and log in again; under Slurm, request a GPU: srun --gres=gpu:1 …"
+        yield Check("driver", "fail", f"this user may not use the GPU ({words})", fix)
+    if fault == "other":
+        yield Check("driver", "fail", f"the driver does not answer: {words}", RESET)
+
+    # One lost GPU is advice where others are left.
+    unreadable = f"the driver lists a GPU that does not answer: {', '.join(machine.unreadable_gpus)}"
+    if machine.unreadable_gpus and not machine.gpus:
+        yield Check("driver", "fail", unreadable, RESET)
+    elif machine.unreadable_gpus:
+        yield Check("driver", "advice", unreadable, f"{RESET}; until then, CUDA_VISIBLE_DEVICES without this GPU")
+    if machine.gpus and machine.cuda is not None and version(machine.cuda) < LEAST_CUDA:
+        found = f"driver {machine.driver} supports CUDA up to {machine.cuda}; {dotted(LEAST_CUDA)} is needed"
+        yield Check("driver", "fail", found, NEW_DRIVER)
 
 
-def _no_binding(machine: Machine) -> str | None:
-    return f"NVML cannot be queried: {machine.gpu_problem}" if machine.gpu_fault == "no binding" else None
+def gpu_problems(machine: Machine) -> Iterator[Check]:
+    """Yield which GPUs programs cannot see or use, though the driver knows them."""
+    if machine.mig_without_slice:
+        found = f"{', '.join(machine.mig_without_slice)}: in MIG mode, but no slice of it is visible"
+        yield Check("MIG", "advice" if machine.gpus else "fail", found, MAKE_SLICE)
 
+    visible = machine.visible_devices
+    listed = (visible or "").split(",")
+    if visible is not None and machine.hidden_gpus and not machine.gpus:
+        found = f"CUDA_VISIBLE_DEVICES is '{visible}', which hides {', '.join(gpu.name for gpu in machine.hidden_gpus)}"
+        yield Check("visibility", "fail", found, "unset CUDA_VISIBLE_DEVICES")
+    elif visible is not None and machine.gpus and len(listed) != len(machine.gpus):
+        last = listed[len(machine.gpus)].strip()
+        if last != "-1":  # the usual way to end the list
+            found = f"CUDA_VISIBLE_DEVICES is '{visible}': CUDA stops at '{last}', which is not a GPU here"
+            yield Check("visibility", "advice", found, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists the GPUs")
 
-def _library_missing(machine: Machine) -> bool:
-    return machine.gpu_fault == "no library" and machine.system != "Darwin"
-
-
-def _wsl_path(machine: Machine) -> str | None:
-    around = machine.surroundings
-    if _library_missing(machine) and around.wsl and around.wsl_driver:
-        return "Windows' NVIDIA driver is in /usr/lib/wsl/lib, where this shell does not look for libraries"
-    return None
-
-
-def _wsl_driver(machine: Machine) -> str | None:
-    around = machine.surroundings
-    if _library_missing(machine) and around.wsl and not around.wsl_driver:
-        return "this is WSL, and Windows has no NVIDIA driver to share with it"
-    return None
-
-
-def _not_passed_through(machine: Machine) -> str | None:
-    around = machine.surroundings
-    if machine.gpu_fault not in ("no library", "not loaded") or not around.container or around.nvidia_device:
-        return None
-    return "an NVIDIA card is in the machine, but this container was started without it" if around.nvidia_card else None
-
-
-def _hidden_by_container(machine: Machine) -> str | None:
-    around = machine.surroundings
-    if _library_missing(machine) and around.container and not (around.nvidia_card or around.wsl):
-        return "this is a container, and no NVIDIA card is passed to it"
-    return None
-
-
-def _no_driver(machine: Machine) -> str | None:
-    around = machine.surroundings
-    if _library_missing(machine) and around.nvidia_card and not (around.container or around.wsl):
-        return f"an NVIDIA card is in the machine, but no driver ({machine.gpu_problem})"
-    return None
-
-
-def _not_loaded(machine: Machine) -> str | None:
-    if machine.gpu_fault != "not loaded" or _not_passed_through(machine):
-        return None
-    return f"the driver is installed, but the kernel has not loaded it ({machine.gpu_problem})"
-
-
-def _mismatch(machine: Machine) -> str | None:
-    if machine.gpu_fault != "mismatch":
-        return None
-    return f"the driver was updated, but the older one is still loaded ({machine.gpu_problem})"
-
-
-def _no_permission(machine: Machine) -> str | None:
-    if machine.gpu_fault != "no permission":
-        return None
-    return f"this user may not use the GPU ({machine.gpu_problem})"
-
-
-def _other_fault(machine: Machine) -> str | None:
-    return f"the driver does not answer: {machine.gpu_problem}" if machine.gpu_fault == "other" else None
-
-
-def _unreadable(machine: Machine) -> str | None:
-    names = ", ".join(machine.unreadable_gpus)
-    return f"the driver lists a GPU that does not answer: {names}" if names else None
-
-
-def _all_unreadable(machine: Machine) -> str | None:
-    return None if machine.gpus else _unreadable(machine)
-
-
-def _some_unreadable(machine: Machine) -> str | None:
-    return _unreadable(machine) if machine.gpus else None
-
-
-def _old_driver(machine: Machine) -> str | None:
-    if not machine.gpus or machine.cuda is None or version(machine.cuda) >= LEAST_CUDA:
-        return None
-    return f"driver {machine.driver} supports CUDA up to {machine.cuda}; {dotted(LEAST_CUDA)} is needed"
-
-
-# --- which GPUs are visible ------------------------------------------------------------------------------------------
-
-
-def _mig_without_slice(machine: Machine) -> str | None:
-    names = ", ".join(machine.mig_without_slice)
-    return f"{names}: in MIG mode, but no slice of it is visible" if names else None
-
-
-def _only_mig(machine: Machine) -> str | None:
-    return None if machine.gpus else _mig_without_slice(machine)
-
-
-def _mig_among_others(machine: Machine) -> str | None:
-    return _mig_without_slice(machine) if machine.gpus else None
-
-
-def _all_hidden(machine: Machine) -> str | None:
-    if machine.visible_devices is None or machine.gpus or not machine.hidden_gpus:
-        return None
-    names = ", ".join(gpu.name for gpu in machine.hidden_gpus)
-    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}', which hides {names}"
-
-
-def _some_ignored(machine: Machine) -> str | None:
-    listed = (machine.visible_devices or "").split(",")
-    if not machine.gpus or machine.visible_devices is None or len(listed) == len(machine.gpus):
-        return None
-    last = listed[len(machine.gpus)].strip()
-    if last == "-1":
-        return None  # the usual way to end the list
-    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is not a GPU here"
-
-
-def _old_gpu(machine: Machine) -> str | None:
-    if not machine.gpus or machine.gpus[0].capability >= LEAST_CAPABILITY:
-        return None
-    gpu = machine.gpus[0]
-    return f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
-
-
-def _deprecated_binding(machine: Machine) -> str | None:
-    installed = machine.packages.get("pynvml")
-    return f"the deprecated package pynvml {installed} replaces the module of nvidia-ml-py" if installed else None
+    if machine.gpus and machine.gpus[0].capability < LEAST_CAPABILITY:
+        gpu = machine.gpus[0]
+        found = f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
+        yield Check("compute capability", "fail", found, "Use a newer GPU, or train small models with --platform cpu")
+    if installed := machine.packages.get("pynvml"):
+        found = f"the deprecated package pynvml {installed} replaces the module of nvidia-ml-py"
+        fix = "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
+        yield Check("pynvml", "advice", found, fix)
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
-
-
-# --- the table -------------------------------------------------------------------------------------------------------
-
-PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
-MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
-RESET = "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"
-PROBLEMS = (
-    KnownProblem("NVML", "fail", _no_binding, "pip install --force-reinstall nvidia-ml-py"),
-    KnownProblem("driver", "fail", _wsl_path, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
-    KnownProblem(
-        "driver",
-        "fail",
-        _wsl_driver,
-        "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown",
-    ),
-    KnownProblem("container", "fail", _not_passed_through, PASS_THROUGH),
-    KnownProblem("container", "advice", _hidden_by_container, f"if the host has one: {PASS_THROUGH}"),
-    KnownProblem(
-        "driver",
-        "fail",
-        _no_driver,
-        "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)",
-    ),
-    KnownProblem("driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, reinstall the driver and reboot"),
-    KnownProblem("driver", "fail", _mismatch, "sudo reboot (in a container: restart it)"),
-    KnownProblem(
-        "driver",
-        "fail",
-        _no_permission,
-        "sudo usermod -aG video,render $USER, and log in again; under Slurm, request a GPU: srun --gres=gpu:1 …",
-    ),
-    KnownProblem("driver", "fail", _other_fault, RESET),
-    KnownProblem("driver", "fail", _all_unreadable, RESET),
-    KnownProblem("driver", "advice", _some_unreadable, f"{RESET}; until then, CUDA_VISIBLE_DEVICES without this GPU"),
-    KnownProblem("driver", "fail", _old_driver, NEW_DRIVER),
-    KnownProblem("MIG", "fail", _only_mig, MAKE_SLICE),
-    KnownProblem("MIG", "advice", _mig_among_others, MAKE_SLICE),
-    KnownProblem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
-    KnownProblem("visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists the GPUs"),
-    KnownProblem("compute capability", "fail", _old_gpu, "Use a newer GPU, or train small models with --platform cpu"),
-    KnownProblem(
-        "pynvml", "advice", _deprecated_binding, "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
-    ),
-)

@@ -22,12 +22,7 @@ import numpy as np
 
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR as ALL_LINEAR
-from dualtune.model.targets import OUTPUT_HEAD as OUTPUT_HEAD
-from dualtune.model.targets import Shapes
-from dualtune.model.targets import is_target as is_target
-from dualtune.model.targets import lacks as lacks
-from dualtune.model.targets import select_modules as select_modules
+from dualtune.model.targets import ALL_LINEAR, Shapes, is_target
 
 Tensors = dict[str, np.ndarray]
 

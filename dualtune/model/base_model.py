@@ -10,54 +10,11 @@ import re
 from pathlib import Path
 
 from dualtune.base.errors import DualtuneError, EnvironmentFault
-from dualtune.base.files import expanded, file_in
+from dualtune.base.files import expanded
 from dualtune.base.hub import Tell, check_announced, guard_hub, why_download_failed
-from dualtune.model.config_file import (
-    MAX_CONFIG_BYTES,
-    check_counts,
-    check_storage,
-    ignored_code,
-    longest_text,
-    position_table_size,
-    read_config,
-    stored_precision,
-    vocabulary_size,
-)
-from dualtune.model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
-from dualtune.model.embeddings import untied_head, untrained_rows
-from dualtune.model.fingerprint import fingerprint
+from dualtune.model.config_file import check_counts, check_storage, read_config
 from dualtune.model.gguf import is_gguf, model_from_gguf
-from dualtune.model.places import naming_of
-from dualtune.model.weight_files import BaseWeights, check_complete, has_weights, weights_in
-
-__all__ = [
-    "HUB_PATTERNS",
-    "MAX_CONFIG_BYTES",
-    "MODEL_FILES",
-    "BaseWeights",
-    "check_complete",
-    "copy_model",
-    "copy_without_weights",
-    "file_in",
-    "find_weights",
-    "fingerprint",
-    "has_weights",
-    "ignored_code",
-    "is_elsewhere",
-    "is_here",
-    "longest_text",
-    "model_here",
-    "naming_of",
-    "plain_name",
-    "position_table_size",
-    "read_config",
-    "resolve_model",
-    "staged",
-    "stored_precision",
-    "untied_head",
-    "untrained_rows",
-    "vocabulary_size",
-]
+from dualtune.model.weight_files import BaseWeights, weights_in
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dualtune.model.adapter import OUTPUT_HEAD
+from dualtune.model.targets import OUTPUT_HEAD
 
 LARGEST_CODE = 127  # -128 is not used, so that a weight and its negative have opposite codes
 # The least scale, the smallest normal float32: some devices compute with smaller numbers as if they were zero.

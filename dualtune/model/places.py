@@ -19,8 +19,7 @@ from dualtune.model.adapter import modules_of, position_of
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, rename_modules
-from dualtune.model.targets import is_text as is_text
-from dualtune.model.targets import matched
+from dualtune.model.targets import is_text, matched
 from dualtune.model.weight_files import has_weights, weights_in
 
 

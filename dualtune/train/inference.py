@@ -26,7 +26,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, modules_of
-from dualtune.model.base_model import position_table_size, read_config, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.optimizer import OptimizerSpec

@@ -18,12 +18,12 @@ from dualtune.data.order import Order
 from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.detect import detect
-from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.machine import Budget, budget, within
 from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.estimate import checkpointing_of, padded
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import UnknownShape
-from dualtune.model.base_model import read_config
+from dualtune.model.config_file import read_config
 from dualtune.train.evaluation import layout_of
 from dualtune.train.hooks import Event
 from dualtune.train.profiler.snapshot import each_snapshot

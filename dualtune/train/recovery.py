@@ -20,7 +20,8 @@ from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.estimate import Ask, ask_of, estimate, tokens_at_once
 from dualtune.engine.memory.plan import SAME, savings_alone
 from dualtune.engine.memory.shapes import UnknownShape
-from dualtune.model.base_model import read_config, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import read_config
 from dualtune.train.hooks import Event
 from dualtune.train.team import PeerFailed, Team
 

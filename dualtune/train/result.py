@@ -25,11 +25,12 @@ from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.engine.backend import Engine
 from dualtune.engine.peft_trial import named
-from dualtune.model.adapter import ALL_LINEAR, AdapterSpec, Tensors, lacks, modules_of
-from dualtune.model.base_model import read_config
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
+from dualtune.model.targets import ALL_LINEAR, lacks
 from dualtune.train.evaluation import result_of, using, using_result
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards

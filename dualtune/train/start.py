@@ -8,7 +8,8 @@ from dualtune.base.files import write_file
 from dualtune.config import to_yaml
 from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
-from dualtune.model.base_model import ignored_code, read_config, untied_head
+from dualtune.model.config_file import ignored_code, read_config
+from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.naming import Naming
 from dualtune.train.activation_cache import check_layers, use_cache

@@ -1,4 +1,4 @@
-"""docs/families.md, made from the results of scripts/families.py."""
+"""benchmarks/results/families.md, made from the results of scripts/families.py."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ FIRST = {"train": ("train", "base"), "reload": ("merge", "reload")}  # stages th
 SIGNS = {"ok": "✓", "refused": "–", "told": "told", "-": "", "CRASH": "crash", "WRONG": "wrong", "LOST": "lost"}
 FAULTS = ("CRASH", "WRONG", "LOST")
 HEAD = """\
-# Families
+# Families, as measured
 
 What each family of the installed transformers does here, as a tiny model with random weights: the model is written as
 transformers saves it, and taken through the stages below. `make families` measures it and writes this page
-(`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew. A tiny model shows that layers,
-names and files are understood; it does not show quality, speed or the memory of a large one. A family that is not here
-has not been measured yet.
+(`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew. docs/families.md sums it up.
 
 ✓ works · – refused, with a message that says why · told: PEFT drops or refuses adapted layers of these classes, and the
 start of a run, `inspect`, `verify` and the card say so (the merge works) · empty: nothing to look at, because an

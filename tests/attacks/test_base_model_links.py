@@ -8,7 +8,8 @@ import pytest
 
 from dualtune.base.errors import DualtuneError, FormatError
 from dualtune.engine.testing.tiny_models import write_tiny_llama
-from dualtune.model.base_model import copy_without_weights, find_weights, resolve_model
+from dualtune.model.base_model import find_weights, resolve_model
+from dualtune.model.copies import copy_without_weights
 from dualtune.show.run import run
 from dualtune.use.transfer.bundles.pack import pack
 

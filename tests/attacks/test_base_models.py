@@ -16,7 +16,8 @@ from dualtune.base.errors import ConfigError, DualtuneError, FormatError, NonFin
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.base_model import fingerprint, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.fingerprint import fingerprint
 from dualtune.model.importing.foreign import base_shapes
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run

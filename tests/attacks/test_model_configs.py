@@ -17,7 +17,8 @@ from dualtune.engine.backend import LoadRequest
 from dualtune.engine.memory.shapes import KNOWN, UnknownShape, decoder_of
 from dualtune.engine.testing.tiny_models import GPT2_CONFIG, LLAMA_CONFIG, write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.base_model import find_weights, read_config, resolve_model
+from dualtune.model.base_model import find_weights, resolve_model
+from dualtune.model.config_file import read_config
 from dualtune.model.optimizer import OptimizerSpec
 
 MANY = [5, 900, 10**5, 10**7, 10**30]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dualtune.base.errors import FormatError
-from dualtune.model.base_model import copy_model
+from dualtune.model.copies import copy_model
 from dualtune.use.transfer.bundles.pack import pack
 
 OURS = {"README.md", "generation_config.json"}  # the card, and where an answer ends

@@ -3,25 +3,34 @@
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import dualtune
+from dualtune.base import faults
+from dualtune.base.errors import Preempted
+from dualtune.cli.demo import SMOLLM2, demo_config
+from dualtune.cli.main import cli
 from dualtune.config import parse_config
 from dualtune.data.documents import Data
 from dualtune.show.run import run
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
+from dualtune.use.scoring.sql import SqlJudge
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
+REAL = ASSETS / "smollm2"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +115,9 @@ def test_the_short_config_of_the_readme_learns_a_small_data_set(backend, open_ba
 
 
 def test_the_demo_fits_into_a_megabyte():
-    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) < 2**20
+    sizes = {path: path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()}
+    real = sum(size for path, size in sizes.items() if REAL in path.parents)
+    assert sum(sizes.values()) - real < 2**20 and real < 2**18
 
 
 def test_no_held_out_row_is_trained_on():
@@ -125,3 +136,43 @@ def test_the_files_are_those_of_the_model_card():
     found = {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in stated}
     assert len(stated) == 6
     assert found == stated
+
+
+# --- the real model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_questions_are_those_of_the_script_and_all_have_answers(tmp_path, monkeypatch):
+    script = runpy.run_path(str(ASSETS.parents[1] / "scripts" / "make_demo_sql.py"))
+    shutil.copy(REAL / "world.sql", tmp_path)
+    monkeypatch.setitem(script["main"].__globals__, "FOLDER", tmp_path)
+    script["main"]()
+    questions = {}
+    for name in ("train.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (REAL / name).read_bytes()
+        rows = [json.loads(line)["messages"] for line in (REAL / name).read_text().splitlines()]
+        questions[name] = {row[1]["content"] for row in rows}
+        assert all(SqlJudge(REAL / "world.sql").answer(row[2]["content"]) for row in rows)
+    assert not questions["train.jsonl"] & questions["heldout.jsonl"]
+
+
+def test_the_demo_of_the_real_model_resumes_after_it_was_stopped(tmp_path, monkeypatch):
+    """With the tiny model in its place: what is shown, what is counted, and where a demo that was stopped goes on."""
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    settings = [f"model.name={ASSETS / 'model'}", f"data.eval={tmp_path / 'four.jsonl'}", "train.steps=4"]
+    settings += ["train.warmup=1", "train.documents_per_step=2"]
+    command = ["train", "--demo", "smollm2", "--platform", "cpu", *(f"--set={setting}" for setting in settings)]
+    rows = (REAL / "heldout.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "four.jsonl").write_text("".join(rows[:4]), encoding="utf-8")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(faults, "reach", lambda point: point == "step" and os.kill(os.getpid(), signal.SIGTERM))
+        assert isinstance(CliRunner().invoke(cli, command).exception, Preempted)
+    again = CliRunner().invoke(cli, command)
+    assert again.exit_code == 0, again.output
+    assert "after step" in again.output and not Path("runs/demo-smollm2-2").exists()
+    for name in ("exact match", "queries that give the right rows"):
+        assert re.search(rf"{name} on 4 held-out rows: [\d.]+% before, [\d.]+% after", again.output)
+    assert again.output.count("  gives     ") == 4
+    assert CliRunner().invoke(cli, [*command, "--dry-run"]).exit_code == 0
+    assert demo_config(SMOLLM2, [settings[0]]).run.dir == "runs/demo-smollm2-2"

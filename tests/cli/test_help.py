@@ -117,7 +117,7 @@ def test_train_without_arguments_explains_itself(dualtune_main):
     [
         (["trian"], "No such command 'trian'"),
         (["train", "--sett", "a=b", "c.yaml"], "No such option '--sett'"),
-        (["train", "--demo", "c.yaml"], "Give a config file, or --model and --data, or --demo (one of them)."),
+        (["train", "c.yaml", "--demo"], "Give a config file, or --model and --data, or --demo (one of them)."),
         (["generate", "model"], "Give --prompt TEXT or --prompts FILE."),
         (["generate", "model", "--prompt", "x", "--temperature", "-1"], "-1.0 is not in the range x>=0"),
         (["adapter", "convert", "a", "b", "--to", "onnx"], "'onnx' is not one of 'dual', 'peft', 'mlx'"),

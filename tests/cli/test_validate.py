@@ -8,7 +8,7 @@ import pytest
 
 import dualtune.doctor.validate.tiers
 from dualtune.doctor.validate.tiers import TIERS, rows
-from dualtune.engine.memory.budget import Budget
+from dualtune.engine.machine import Budget
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from dualtune.config.render import example_names, example_path
 from dualtune.config.schema import sections
 from dualtune.data.order import MOST_TOKENS
 from dualtune.engine.capabilities import check_capabilities
+from dualtune.engine.machine import budget
 from dualtune.engine.machines import named
-from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 from dualtune.show.run import run

@@ -30,9 +30,7 @@ def test_our_defaults_are_those_of_the_schema(page):
         assert re.match(rf"{re.escape(str(shown).lower())}\b", said), (section, key, default)
 
 
-@pytest.mark.parametrize(
-    ("name", "source"), [("axolotl", "qlora.yml"), ("mlx_lm", "lora.yaml"), ("llama_factory", "qwen3_lora_sft.yaml")]
-)
+@pytest.mark.parametrize(("name", "source"), [("axolotl", "qlora.yml"), ("mlx_lm", "lora.yaml")])
 def test_a_translated_config_is_what_the_import_gives(name, source, tmp_path, monkeypatch):
     theirs, ours = (
         block.text for block in blocks(ROOT / "docs" / "coming_from" / f"{name}.md") if block.language == "yaml"

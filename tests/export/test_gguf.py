@@ -90,7 +90,7 @@ def test_the_frequencies_of_llama_3_are_divided_as_transformers_divides_them(mak
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from dualtune.model.base_model import read_config
+    from dualtune.model.config_file import read_config
 
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

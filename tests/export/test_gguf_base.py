@@ -11,7 +11,8 @@ import pytest
 from dualtune.base.errors import FormatError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.testing.tiny_models import write_tiny_llama
-from dualtune.model.base_model import find_weights, model_here, read_config, resolve_model
+from dualtune.model.base_model import find_weights, model_here, resolve_model
+from dualtune.model.config_file import read_config
 from dualtune.model.gguf import GgufFile, model_from_gguf, tokenizer_files
 from dualtune.use.export.gguf_file import write
 

@@ -12,7 +12,8 @@ from dualtune.config import Config, to_yaml
 from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.model.adapter import AdapterSpec, init_adapter
-from dualtune.model.base_model import copy_without_weights, untrained_rows
+from dualtune.model.copies import copy_without_weights
+from dualtune.model.embeddings import untrained_rows
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.show.run import run

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from readers import ADAPTER, READERS, Files, rehash_adapter, rehash_listing
 
 from dualtune.base.untrusted import MAX_HEADER_BYTES, MAX_STRUCTURE
-from dualtune.model.base_model import MAX_CONFIG_BYTES as MAX_MODEL_CONFIG_BYTES
+from dualtune.model.config_file import MAX_CONFIG_BYTES as MAX_MODEL_CONFIG_BYTES
 from dualtune.model.formats.directory import MAX_BYTES as MAX_RECORD_BYTES
 from dualtune.model.formats.directory import MAX_CONFIG_BYTES
 from dualtune.train.state.checkpoint import MAX_MANIFEST_BYTES, MAX_STATE_BYTES

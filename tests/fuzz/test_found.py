@@ -17,7 +17,8 @@ from dualtune.doctor.storage import missing_files
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, init_adapter
-from dualtune.model.base_model import fingerprint, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.importing.repair import import_adapter
 from dualtune.train.state import checkpoint

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from dualtune.engine.backend import Batch, LoadRequest
-from dualtune.model.adapter import AdapterSpec, is_target, modules_of, parse_name, tensor_name
-from dualtune.model.base_model import find_weights, naming_of
+from dualtune.model.adapter import AdapterSpec, modules_of, parse_name, tensor_name
+from dualtune.model.base_model import find_weights
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.model.places import canonical_names, is_text
+from dualtune.model.places import canonical_names, naming_of
+from dualtune.model.targets import is_target, is_text
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

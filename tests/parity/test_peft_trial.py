@@ -11,10 +11,12 @@ import pytest
 from dualtune.engine import peft_trial
 from dualtune.engine.peft_trial import named, peft_notes
 from dualtune.model.adapter import AdapterSpec, tensor_name
-from dualtune.model.base_model import find_weights, read_config
+from dualtune.model.base_model import find_weights
+from dualtune.model.config_file import read_config
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
-from dualtune.model.places import canonical_names, is_text
+from dualtune.model.places import canonical_names
+from dualtune.model.targets import is_text
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

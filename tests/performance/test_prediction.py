@@ -9,14 +9,14 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.data.batches import SequenceLayout, step_documents
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.detect import detect
-from dualtune.engine.machines import MACHINES, limits_for, limits_or_none, named, published
+from dualtune.engine.machines import MACHINES, limits_for, named, published
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 from dualtune.engine.step_time import predict
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SMALL, MISTRAL = "HuggingFaceTB/SmolLM2-135M", "mistralai/Mistral-7B-Instruct-v0.3"
-WITH_LIMITS = [name for name in MACHINES if limits_or_none(name)]
+WITH_LIMITS = [name for name, machine in MACHINES.items() if published(machine)]
 
 
 def predicted(model=MISTRAL, machine="h100-80", *, length=2048, tokens=8192, limits=None, **changes):

@@ -8,9 +8,8 @@ from dualtune.config import load_config
 from dualtune.config.render import example_path
 from dualtune.doctor.check_gpu import judge, qlora, start_of
 from dualtune.engine.card import driver_of
-from dualtune.engine.machine import GB, GIB
+from dualtune.engine.machine import GB, GIB, budget
 from dualtune.engine.machines import MACHINES, named
-from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.estimate import estimate
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import KNOWN, decoder_of

@@ -8,8 +8,8 @@ from dualtune.base.checks import Check
 from dualtune.config import load_config
 from dualtune.config.render import example_path
 from dualtune.doctor.check_config import MemoryNeed, memory_row
+from dualtune.engine.machine import budget
 from dualtune.engine.machines import named
-from dualtune.engine.memory.budget import budget
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 

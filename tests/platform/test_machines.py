@@ -12,9 +12,8 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.doctor.check_gpu import judge
-from dualtune.engine.machine import GIB, Surroundings
+from dualtune.engine.machine import GIB, Surroundings, budget
 from dualtune.engine.machines import MACHINES, named
-from dualtune.engine.memory.budget import budget
 
 H100, RTX24, RTX16 = "training_config_h100.yaml", "rtx_24gb.yaml", "rtx_16gb.yaml"
 MAC, MAC16 = "training_config_m4.yaml", "training_config_m4_16gb.yaml"

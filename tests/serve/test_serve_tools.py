@@ -11,7 +11,7 @@ import pytest
 from dualtune.data.chat.conversations import read_messages
 from dualtune.data.chat.template import NAMES, WITH_TOOLS
 from dualtune.engine.testing.tiny_models import write_softmax_model
-from dualtune.model.base_model import vocabulary_size
+from dualtune.model.config_file import vocabulary_size
 
 openai = pytest.importorskip("openai")
 

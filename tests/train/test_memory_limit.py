@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.memory.budget import Budget
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.estimate import padded
 from dualtune.show.run import run
 from dualtune.train import memory

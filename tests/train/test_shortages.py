@@ -16,7 +16,7 @@ from dualtune.engine.memory.estimate import ask_of, estimate
 from dualtune.engine.memory.shapes import decoder_of
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.base_model import read_config
+from dualtune.model.config_file import read_config
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.recovery import explained, explanation
 

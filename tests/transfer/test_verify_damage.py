@@ -148,7 +148,7 @@ def other_template(path):
 
 def unsampled_weight(path, rows=slice(16, 32)):
     """Of a tensor [64, 64] that is none of those whose hashes are recorded, and between the places that are hashed."""
-    from dualtune.model.base_model import fingerprint
+    from dualtune.model.fingerprint import fingerprint
 
     tensors = load_file(path / "model.safetensors")
     (name, *_) = (n for n in tensors if n not in fingerprint(path)["tensors"] and n.endswith("q_proj.weight"))

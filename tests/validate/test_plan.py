@@ -29,7 +29,7 @@ from dualtune.doctor.validate.tiers import (
     write_rows,
 )
 from dualtune.engine.backend import DeviceInfo
-from dualtune.engine.memory.budget import Budget
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 STEPS = {"quick": 10, "convergence": 100, "memory": 50, "extended": 500, "full": 1000}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 from dualtune.base.checks import Check
 from dualtune.engine.machine import Machine
-from dualtune.engine.problems import KnownProblem, dotted, found_on, row_or_problem, version
+from dualtune.engine.problems import dotted, row_or_problem, version
 
 LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html
 
@@ -18,15 +19,31 @@ TF32 = "MLX_ENABLE_TF32"
 WITHOUT_BFLOAT16 = re.compile(r"Apple M[12]\b")
 
 
-def problems(machine: Machine) -> list[Check]:
-    """Return a row for each problem of this machine."""
-    return found_on(machine, PROBLEMS)
+def problems(machine: Machine) -> Iterator[Check]:
+    """Yield a row for each problem of this Mac."""
+    if machine.surroundings.rosetta:
+        found = f"this Python {machine.python} is for Intel and runs under Rosetta; MLX needs one for arm64"
+        fix = "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"
+        yield Check("Python", "fail", found, fix)
+    if not machine.is_mac_with_apple_silicon:
+        return
+    if machine.macos and version(machine.macos) < LEAST_MACOS:
+        found = f"macOS is {machine.macos}; MLX needs {dotted(LEAST_MACOS)} or newer"
+        yield Check("macOS", "fail", found, "System Settings > General > Software Update")
+    if machine.is_apple_silicon and "mlx" not in machine.packages:
+        yield Check("MLX", "fail", "MLX is not installed", "pip install 'dualtune[mlx]'")
+    if emulates_bfloat16(machine.cpu):
+        found = (
+            f"{machine.cpu} has none and computes it in float32; model.dtype: auto takes it all the same, for its range"
+        )
+        fix = "dualtune bench config.yaml --set model.dtype=float16 measures the faster one; its numbers end at 65504"
+        yield Check("bfloat16", "advice", found, fix)
 
 
 def environment(machine: Machine) -> list[Check]:
     """Return the rows of `dualtune check-env` for a Mac with Apple silicon."""
     system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
-    rows, native = problems(machine), Check("bfloat16", "ok", f"{machine.cpu} computes it")
+    rows, native = list(problems(machine)), Check("bfloat16", "ok", f"{machine.cpu} computes it")
     return [row_or_problem(system, "macOS", rows), row_or_problem(native, "bfloat16", rows), _float32()]
 
 
@@ -35,28 +52,6 @@ def _float32() -> Check:
         return Check("float32", "ok", f"its products are exact ({TF32}=0)")
     text = f"{TF32}={os.environ.get(TF32)}: an M5 rounds the factors of float32 products"
     return Check("float32", "advice", text, f"unset {TF32}, and dualtune sets it to 0")
-
-
-def _rosetta(machine: Machine) -> str | None:
-    if not machine.surroundings.rosetta:
-        return None
-    return f"this Python {machine.python} is for Intel and runs under Rosetta; MLX needs one for arm64"
-
-
-def _no_mlx(machine: Machine) -> str | None:
-    return "MLX is not installed" if machine.is_apple_silicon and "mlx" not in machine.packages else None
-
-
-def _old_macos(machine: Machine) -> str | None:
-    if not machine.is_mac_with_apple_silicon or not machine.macos or version(machine.macos) >= LEAST_MACOS:
-        return None
-    return f"macOS is {machine.macos}; MLX needs {dotted(LEAST_MACOS)} or newer"
-
-
-def _emulated_bfloat16(machine: Machine) -> str | None:
-    if not machine.is_mac_with_apple_silicon or not emulates_bfloat16(machine.cpu):
-        return None
-    return f"{machine.cpu} has none and computes it in float32; model.dtype: auto takes it all the same, for its range"
 
 
 def emulates_bfloat16(chip: str) -> bool:
@@ -68,18 +63,3 @@ def tf32_setting() -> str:
     """Return "0" if products of float32 must be exact, else "1"; MLX reads the variable by C's atoi."""
     number = re.match(r"\s*([+-]?\d+)", os.environ.get(TF32, "1"))
     return "1" if number and int(number[1]) else "0"
-
-
-PROBLEMS = (
-    KnownProblem(
-        "Python", "fail", _rosetta, "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"
-    ),
-    KnownProblem("macOS", "fail", _old_macos, "System Settings > General > Software Update"),
-    KnownProblem("MLX", "fail", _no_mlx, "pip install 'dualtune[mlx]'"),
-    KnownProblem(
-        "bfloat16",
-        "advice",
-        _emulated_bfloat16,
-        "dualtune bench config.yaml --set model.dtype=float16 measures the faster one; its numbers end at 65504",
-    ),
-)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dualtune.base.checks import Check
 from dualtune.engine.machine import Gpu, Machine
 from dualtune.engine.problems import (
@@ -11,9 +13,7 @@ from dualtune.engine.problems import (
     CUDA_13_CAPABILITY,
     LEAST_CAPABILITY,
     NEW_DRIVER,
-    KnownProblem,
     at_least,
-    found_on,
     row_or_problem,
     version,
 )
@@ -23,78 +23,35 @@ OLD_TORCH = f"{DEFAULT_TORCH} --index-url https://download.pytorch.org/whl/cu126
 RAGGED_TORCH = "2.12"  # torch.nn.attention.varlen with grouped heads, which `kernels/attention.py` calls
 
 
-def problems(machine: Machine) -> list[Check]:
-    """Return a row for each problem of this machine."""
-    return found_on(machine, PROBLEMS)
+def problems(machine: Machine) -> Iterator[Check]:
+    """Yield a row for each problem of this machine that has a GPU."""
+    if not machine.gpus:
+        return
+    torch, built_for, capability = machine.packages.get("torch"), machine.torch_cuda, machine.gpus[0].capability
+    driver_cuda = version(machine.cuda or "13.0")
+    # The newest torch that this driver and this GPU can use; where that is none, a newer driver.
+    is_old = driver_cuda < (13,) or capability < CUDA_13_CAPABILITY
+    fix = NEW_DRIVER if is_old and capability >= BLACKWELL_CAPABILITY else OLD_TORCH if is_old else DEFAULT_TORCH
+    if not torch:
+        yield Check("torch", "fail", "torch is not installed, and NVIDIA GPUs need it", "pip install 'dualtune[torch]'")
+    if built_for == "none":
+        yield Check("torch", "fail", f"torch {torch} is built without CUDA and sees no GPU", fix)
+    built = version(built_for) if built_for not in (None, "none") else ()
+    # Within one major version, CUDA runs on older drivers: docs.nvidia.com/deploy/cuda-compatibility.
+    if built and machine.cuda is not None and built[0] > driver_cuda[0]:
+        found = f"torch is built for CUDA {built_for}, but driver {machine.driver} supports {machine.cuda} and older"
+        yield Check("torch", "fail", found, f"{NEW_DRIVER}. Or: {fix}")
+    too_old = built >= (13,) and capability < CUDA_13_CAPABILITY
+    too_new = built < BLACKWELL_CUDA and capability >= BLACKWELL_CAPABILITY
+    if built and capability >= LEAST_CAPABILITY and (too_old or too_new):
+        gpu = f"compute capability {machine.gpus[0].compute_capability}"
+        yield Check("torch", "fail", f"torch is built for CUDA {built_for}, which has no code for {gpu}", fix)
 
 
 def environment(machine: Machine) -> list[Check]:
     """Return the rows of `dualtune check-env` for a machine with a GPU."""
     torch = machine.packages.get("torch")
     return [_build_check(machine, torch), _attention_check(machine.gpus[0], torch)]
-
-
-# --- problems --------------------------------------------------------------------------------------------------------
-
-
-def _torch_for(machine: Machine) -> str:
-    """Return the command that installs a torch for this driver and GPU."""
-    capability = machine.gpus[0].capability
-    old = version(machine.cuda or "13.0") < (13,) or capability < CUDA_13_CAPABILITY
-    return NEW_DRIVER if old and capability >= BLACKWELL_CAPABILITY else OLD_TORCH if old else DEFAULT_TORCH
-
-
-def _no_torch(machine: Machine) -> str | None:
-    return "torch is not installed, and NVIDIA GPUs need it" if machine.gpus and not _torch(machine) else None
-
-
-def _cpu_torch(machine: Machine) -> str | None:
-    if machine.gpus and machine.torch_cuda == "none":
-        return f"torch {_torch(machine)} is built without CUDA and sees no GPU"
-    return None
-
-
-def _torch_too_new(machine: Machine) -> str | None:
-    """Within one major version, CUDA runs on older drivers: docs.nvidia.com/deploy/cuda-compatibility."""
-    built = _built(machine)
-    if not built or machine.cuda is None or built[0] <= version(machine.cuda)[0]:
-        return None
-    return (
-        f"torch is built for CUDA {machine.torch_cuda}, but driver {machine.driver} supports {machine.cuda} and older"
-    )
-
-
-def _no_code(machine: Machine) -> str | None:
-    built = _built(machine)
-    if not built or machine.gpus[0].capability < LEAST_CAPABILITY:
-        return None
-    capability = machine.gpus[0].capability
-    too_old = built >= (13,) and capability < CUDA_13_CAPABILITY
-    too_new = built < BLACKWELL_CUDA and capability >= BLACKWELL_CAPABILITY
-    if not (too_old or too_new):
-        return None
-    gpu = f"compute capability {machine.gpus[0].compute_capability}"
-    return f"torch is built for CUDA {machine.torch_cuda}, which has no code for {gpu}"
-
-
-def _torch(machine: Machine) -> str | None:
-    return machine.packages.get("torch")
-
-
-def _built(machine: Machine) -> tuple[int, ...]:
-    """Return the CUDA version that torch is built for, if there is a GPU."""
-    known = machine.gpus and machine.torch_cuda not in (None, "none")
-    return version(machine.torch_cuda or "") if known else ()
-
-
-PROBLEMS = (
-    KnownProblem("torch", "fail", _no_torch, "pip install 'dualtune[torch]'"),
-    KnownProblem("torch", "fail", _cpu_torch, _torch_for),
-    KnownProblem("torch", "fail", _torch_too_new, lambda machine: f"{NEW_DRIVER}. Or: {_torch_for(machine)}"),
-    KnownProblem("torch", "fail", _no_code, _torch_for),
-)
-
-# --- rows of check-env -----------------------------------------------------------------------------------------------
 
 
 def _build_check(machine: Machine, torch: str | None) -> Check:

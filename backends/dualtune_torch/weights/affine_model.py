@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
-from dualtune.model.base_model import BaseWeights
+from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
 from dualtune_torch.weights.by_module import TensorReader, frozen, own, replace_modules
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from dualtune.base.errors import EnvironmentFault
-from dualtune.model.base_model import BaseWeights
+from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
 from dualtune_torch.weights.places import stored_names
 

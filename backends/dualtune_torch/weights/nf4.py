@@ -21,7 +21,8 @@ from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from dualtune.model.base_model import copy_without_weights, read_config, stored_precision
+from dualtune.model.config_file import read_config, stored_precision
+from dualtune.model.copies import copy_without_weights
 from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 from dualtune_torch.weights.text_part import whole_class

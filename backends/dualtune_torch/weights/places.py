@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from dualtune.base.tensors import StoredForm, write_model_weights
-from dualtune.model.base_model import copy_without_weights
+from dualtune.model.copies import copy_without_weights
 from dualtune.model.merging import stored_bytes
 from dualtune.model.places import FilePlace
 from dualtune.model.weight_files import BaseWeights

@@ -17,7 +17,7 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import MAX_GENERATION_CONFIG_BYTES, Tokenizer
 from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES
-from dualtune.model.base_model import MAX_CONFIG_BYTES
+from dualtune.model.config_file import MAX_CONFIG_BYTES
 
 GENERATION_CONFIG = "generation_config.json"
 _NAMING_EOS = ("tokenizer_config.json", "special_tokens_map.json")

@@ -33,7 +33,7 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import rust_errors
-from dualtune.model.base_model import vocabulary_size
+from dualtune.model.config_file import vocabulary_size
 
 LEAST_STOP = 3  # characters of a text that stops an answer
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has

@@ -22,11 +22,12 @@ from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.card import Card, card_of
 from dualtune.engine.choose import choose
 from dualtune.engine.detect import detect
-from dualtune.engine.memory.budget import budget
+from dualtune.engine.machine import budget
 from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.estimate import Estimate, ask_of, estimate, tokens_at_once
 from dualtune.engine.memory.shapes import UnknownShape
-from dualtune.model.base_model import read_config, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import read_config
 
 WITHIN = 0.10  # of what was measured, that the plan may differ
 LOSS_WITHIN = 1e-6  # of the loss in float32, for a technique that does not change the result

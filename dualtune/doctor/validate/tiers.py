@@ -24,12 +24,12 @@ from dualtune.doctor.validate.criteria import Criterion
 from dualtune.engine.backend import Backend
 from dualtune.engine.card import card_of
 from dualtune.engine.choose import PlatformChoice, open_backend
-from dualtune.engine.machine import Machine
-from dualtune.engine.memory.budget import Budget, budget, within
+from dualtune.engine.machine import Budget, Machine, budget, within
 from dualtune.engine.memory.counted import shape_from
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import KNOWN, UnknownShape
-from dualtune.model.base_model import copy_without_weights, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.copies import copy_without_weights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The data of the tiers: synthetic, the same on every machine, and of known difficulty.

@@ -39,8 +39,9 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
-from dualtune.model.adapter import Tensors, init_adapter, select_modules, tensor_name
+from dualtune.model.adapter import Tensors, init_adapter, tensor_name
 from dualtune.model.dropout import channel_keys, keep_mask
+from dualtune.model.targets import select_modules
 
 MODEL_TYPE = "dualtune-softmax"
 

@@ -15,14 +15,12 @@ from typing import Any
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import (
-    ALL_LINEAR,
     AdapterSpec,
     Scaling,
     Tensors,
     divisor,
     exact_targets,
     is_module_path,
-    is_target,
     parse_name,
     position_of,
     short_targets,
@@ -45,6 +43,7 @@ from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
 from dualtune.model.methods import METHODS, UNSUPPORTED
 from dualtune.model.methods.method import Method
+from dualtune.model.targets import ALL_LINEAR, is_target
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

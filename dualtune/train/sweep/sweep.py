@@ -14,7 +14,8 @@ from dualtune.base.files import check_own
 from dualtune.config import Config
 from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend
-from dualtune.model.base_model import read_config, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import read_config
 from dualtune.train.health import Score
 from dualtune.train.prepare import prepare
 from dualtune.train.state.checkpoint import Checkpoint

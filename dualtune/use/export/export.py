@@ -25,7 +25,9 @@ from dualtune.base.files import write_file, write_whole
 from dualtune.base.versions import VERSION
 from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens
 from dualtune.engine.backend import Backend, Engine
-from dualtune.model.base_model import copy_model, read_config, resolve_model, stored_precision
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import read_config, stored_precision
+from dualtune.model.copies import copy_model
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.train.fingerprints import without_adapter
 from dualtune.train.inference import load_model

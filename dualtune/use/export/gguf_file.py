@@ -26,7 +26,9 @@ from dualtune.data.tokens.stop_tokens import StopTokens, stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.data.tokens.tokenizer_files import TOKENIZER
 from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES, MAX_STRUCTURES
-from dualtune.model.base_model import BaseWeights, copy_without_weights, find_weights, read_config
+from dualtune.model.base_model import find_weights
+from dualtune.model.config_file import read_config
+from dualtune.model.copies import copy_without_weights
 from dualtune.model.gguf import (
     CONTROL,
     END_KEYS,
@@ -40,7 +42,7 @@ from dualtune.model.gguf import (
     interleaved,
     llama3_factors,
 )
-from dualtune.model.weight_files import StoredTensor
+from dualtune.model.weight_files import BaseWeights, StoredTensor
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 BLOCK = 32  # numbers that share a scale in q8_0

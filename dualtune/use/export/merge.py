@@ -12,7 +12,7 @@ from dualtune.base.files import write_whole
 from dualtune.data.tokens.stop_tokens import stop_texts, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest
-from dualtune.model.base_model import read_config, stored_precision
+from dualtune.model.config_file import read_config, stored_precision
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.optimizer import OptimizerSpec

@@ -115,7 +115,7 @@ def _bootstrapped(metric: str, base_N: np.ndarray, adapter_N: np.ndarray, weight
 #
 # Rows are near duplicates if the sets of their shingles have a Jaccard similarity of at least 0.8. Candidates are found
 # by their sketches in 16 bands of 4 hashes, which find a pair of similarity 0.8 with a probability of 0.9998, and are
-# then compared exactly. Only the held-out rows are kept in memory; the training data stream past. See decision 0040.
+# then compared exactly. Only the held-out rows are kept in memory; the training data stream past. See decision 0046.
 # Shape suffix: S shingles of a row.
 
 HASHES_PER_BAND = 4

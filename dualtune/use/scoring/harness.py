@@ -24,7 +24,8 @@ from dualtune.data.batches import SequenceLayout
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import Backend
 from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS
-from dualtune.model.base_model import longest_text, read_config, resolve_model
+from dualtune.model.base_model import resolve_model
+from dualtune.model.config_file import longest_text, read_config
 from dualtune.train.batched import PromptedRow, continue_rows, prompted_row
 from dualtune.train.evaluation import by_document, greedy, losses
 from dualtune.train.inference import LoadedModel, Sampling

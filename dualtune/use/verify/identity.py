@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.model.adapter import is_target
-from dualtune.model.base_model import find_weights, fingerprint, read_config
+from dualtune.model.base_model import find_weights
+from dualtune.model.config_file import read_config
+from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.canonical import to_pairs
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.formats.naming import canonical_layer, is_fan_in_fan_out
-from dualtune.model.places import file_names, is_text
+from dualtune.model.places import file_names
+from dualtune.model.targets import is_target, is_text
 from dualtune.train.fingerprints import PROMPTS, Entry
 
 PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not packed

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dualtune.engine.backend import LoadRequest
-from dualtune.engine.memory.budget import Budget
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.plan import make_plan
 from dualtune.engine.memory.shapes import KNOWN, decoder_of

@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
 from dualtune.base.errors import ConfigError, FormatError
-from dualtune.base.files import json_bytes, new_file, open_regular, write_file
+from dualtune.base.files import file_in, json_bytes, new_file, open_regular, write_file
 from dualtune.base.redaction import SecretSearch
 from dualtune.base.versions import VERSION
 from dualtune.config import Config, load_config, to_yaml
-from dualtune.model.base_model import file_in, resolve_model
+from dualtune.model.base_model import resolve_model
 from dualtune.model.formats.chat_template import hash_of, read_template
 from dualtune.model.formats.directory import MANIFEST_FILE, read_adapter
 from dualtune.train.state import checkpoint
