@@ -95,13 +95,14 @@ class Averages:
         from dualtune.train import objective, policies
         from dualtune.train import run as training
         from dualtune.train.evaluation import evaluate, using
-        from dualtune.train.step import Ordinary, Outcome, TrainingStep
+        from dualtune.train.policies import Ordinary
+        from dualtune.train.policy import Outcome, StepActions
 
         self.losses: dict[str, float] = {}
         weights: list[Any] = []
 
         class Recording(Ordinary):
-            def take(self, step: TrainingStep) -> Outcome:
+            def take(self, step: StepActions, /) -> Outcome:
                 outcome = super().take(step)
                 weights.append(step.engine.adapter_state())
                 return outcome
@@ -120,10 +121,10 @@ class Averages:
                 with using(engine, average(*how)):
                     self.losses[arm] = evaluate(engine, documents, layout, step, *rest).eval_loss
             if step == STEPS:
-                policies.POLICIES[policies.ORDINARY], training.evaluate = Ordinary, evaluate
+                policies.Ordinary, training.evaluate = Ordinary, evaluate
             return evaluate(engine, documents, layout, step, *rest)
 
-        policies.POLICIES[policies.ORDINARY], training.evaluate = Recording, evaluate_all
+        policies.Ordinary, training.evaluate = Recording, evaluate_all
 
 
 def summed(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -198,6 +198,8 @@ class Card:
     # "module:function" that tries what PEFT would do with an adapter: (config.json, adapter_config.json,
     # the shapes of the tensors) -> for each auto class of transformers what goes wrong, or "".
     peft_trial: str = ""
+    # Other libraries that load an adapter, by name: "module:class" of an `OtherLibrary` (engine/libraries.py).
+    libraries: Mapping[str, str] = field(default_factory=lambda: {})
 
     def __str__(self) -> str:
         return self.title or self.name

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from dualtune.base.errors import DualtuneError
-from dualtune.show.report.page import as_text, whole_page
+from dualtune.show.report.page import make_page
 from dualtune.show.report.run_page import run_page
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,4 +197,4 @@ def _made(run_dir: Path) -> str:
         problem = str(error)
     except Exception as error:  # noqa: BLE001  a damaged file must not leave the browser without an answer
         problem = f"the page cannot be made: {type(error).__name__}: {error}"
-    return whole_page(run_dir.name, "", f"<p>{as_text(problem)}</p>\n")
+    return make_page("page.html", run_dir.name, text=problem)

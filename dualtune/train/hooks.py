@@ -5,14 +5,18 @@ A hook subclasses `Hook` and overrides the events that it wants. Records are imm
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualtune.base.errors import DualtuneError
+
+if TYPE_CHECKING:
+    from dualtune.engine.backend import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +199,13 @@ class _Watcher:
 
 
 class Watchers:
-    """Calls hooks in the given order, and `report(message)` when one starts to fail."""
+    """Calls hooks in the given order, and `report(message)` when one starts to fail. Never synchronizes the device."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._watchers = [_Watcher(hook) for hook in hooks]
         self._listeners = {moment: [w for w in self._watchers if _overrides(w.hook, moment)] for moment in MOMENTS}
         self.report: Callable[[str], None] = lambda message: None
+        self._phase: str | None = None
 
     def tell(self, event: str, *args: Any) -> None:
         """Call the method `event` of every hook, after what the hook has missed."""
@@ -208,9 +213,24 @@ class Watchers:
             watcher.missed.append((event, args))
             self._report(_deliver(watcher))
 
-    def listen_to(self, *moments: str) -> bool:
-        """Return whether a hook overrides one of these moments."""
-        return any(self._listeners[moment] for moment in moments)
+    def enter(self, step: int, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Tell that a phase begins, and that the one before ends. Return a block for what is done in it."""
+        change, self._phase = PhaseChange(step, phase, self._phase), phase
+        self.tell_now("on_phase_change", change)
+        return contextlib.nullcontext()
+
+    def watched(self, step: int, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Return the micro-batches of a step, counted from 1; hooks hear of each one, if any of them wants to."""
+        listens = self._listeners["before_forward"] or self._listeners["after_backward"]
+        return self._each(step, batches) if listens else batches
+
+    def _each(self, step: int, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches. The caller asks for the next when it has queued the backward pass of the one before."""
+        for index, batch in enumerate(batches):
+            micro_batch = MicroBatch(step, index, batch.num_tokens, batch.num_targets)
+            self.tell_now("before_forward", micro_batch)
+            yield batch
+            self.tell_now("after_backward", micro_batch)
 
     def tell_now(self, moment: str, *args: Any) -> None:
         """Call the method `moment` of the hooks that override it. A hook that fails misses it for good."""

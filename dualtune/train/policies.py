@@ -1,4 +1,4 @@
-"""The step policies by name; saving their state in a checkpoint and restoring it."""
+"""The step policies that a config can choose, and what a checkpoint keeps of one."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.config import Config
 from dualtune.train.hybrid.policy import Predictive
-from dualtune.train.policy import PolicyState, StepPolicy
+from dualtune.train.policy import Outcome, PolicyState, StepActions, StepPolicy
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.step import Ordinary
 
-ORDINARY = Ordinary.name
 MakePolicy = Callable[[Config], StepPolicy]
-POLICIES: dict[str, MakePolicy] = {
-    ORDINARY: Ordinary,
-    Predictive.name: Predictive,
-}
 
 
-def chosen(config: Config) -> str:
-    """Return the name of the policy that the config chooses."""
-    return Predictive.name if config.hybrid.enabled else ORDINARY
+class Ordinary:
+    """Every step makes an optimizer update with the gradient of all its micro-batches."""
+
+    name = "ordinary"
+    num_probes = 0
+
+    def __init__(self, config: Config) -> None:
+        """Accept the config, which has no setting for this policy."""
+
+    def take(self, step: StepActions, /) -> Outcome:
+        step.add_gradients()
+        return Outcome(step.update())
+
+    def state(self) -> PolicyState:
+        return PolicyState()
+
+    def load_state(self, state: PolicyState, /) -> None:
+        if not state.is_empty:
+            raise ValueError("the ordinary policy has no state")
 
 
-def open_policy(policy: str | MakePolicy, config: Config, saved: Checkpoint | None) -> StepPolicy:
-    """Return a policy by its name or from the function that makes it, with the state from the checkpoint, if any."""
-    if isinstance(policy, str) and policy not in POLICIES:
-        raise ConfigError(f"step policy: got {policy!r}, allowed: {', '.join(sorted(POLICIES))}")
-    make = POLICIES[policy] if isinstance(policy, str) else policy
-    opened = make(config)
-    if saved is not None:
-        restore_policy(opened, saved)
-    return opened
+def policy_of(config: Config) -> MakePolicy:
+    """Return what makes the policy that the config chooses."""
+    return Predictive if config.hybrid.enabled else Ordinary
 
 
 def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:

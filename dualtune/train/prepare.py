@@ -36,8 +36,7 @@ from dualtune.train.activation_cache import layers_below
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
 from dualtune.train.objective import optimizer_spec, with_intervals
-from dualtune.train.policies import MakePolicy, chosen, open_policy
-from dualtune.train.policy import StepPolicy
+from dualtune.train.policies import MakePolicy, policy_of
 from dualtune.train.samples import check_samples
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import (
@@ -104,7 +103,7 @@ class Prepared:
     data: TrainingData
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
-    policy: StepPolicy  # decides what each step does; has the state of the checkpoint
+    make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
@@ -125,12 +124,10 @@ class Prepared:
 
         `layout`: that of the run at present, if memory ran out; None: that of the config.
         """
-        ids = self.data.order.step(step).documents.tolist()
-        return self._micro_batches(ids, layout, seed=self.config.run.seed, step=step)
-
-    def probe_batches(self, layout: SequenceLayout | None = None) -> list[Batch]:
-        """Return this process's micro-batches of the probe documents."""
-        return self._micro_batches(self.data.probes, layout, seed=0, step=0)
+        return micro_batches(
+            self.data.train, self.data.order.step(step).documents.tolist(), layout or self.data.layout,
+            seed=self.config.run.seed, step=step, rank=self.team.rank, size=self.team.size,
+        )  # fmt: skip
 
     def rows_with_batches(self, ids: Sequence[int], layout: SequenceLayout) -> list[tuple[list[Row], Batch]]:
         """Return this process's micro-batches of these training documents, each with the documents of its rows."""
@@ -138,83 +135,73 @@ class Prepared:
         groups = share(documents.lengths, ids, layout, self.team.rank, self.team.size)
         return [(rows, make_batch(documents, rows, seed=0, step=0)) for rows in groups]
 
-    def _micro_batches(self, ids: list[int], layout: SequenceLayout | None, *, seed: int, step: int) -> list[Batch]:
-        rank, size = self.team.rank, self.team.size
-        layout = layout or self.data.layout
-        return micro_batches(self.data.train, ids, layout, seed=seed, step=step, rank=rank, size=size)
-
 
 def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
-    team: Team | None = None, policy: str | MakePolicy | None = None,
+    team: Team | None = None, policy: MakePolicy | None = None,
 ) -> Prepared:  # fmt: skip
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
     and when FINGERPRINT begins and ends, and DOWNLOAD or UNPACKED where such a model is used for the first time. With
-    several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
-    `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
-    DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    several processes the first one runs first, and the others reuse its tokenized data. `policy` makes the step policy;
+    None: that which the config chooses. Raises ConfigError, DataError, FormatError (of `adapter.init_from`),
+    EnvironmentFault (of the model), or Preempted.
     """
     team = team or Team()
+    make_policy = policy or policy_of(config)
     with team.in_turn():
-        return _prepare(config, backend, saved, show, team, policy or chosen(config))
+        # What was asked for, then what an adapter to start from or a checkpoint says of it.
+        check_capabilities(backend, config)
+        _check_sharding(config, team)
+        start = start_of(config)
+        settled = with_adapter_of(config, start)
+        changes: list[Change] = []
+        if saved is not None:
+            settled = as_recorded(saved, settled)
+            changes = check_config(saved, settled)
 
+        # The data before the weights, which take longest: only the model's small files are downloaded for them.
+        sources = Data(settled)
+        is_pretrained = settled.model.init == "pretrained"
+        is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
+        model_dir = resolve_model(settled.model.name, weights=is_pretrained and is_here)
+        _check_length(settled, model_dir)
+        _check_activation_cache(settled, start, model_dir)
+        tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
+        train, eval_ = sources.train_and_eval(tokenizer, show)
+        _check_targets(settled, train, eval_)
+        system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
+        positions = position_table_size(read_config(model_dir))
+        check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
 
-def _prepare(
-    asked: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, chosen_policy: str | MakePolicy
-) -> Prepared:
-    # What was asked for, then what an adapter to start from or a checkpoint says of it.
-    check_capabilities(backend, asked)
-    _check_sharding(asked, team)
-    start = start_of(asked)
-    settled = with_adapter_of(asked, start)
-    changes: list[Change] = []
-    if saved is not None:
-        settled = as_recorded(saved, settled)
-        changes = check_config(saved, settled)
-    policy = open_policy(chosen_policy, settled, saved)
-    sources = Data(settled)
-    is_pretrained = settled.model.init == "pretrained"
-    # Download weights only after the data are checked.
-    is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
-    model_dir = resolve_model(settled.model.name, weights=is_pretrained and is_here)
-    _check_length(settled, model_dir)
-    _check_activation_cache(settled, start, model_dir)
-    tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
-    train, eval_ = sources.train_and_eval(tokenizer, show)
-    _check_targets(settled, train, eval_)
-    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
-    positions = position_table_size(read_config(model_dir))
-    check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
-    probes = probe_documents(len(train), policy.num_probes, settled.run.seed)
-    order = Order(settled, train.lengths, without(train.sources, probes), train.weights)
-    # Now that the documents are known: the config with what follows from them.
-    config = with_tokens(settled, order.tokens_per_step)
-    config = with_intervals(config, order.num_steps, saved and saved.state["config"].get("run"))
-    if config.train.warmup >= order.num_steps:
-        raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
-    if config.train.average_over > order.num_steps:
-        raise ConfigError(
-            f"train.average_over: got {config.train.average_over} steps, but the run has {order.num_steps}"
+        # The documents decide the number of steps, and the steps decide what the config leaves open.
+        probes = probe_documents(len(train), make_policy(settled).num_probes, settled.run.seed)
+        order = Order(settled, train.lengths, without(train.sources, probes), train.weights)
+        planned = with_tokens(settled, order.tokens_per_step)
+        planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
+        _check_steps(planned, order.num_steps)
+        data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes)
+
+        # Config and data are in order, so the weights are worth their download.
+        model_dir = resolve_model(planned.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
+        weights = find_weights(model_dir) if is_pretrained else None
+        show(FINGERPRINT, 0.0)
+        model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
+        show(FINGERPRINT, 1.0)
+        fingerprints = _fingerprints(model, data)
+        layout = layout_of(planned)
+        cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
+        memory = plan_memory(
+            planned, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
         )
-    data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
-    model_dir = resolve_model(config.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
-    weights = find_weights(model_dir) if is_pretrained else None
-    show(FINGERPRINT, 0.0)
-    model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
-    show(FINGERPRINT, 1.0)
-    found = _fingerprints(model, data)
-    layout = layout_of(config)
-    cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
-    memory = plan_memory(
-        config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
+        resumed = None if saved is None else _resumed(saved, changes, planned, order, fingerprints)
+        if start is not None and is_pretrained:
+            start = in_names_of(start, model_dir)  # which may have been downloaded since
+        spec = _spec(planned, start)
+    return Prepared(
+        planned, backend, team, model, data, spec, start, make_policy, resumed, fingerprints, memory, system
     )
-    resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    if start is not None and is_pretrained:
-        start = in_names_of(start, model_dir)  # which may have been downloaded since
-    spec = _spec(config, start)
-    return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 
 
 def _check_sharding(config: Config, team: Team) -> None:
@@ -225,8 +212,15 @@ def _check_sharding(config: Config, team: Team) -> None:
         )
 
 
-def _check_targets(config: Config, *found: Documents) -> None:
-    for documents in found:
+def _check_steps(config: Config, num_steps: int) -> None:
+    if config.train.warmup >= num_steps:
+        raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {num_steps}")
+    if config.train.average_over > num_steps:
+        raise ConfigError(f"train.average_over: got {config.train.average_over} steps, but the run has {num_steps}")
+
+
+def _check_targets(config: Config, *parts: Documents) -> None:
+    for documents in parts:
         if documents.num_rows and not len(documents):
             raise DataError(
                 f"{', '.join(documents.names)}: no targets: 0 of {documents.num_rows} rows have a target "

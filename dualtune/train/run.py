@@ -32,15 +32,16 @@ from dualtune.train.hooks import (
     Hook,
     RunInfo,
     StepRecord,
+    StepTaken,
     Watchers,
     installed_hooks,
 )
 from dualtune.train.hooks import SAMPLES as SAMPLING
 from dualtune.train.inference import LoadedModel
 from dualtune.train.memory import recovery_of, resume_smaller, suspected
-from dualtune.train.moments import Moments
 from dualtune.train.objective import is_due, steps_until_due
 from dualtune.train.policies import MakePolicy, restore_policy
+from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.profiler.profiler import Timeline
 from dualtune.train.recovery import explained
@@ -61,7 +62,7 @@ from dualtune.train.start import load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.run_dir import METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
-from dualtune.train.step import TrainingStep, record
+from dualtune.train.step import TrainingStep
 from dualtune.train.team import PeerFailed, Team
 
 
@@ -121,9 +122,12 @@ def execute(
         finished = result_at(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
         return replace(finished, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
 
-    # The disk is asked before the model is loaded, which takes long, and again when the number of weights is known.
+    # The state of another policy, or a full disk, ends the run before the model is loaded, which takes long. The disk
+    # is asked again when the number of weights is known.
     saved, num_steps = prepared.checkpoint, prepared.data.order.num_steps
-    first_step = saved.step if saved else 0
+    first_step, policy = saved.step if saved else 0, prepared.make_policy(config)
+    if saved is not None:
+        restore_policy(policy, saved)
     if team.is_first and (plan := prepared.memory.plan) is not None:
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
@@ -137,7 +141,7 @@ def execute(
     run_dir.has_begun = True
     run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)
     write_records(run_dir, prepared, engine)
-    job = Job(prepared, run_dir, engine, hooks, display, pause_after)
+    job = Job(prepared, run_dir, engine, policy, hooks, display, pause_after)
     try:
         job.tell_start()
         if restart is not None:
@@ -151,16 +155,16 @@ def execute(
         with in_result(prepared, engine, job.saver, job.log, num_steps):
             verdict = verdict_of(job.log.history)
             job.log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-            job.moments.enter(num_steps, FINGERPRINTS)
+            job.watchers.enter(num_steps, FINGERPRINTS)
             prints = result_fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
-            job.moments.enter(num_steps, RESULT)
+            job.watchers.enter(num_steps, RESULT)
             if team.is_first:
                 entries = result_record(prepared, engine, job.log, job.guards, job.recovery, num_steps)
                 write_result(run_dir.result(config), prepared, engine, job.naming, entries | {"fingerprints": prints})
         if config.run.report and team.is_first:
             _write_report(display, run_dir.path, job.log, num_steps)
         if config.run.track:
-            job.moments.enter(num_steps, TRACKERS)
+            job.watchers.enter(num_steps, TRACKERS)
     except Preempted as stop:
         raise (_stopped(stop, job.saver) if team.is_first else stop) from None
     finally:
@@ -175,21 +179,20 @@ def execute(
 
 
 class Job:
-    """A run that trains: its engine, and what watches, guards and saves it, each made of those before it."""
+    """A run that trains: engine and policy, and what watches, guards and saves them, each made of those before it."""
 
     def __init__(
-        self, prepared: Prepared, run_dir: RunDir, engine: Engine, hooks: Sequence[Hook] = (),
-        display: Display = NO_DISPLAY, pause_after: int | None = None,
+        self, prepared: Prepared, run_dir: RunDir, engine: Engine, policy: StepPolicy, hooks: Sequence[Hook],
+        display: Display, pause_after: int | None,
     ) -> None:  # fmt: skip
         """`pause_after`: the step after which the run is saved and stopped, to be resumed later."""
         saved = prepared.checkpoint
-        self.prepared, self.run_dir, self.engine = prepared, run_dir, engine
+        self.prepared, self.run_dir, self.engine, self.policy = prepared, run_dir, engine, policy
         self.first_step, self.num_steps = saved.step if saved else 0, prepared.data.order.num_steps
         self.last_step = self.num_steps if pause_after is None else min(self.num_steps, pause_after)
         self.watchers, self._unusable_hooks = _watchers(prepared, run_dir, display, hooks)
         self.log = Metrics(run_dir.path / METRICS, prepared.backend, self.watchers, self.first_step)
         self.guards = Guards(prepared.config, self._rows_of_step, saved.state.get("guards") if saved else None)
-        self.moments = Moments(self.watchers)
         self.recovery = recovery_of(prepared, engine, self.log)
         self.saver = Saver(self)
         self.samples = _samples(prepared, engine, run_dir.path / SAMPLES, self.first_step)
@@ -206,11 +209,12 @@ class Job:
         ))  # fmt: skip
         for problem in self._unusable_hooks:
             self.log.event(Event(self.first_step, "hook_failed", problem))
-        log_start(self.prepared, self.run_dir, self.log, self.engine, self.naming)
+        naming = self.naming if self.prepared.team.is_first else None
+        log_start(self.prepared, self.run_dir, self.log, self.engine, naming)
 
     @cached_property
     def naming(self) -> Naming | None:
-        """How other tools name the adapted layers. What PEFT makes of them is tried once, which may take seconds."""
+        """How other tools name the adapted layers; only the first process asks, because a trial may take seconds."""
         return adapter_naming(self.prepared, self.engine)
 
     def close(self) -> None:
@@ -254,12 +258,12 @@ def _take_step(job: Job, step: int) -> int:
     """Let the policy take a step, and check the previous step. Return the number of steps done."""
     prepared, team = job.prepared, job.prepared.team
     max_steps = steps_until_due(prepared.config.run, step, job.last_step)
-    watched = job.moments.of_step(step + 1)
     taking = TrainingStep(
-        prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery, **watched
-    )
+        prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery,
+        phase=partial(job.watchers.enter, step + 1), watch=partial(job.watchers.watched, step + 1),
+    )  # fmt: skip
     try:
-        outcome = prepared.policy.take(taking)
+        outcome = job.policy.take(taking)
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
@@ -270,15 +274,25 @@ def _take_step(job: Job, step: int) -> int:
         raise
     faults.reach("step")
     if not 1 <= outcome.num_steps <= max_steps:
-        raise ValueError(
-            f"step policy {prepared.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}"
-        )
+        raise ValueError(f"step policy {job.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
     step += outcome.num_steps
-    job.moments.step_taken(step, outcome)
-    # Numbers are read one step late (decision 0006), so the guards see the record of the step before.
+    update = outcome.update
+    counts = (update.num_tokens, update.num_targets, update.lr) if update else (0, 0, None)
+    job.watchers.tell_now("after_step", StepTaken(step, *counts, outcome.phase))
+
+    # Numbers are read one step late, so that nothing waits (decision 0006): the guards see the record of the step
+    # before, or on a CPU of this one.
     with team.waiting("the gradients of the other processes"):
-        record_before = record(outcome, job.log, step, prepared.data.order.step(step - 1).epoch)
-    return _pass_to_guards(job, step, record_before)
+        if update is None:
+            record = job.log.flush()
+        else:
+            record = job.log.step(
+                update.output, step=step, epoch=prepared.data.order.step(step - 1).epoch, lr=update.lr,
+                num_targets=update.num_targets, num_tokens=update.num_tokens,
+            )  # fmt: skip
+        for event in outcome.events:
+            job.log.event(event)
+    return _pass_to_guards(job, step, record)
 
 
 def _pass_to_guards(job: Job, step: int, record: StepRecord | None) -> int:
@@ -308,7 +322,7 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
         return step
     job.log.discard()
     restore(job.engine, saved)
-    restore_policy(job.prepared.policy, saved)
+    restore_policy(job.policy, saved)
     job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
     text = f"rolled back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are not repeated"
     job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
@@ -339,7 +353,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         job.guards.on_eval(before)  # from before the run was stopped
         return
     try:
-        job.moments.enter(step, EVALUATION)
+        job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):
             evaluation = evaluate(
                 job.engine, prepared.data.eval, job.recovery, step,
@@ -363,7 +377,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
 def _sample(job: Job, step: int) -> None:
     """Let the first process answer the prompts of the config; the others wait for it, however long that takes."""
     if job.prepared.config.run.sample_prompts:
-        job.moments.enter(step, SAMPLING)
+        job.watchers.enter(step, SAMPLING)
         with job.prepared.team.in_turn():
             if job.samples is not None:
                 job.samples.take(step, partial(job.watchers.tell, "on_sample"), job.log.event)

@@ -33,10 +33,10 @@ class Saver:
     def __init__(self, job: Job) -> None:
         """Take from a job what was made before its saver."""
         prepared, engine = job.prepared, job.engine
-        self._run_dir, self._moments, self._log = job.run_dir, job.moments, job.log
+        self._run_dir, self._watchers, self._log = job.run_dir, job.watchers, job.log
         self._guards, self._recovery, self._engine = job.guards, job.recovery, engine
         self._prepared, self._config, self._team = prepared, prepared.config, prepared.team
-        self._order, self._policy = prepared.data.order, prepared.policy
+        self._order, self._policy = prepared.data.order, job.policy
         self._fixed: dict[str, Any] = {
             "config": prepared.config.model_dump(mode="json"),
             "fingerprints": prepared.fingerprints,
@@ -61,7 +61,7 @@ class Saver:
         self.check_files(step)
         if step == self._saved_step or not self._team.is_first:
             return
-        self._moments.enter(step, SAVE)
+        self._watchers.enter(step, SAVE)
         self._log.sync()
         try:
             self.newest = self._write(self._run_dir.checkpoints, step)

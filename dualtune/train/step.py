@@ -1,8 +1,7 @@
-"""One step of a run, and the policy that decides what happens in it.
+"""One step of a run: the actions of which a policy makes it.
 
 The training loop and `dualtune bench` take the same steps and do not depend on the policy: a policy gets a
-`TrainingStep`, calls its methods, and returns an `Outcome` (`dualtune/train/policy.py`). `policies.py` is the table of
-the policies.
+`TrainingStep`, calls its methods, and returns an `Outcome` (`policy.py`). The policies are in `policies.py`.
 """
 
 from __future__ import annotations
@@ -14,32 +13,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dualtune.config import Config
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum
 from dualtune.model.adapter import Tensors
 from dualtune.train.evaluation import using
-from dualtune.train.hooks import StepRecord
 from dualtune.train.objective import learning_rate
-from dualtune.train.policy import Outcome, PolicyState, Update
+from dualtune.train.policy import Update
 from dualtune.train.recovery import Recovery
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
-    from dualtune.train.state.metrics import Metrics
 
 DATA, GRADIENT, OPTIMIZER, PROBE = "data", "micro-batch", "optimizer", "probe"  # the phases of a step
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
-
-
-def untimed(name: str) -> contextlib.AbstractContextManager[None]:
-    """Measure nothing."""
-    return contextlib.nullcontext()
-
-
-def unwatched(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Tell nobody of the micro-batches."""
-    return batches
 
 
 class TrainingStep:
@@ -50,8 +36,10 @@ class TrainingStep:
 
     def __init__(
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
-        max_steps: int = 1, phase: Phase = untimed, watch: Watch = unwatched, recovery: Recovery | None = None,
+        max_steps: int = 1, phase: Phase = lambda name: contextlib.nullcontext(),
+        watch: Watch = lambda batches: batches, recovery: Recovery | None = None,
     ) -> None:  # fmt: skip
+        """`phase`: around what is done in a phase of the step. `watch`: around the micro-batches of its gradient."""
         self.engine = engine
         self.index = index  # steps done before this one
         self.max_steps = max_steps  # that it may cover: until the next checkpoint, evaluation or the end
@@ -61,7 +49,6 @@ class TrainingStep:
         self._has_gradient = False
         # What is made on first use, and made again, smaller, when memory has run out.
         self._batches: list[Batch] | None = None
-        self._probes: list[Batch] | None = None
         self._counted: tuple[float, int, int] | None = None
 
     @property
@@ -71,13 +58,6 @@ class TrainingStep:
             with self._phase(DATA):
                 self._batches = self._make_batches(self.index)
         return self._batches
-
-    @property
-    def probes(self) -> list[Batch]:
-        """This process's share of the documents that are held out from training for the policy."""
-        if self._probes is None:
-            self._probes = self._prepared.probe_batches(self._recovery.layout)
-        return self._probes
 
     @property
     def probe_documents(self) -> Sequence[int]:
@@ -117,20 +97,13 @@ class TrainingStep:
         self._has_gradient = False
         return Update(output, lr, num_targets, num_tokens)
 
-    def probe_loss(self) -> float:
-        """Return the weighted mean of −log p over the targets of all processes' probes, without dropout; waits."""
-        return self._mean_loss(lambda: self.probes)
-
     def batch_loss(self) -> float:
-        """Return the same over the step's own batches, for a step that only reads its data."""
-        return self._mean_loss(lambda: self.batches)
-
-    def _mean_loss(self, batches: Callable[[], list[Batch]]) -> float:
+        """Return the weighted mean of −log p over the step's targets of all processes, without dropout; waits."""
         had_gradient = self._has_gradient
         losses: list[tuple[LossSum, float]] = []
         with self._phase(PROBE):
             while not self._attempt(
-                batches(), lambda batch: losses.append((self.engine.evaluate(batch), batch.total_weight))
+                self.batches, lambda batch: losses.append((self.engine.evaluate(batch), batch.total_weight))
             ):
                 losses.clear()
         if had_gradient and not self._has_gradient:  # it was discarded
@@ -147,19 +120,21 @@ class TrainingStep:
         """
         had_gradient = self._has_gradient
         with self._phase(PROBE):
-            while (found := self._losses_of(documents)) is None:
+            while (losses := self._losses_of(documents)) is None:
                 pass
         if had_gradient and not self._has_gradient:  # it was discarded
             self.add_gradients()
-        return np.array(self._team.totals([found.get(document, 0.0) for document in documents]))
+        return np.array(self._team.totals([losses.get(document, 0.0) for document in documents]))
 
     def _losses_of(self, documents: Sequence[int]) -> dict[int, float] | None:
         """Return the losses of this process's share of the documents. None if memory ran out: try again, smaller."""
         pairs = self._prepared.rows_with_batches(documents, self._recovery.layout)
         rows = iter([rows for rows, _ in pairs])
-        found = dict[int, float]()
-        done = self._attempt((batch for _, batch in pairs), lambda batch: found.update(self._losses(batch, next(rows))))
-        return found if done else None
+        losses = dict[int, float]()
+        done = self._attempt(
+            (batch for _, batch in pairs), lambda batch: losses.update(self._losses(batch, next(rows)))
+        )
+        return losses if done else None
 
     def _losses(self, batch: Batch, rows: Sequence[Sequence[int]]) -> dict[int, float]:
         """Return the loss of each document of a micro-batch, whose rows hold these documents in this order."""
@@ -167,12 +142,12 @@ class TrainingStep:
         if (weights_BT := batch.target_weights_BT) is not None:
             losses_BT *= weights_BT
         is_target_BT = batch.labels_BT != IGNORE_INDEX
-        found = dict[int, float]()
+        losses = dict[int, float]()
         for b, row in enumerate(rows):
             for segment, document in enumerate(row, start=1):
                 own_T = (batch.segments_BT[b] == segment) & is_target_BT[b]
-                found[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
-        return found
+                losses[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
+        return losses
 
     def trying(self, adapter: Tensors) -> contextlib.AbstractContextManager[None]:
         """Use other adapter weights inside the block, and always restore the engine's own at its end."""
@@ -196,44 +171,5 @@ class TrainingStep:
         """Do the work on each micro-batch. If memory runs out, return False: all are then made again, smaller."""
         if self._recovery.attempt(self.index, batches, work):
             return True
-        self._has_gradient, self._batches, self._probes, self._counted = False, None, None, None
+        self._has_gradient, self._batches, self._counted = False, None, None
         return False
-
-
-def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecord | None:
-    """Pass the numbers of an outcome to the metrics, when `step` steps are done.
-
-    Return the newest record that can be read without waiting (docs/decisions/0006): that of the previous update, or on
-    a CPU of this one.
-    """
-    if (update := outcome.update) is None:
-        before = log.flush()
-    else:
-        before = log.step(
-            update.output, step=step, epoch=epoch, lr=update.lr,
-            num_targets=update.num_targets, num_tokens=update.num_tokens,
-        )  # fmt: skip
-    for event in outcome.events:
-        log.event(event)
-    return before
-
-
-class Ordinary:
-    """Every step makes an optimizer update with the gradient of all its micro-batches."""
-
-    name = "ordinary"
-    num_probes = 0
-
-    def __init__(self, config: Config) -> None:
-        """Accept the config, which has no setting for this policy."""
-
-    def take(self, step: TrainingStep) -> Outcome:
-        step.add_gradients()
-        return Outcome(step.update())
-
-    def state(self) -> PolicyState:
-        return PolicyState()
-
-    def load_state(self, state: PolicyState) -> None:
-        if not state.is_empty:
-            raise ValueError("the ordinary policy has no state")

@@ -9,6 +9,7 @@ import yaml
 from dualtune.base.errors import DataError
 from dualtune.data.documents import Data, tokenize
 from dualtune.show.report.run_files import read_run
+from dualtune.show.report.run_page import run_page
 from dualtune.show.report.run_sections import base_formats
 from dualtune.train.evaluation import evaluate, layout_of
 from dualtune.train.inference import load_model
@@ -56,17 +57,18 @@ def test_the_command_keeps_its_numbers_beside_a_run_and_the_report_shows_them(co
     assert not (tmp_path / "run" / "base_formats.json").exists()  # there is no run yet
     assert dualtune_main("train", path, "--platform", "cpu", "--set", "model.quantization=nf4").returncode == 0
     run = read_run(tmp_path / "run")
-    assert "quantize" in base_formats(run) and "not measured" in base_formats(
-        run
-    )  # of a quantized base, nobody said so
+    assert base_formats(run) == {"used": "nf4", "command": f"dualtune quantize {run.path / 'config.yaml'} --compare"}
     result = dualtune_main(*words)
     measured = json.loads(result.stdout)["formats"]
-    section = base_formats(read_run(tmp_path / "run"))
-    assert f"nf4 (this run)</th><td>{measured[1]['loss']:.4f}</td><td>{measured[1]['above']:+.4f}" in section
+    row = ("nf4", f"{measured[1]['loss']:.4f}", f"{measured[1]['above']:+.4f}")
+    found = base_formats(run)
+    assert found["used"] == "nf4" and found["rows"][1] == row
+    cells = "nf4 (this run)</th><td>{}</td><td>{}</td>".format(*row[1:])
+    assert cells in run_page([run.path])
     (tmp_path / "run" / "base_formats.json").write_text('{"formats": [3, {"loss": "x", "quantization": ["<b>"]}]}')
-    assert "<b>" not in base_formats(run)
+    assert base_formats(run)["rows"][1] == ("['<b>']", "–", "") and "['<b>']" not in run_page([run.path])
     (tmp_path / "run" / "base_formats.json").write_text("{")
-    assert "base_formats.json" in base_formats(run)
+    assert "base_formats.json" in base_formats(run)["problem"]
 
 
 def test_each_format_has_its_line_as_soon_as_it_is_measured(config, tmp_path, dualtune_main):

@@ -25,14 +25,15 @@ LEAVE = """
 import os
 import numpy as np
 import dualtune.train.run as run
-write = run.write_result
-def leave(path, prepared, engine, *rest):
-    write(path, prepared, engine, *rest)
-    np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
+fit = run.fit
+def leave(job):
+    num_steps = fit(job)
+    np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **job.engine.adapter_state())
     with open(os.path.join({place!r}, os.environ["RANK"] + ".json"), "w") as file:
         import json
-        json.dump(dict(prepared.policy.state().values), file)
-run.write_result = leave
+        json.dump(dict(job.policy.state().values), file)
+    return num_steps
+run.fit = leave
 """
 
 

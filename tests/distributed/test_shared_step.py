@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.train.policies import POLICIES
+from dualtune.train.policies import Ordinary
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
 from dualtune.train.state.run_dir import shared
-from dualtune.train.step import Ordinary, TrainingStep
+from dualtune.train.step import TrainingStep
 
 _spec = importlib.util.spec_from_file_location("test_team", Path(__file__).with_name("test_team.py"))
 threads = importlib.util.module_from_spec(_spec)
@@ -26,16 +26,15 @@ class WithProbes(Ordinary):
 @pytest.fixture
 def take(open_backend, make_config, write_rows, qa_rows, tiny_softmax, monkeypatch):
     """What a step of each process comes to."""
-    monkeypatch.setitem(POLICIES, WithProbes.name, WithProbes)
     changes = {"train.documents_per_step": 7, "train.micro_batch_tokens": 64, "data.packing": False}
     config = make_config(write_rows(qa_rows), changes, tiny_softmax)
-    prepared = prepare(config, open_backend("numpy"), policy=WithProbes.name)
+    prepared = prepare(config, open_backend("numpy"), policy=WithProbes)
 
     def work(team):
         mine = replace(prepared, team=team)
         step = TrainingStep(mine, load_engine(mine), 0, mine.batches)
-        probe_loss, loss = step.probe_loss(), step.batch_loss()
-        update = mine.policy.take(step).update
+        probe_loss, loss = float(step.document_losses(step.probe_documents).mean()), step.batch_loss()
+        update = mine.make_policy(mine.config).take(step).update
         return probe_loss, loss, (update.num_targets, update.num_tokens, update.lr), update.output.loss
 
     return work

@@ -31,16 +31,20 @@ class Lab:
     make: Any
     home: Path
 
-    def prepared(self, name="run", saved=None, **changes):
+    def prepared(self, name="run", saved=None, policy=None, **changes):
         settings = {"run.dir": self.home / name} | {key.replace("__", "."): value for key, value in changes.items()}
-        return prepare(self.make(settings), self.backend, saved)
+        return prepare(self.make(settings), self.backend, saved, policy=policy)
 
-    def run(self, name="run", hooks=(), prepared=None, **changes) -> "Ended":
-        config = self.prepared(name, **changes).config
-        with open_run(config, "auto") as place:
-            found = prepared or self.prepared(name, place.saved, **changes)
-            result = execute(found, place, hooks)
-        return Ended(result.run_dir, found.policy)
+    def run(self, name="run", hooks=(), policy=Predictive, **changes) -> "Ended":
+        policies = []
+
+        def make(config):
+            policies.append(policy(config))
+            return policies[-1]
+
+        with open_run(self.prepared(name, **changes).config, "auto") as place:
+            result = execute(self.prepared(name, place.saved, make, **changes), place, hooks)
+        return Ended(result.run_dir, policies[-1])
 
 
 @dataclass

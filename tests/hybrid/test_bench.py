@@ -31,7 +31,7 @@ from dualtune.doctor.bench.hybrid import (
 )
 from dualtune.doctor.bench.intervals import interval, paired
 from dualtune.train.hybrid.prediction import Window, norm
-from dualtune.train.step import Ordinary
+from dualtune.train.policies import Ordinary
 
 PHASES = {"hybrid": {"warmup_steps": 4, "full_steps": 6, "correct_steps": 2, "max_predict_steps": 8, "probes": 4}}
 
@@ -262,7 +262,7 @@ def test_a_policy_may_be_given_as_a_function(settings, open_backend):
     from dualtune.train.prepare import prepare
 
     config = Place(settings, (), None).load()
-    assert isinstance(prepare(config, open_backend("numpy"), policy=Ordinary).policy, Ordinary)
+    assert prepare(config, open_backend("numpy"), policy=Ordinary).make_policy is Ordinary
 
 
 def test_the_command_compares_on_digits(dualtune_main, tmp_path, monkeypatch):

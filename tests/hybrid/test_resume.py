@@ -81,7 +81,8 @@ def test_a_prediction_is_checked_on_the_other_backend(lab_for, monkeypatch, here
 
 
 def test_the_state_of_a_new_policy_is_empty(lab):
-    policy = lab.prepared().policy
+    prepared = lab.prepared()
+    policy = prepared.make_policy(prepared.config)
     assert policy.state().is_empty and policy.name == "hybrid"
     policy.load_state(PolicyState())
     assert policy.current_phase() == "warmup"

@@ -6,7 +6,6 @@ from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.train.hybrid.memory import Clock, Counts, Statistics, StepResult
 from dualtune.train.hybrid.monitor import TrainingPhase
 from dualtune.train.hybrid.policy import Predictive
-from dualtune.train.policies import POLICIES
 
 
 def test_the_speed_up_is_end_to_end():
@@ -33,10 +32,8 @@ def test_a_run_reports_its_own_speed_up(lab, monkeypatch):
         return logprobs(engine, batch, **options)
 
     monkeypatch.setattr(NumpyEngine, "forward_backward", backward)
-    monkeypatch.setitem(POLICIES, "hybrid", lambda config: Predictive(config, lambda: now[0]))
-    prepared = lab.prepared(run__eval_every=None)
     monkeypatch.setattr(NumpyEngine, "target_logprobs", probe)
-    ended = lab.run(prepared=prepared)
+    ended = lab.run(policy=lambda config: Predictive(config, lambda: now[0]), run__eval_every=None)
     steps = len(ended.updates())
     assert steps < 40 and probes[0] > 4
     assert ended.policy.statistics().wall_clock_speedup == pytest.approx(48 / (steps + 0.1 * probes[0]), rel=0.02)
@@ -86,8 +83,11 @@ def test_a_step_has_a_result(lab):
 
 
 def test_a_forced_full_phase_delays_the_prediction(lab):
-    prepared = lab.prepared("forced")
-    prepared.policy.force_full_phase(20)
-    forced = lab.run("forced", prepared=prepared).events("predicted")[0]
+    def forcing(config):
+        policy = Predictive(config)
+        policy.force_full_phase(20)
+        return policy
+
+    forced = lab.run("forced", policy=forcing).events("predicted")[0]
     first = lab.run("free").events("predicted")[0]
     assert forced["step"] - forced["steps"] == 4 + 20 and first["step"] - first["steps"] == 4 + 6

@@ -90,11 +90,11 @@ def test_of_several_runs_a_damaged_one_is_left_out_and_reported(copy, dualtune_m
 def test_of_many_prompts_the_last_are_shown(copy):
     rows = [{"step": 8, "prompt": f"prompt {i}", "answer": "a"} for i in range(1000)]
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = samples(copy)
-    assert section.count("<details") == 16 and ">prompt 999</summary>" in section
-    assert "The last 16 of 1,000 prompts." in section
+    found = samples(copy)
+    assert (len(found["shown"]), found["num_prompts"], found["shown"][-1][0].prompt) == (16, 1000, "prompt 999")
+    assert "The last 16 of 1,000 prompts." in run_page([copy])
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
-    assert samples(copy).count("<details") == 16 and "The last" not in samples(copy)
+    assert len(samples(copy)["shown"]) == 16 and "<p class=hint>The last" not in run_page([copy])
 
 
 def test_metrics_that_are_no_file_or_too_long_are_refused(copy, monkeypatch):
@@ -138,7 +138,7 @@ def test_records_of_any_shape_make_a_page(copy):
     (copy / "environment.json").write_text(json.dumps(found))
     (copy / "config.yaml").write_text("model: 3\ntrain: {learning_rate: [1, {a: 2}], max_grad_norm: no}\nx: {y: z}\n")
     page = run_page([copy])
-    assert "[&#x27;&lt;b&gt;&#x27;]" in page
+    assert "[&#39;&lt;b&gt;&#39;]" in page
     assert "dropped: &lt;i&gt;" in page
     assert (
         f"&lt;<mark>u&gt;</mark>{'x' * 397}<mark>{'x' * 400}</mark>{'x' * 100}<mark>x</mark>{'x' * 31_867}…</dd>"
@@ -152,9 +152,10 @@ def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch)
     row = {"prompt": "p", "expected": "e", "base": None}
     rows = [row | {"adapter": f"answer {i}", "right": i % 2 == 0, "loss": i} for i in range(8)]
     (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    section = answers(tmp_path)
-    assert re.findall(r"answer \d", section) == ["answer 7", "answer 6", "answer 5", "answer 4"]
-    assert re.findall(r"(\w+) \(([^)]*)\)<", section) == [("all", "4 of 8"), ("wrong", "2 of 4"), ("right", "2 of 4")]
+    found = answers(tmp_path)
+    assert [row.adapter for row in found["shown"]] == ["answer 7", "answer 6", "answer 5", "answer 4"]
+    labels = ["all (4 of 8)", "wrong (2 of 4)", "right (2 of 4)"]
+    assert [label for _, label in found["choices"]] == labels
 
 
 def test_predictions_are_cut():

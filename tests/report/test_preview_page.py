@@ -90,7 +90,7 @@ def test_nothing_runs_and_nothing_is_loaded_whatever_the_data_say(page):
     names = {name for _, attrs in tags for name in attrs}
     assert not names & {"src", "href", "style", "srcset", "action"} and not [n for n in names if n.startswith("on")]
     assert "http:" not in page and "https:" not in page and "url(" not in page and "@import" not in page
-    assert html.escape(EVIL.replace("\x1b", "␛")) in page and "\x1b" not in page
+    assert EVIL.replace("\x1b", "␛") in html.unescape(page) and "\x1b" not in page
 
 
 def test_the_policy_allows_this_style_and_nothing_else(page):
@@ -107,7 +107,7 @@ def test_rows_say_what_they_are(page):
     assert f"; the same as {LONG}:1" in page
     assert page.count("<details>") == 1  # the long one
     assert 'class="part call"' in page and 'class="part tools"' in page
-    assert 'class="special target"' in page.replace("'", '"')
+    assert 'class="special target"' in page
 
 
 def test_each_filter_says_how_many_of_how_many_it_shows(page):

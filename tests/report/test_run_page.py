@@ -21,7 +21,7 @@ from dualtune.data.tokens.store import Document
 from dualtune.show.report import curves as curves_module
 from dualtune.show.report import run_files
 from dualtune.show.report.curves import curves_of
-from dualtune.show.report.page import as_data, whole_page
+from dualtune.show.report.page import environment, make_page
 from dualtune.show.report.run_files import read_run
 from dualtune.show.report.run_page import run_page
 from dualtune.show.report.run_sections import changed, differing, next_commands
@@ -65,13 +65,12 @@ def test_the_policy_allows_the_page_s_own_scripts_by_hash_and_loads_nothing(plai
 @pytest.mark.parametrize("script", ["a</script", "a</SCRIPT>", "<!--", "a\r\n"])
 def test_a_script_that_html_would_read_otherwise_is_refused(script):
     with pytest.raises(ValueError, match="script"):
-        whole_page("t", "", "", [script])
+        make_page("page.html", "t", scripts=[script], text="")
 
 
 def test_data_in_a_script_cannot_end_it():
     evil = {"</script><!--": "<script>\u2028&"}
-    text = as_data("numbers", evil)
-    inner = text.removeprefix('<script type="application/json" id="numbers">').removesuffix("</script>\n")
+    inner = environment().from_string("{{ value|tojson }}").render(value=evil)
     assert not set("<>&\u2028") & set(inner) and json.loads(inner) == evil
 
 
@@ -196,7 +195,9 @@ def test_a_sample_row_with_a_secret_has_no_marks():
 def test_the_commands_of_a_report_are_commands(train):
     for name, held_out in (("judged", 0.25), ("not judged", 0)):
         run = read_run(train(name, train__steps=1, data__eval=held_out))
-        lines = [html.unescape(line) for line in COMMAND.findall(next_commands(run))]
+        lines = [command for _, command in next_commands(run)]
+        shown = [html.unescape(command) for command in COMMAND.findall(run_page([run.path]).split("<h2>Next</h2>")[1])]
+        assert shown == lines
         assert len(lines) == 9 - (not held_out)
         assert any(" --exact-match " in line for line in lines) == (held_out > 0)  # else no row is judged
         for line in lines:

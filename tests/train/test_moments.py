@@ -7,10 +7,8 @@ import pydoc
 import pytest
 
 from dualtune.train.hooks import Hook, Watchers, installed_hooks
-from dualtune.train.moments import Moments
 from dualtune.train.profiler import profiler as timeline
 from dualtune.train.profiler.snapshot import read_timeline
-from dualtune.train.step import untimed, unwatched
 
 # Two micro-batches a step, an evaluation before, in the middle and at the end, and a save.
 BUSY = {"train__steps": 2, "train__micro_batch_tokens": 64, "data__packing": False, "data__eval": 0.25,
@@ -126,11 +124,11 @@ def test_hooks_are_called_in_the_given_order(lab):
 
 
 def test_nobody_is_called_if_nobody_listens():
-    """No generator around the micro-batches, no function around the phases."""
-    moments = Moments(Watchers([Hook()]))
-    assert moments.of_step(1) == {"phase": untimed, "watch": unwatched}
+    """No generator around the micro-batches."""
+    batches = []
+    assert Watchers([Hook()]).watched(1, batches) is batches
     phases_only = type("PhasesOnly", (Hook,), {"on_phase_change": lambda self, change: None})
-    assert Moments(Watchers([phases_only()])).of_step(1)["watch"] is unwatched
+    assert Watchers([phases_only()]).watched(1, batches) is batches
 
 
 class Broken(Diary):

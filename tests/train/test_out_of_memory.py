@@ -17,12 +17,13 @@ from dualtune.show.summary import summary
 from dualtune.train import run as training
 from dualtune.train.evaluation import evaluate
 from dualtune.train.hooks import Hook
-from dualtune.train.policies import POLICIES
+from dualtune.train.policies import Ordinary
+from dualtune.train.policy import Outcome
 from dualtune.train.prepare import prepare
 from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
-from dualtune.train.step import Ordinary, Outcome, TrainingStep
+from dualtune.train.step import TrainingStep
 from dualtune.train.team import Team
 
 TOO_LARGE = 1 << 60  # bytes
@@ -304,12 +305,11 @@ def test_a_gradient_that_an_evaluation_of_the_policy_discards_is_computed_again(
 
         def take(self, step):
             step.add_gradients()
-            self.loss = step.probe_loss()
+            self.loss = step.batch_loss()
             return Outcome(step.update())
 
-    monkeypatch.setitem(POLICIES, LooksBetween.name, LooksBetween)
     config = lab.config(**RUN | {"train__documents_per_step": 6})
-    prepared = prepare(config, lab.backend, policy=LooksBetween.name)
+    prepared, policy = prepare(config, lab.backend, policy=LooksBetween), LooksBetween(config)
     found, allocate = places(lab.backend.name)
 
     def take(calls):
@@ -321,8 +321,8 @@ def test_a_gradient_that_an_evaluation_of_the_policy_discards_is_computed_again(
             step = TrainingStep(
                 prepared, engine, 0, lambda index: prepared.batches(index, recovery.layout), recovery=recovery
             )
-            output = prepared.policy.take(step).update.output
-        return float(output.loss), float(output.grad_norm), prepared.policy.loss, recovery.layout
+            output = policy.take(step).update.output
+        return float(output.loss), float(output.grad_norm), policy.loss, recovery.layout
 
     *expected, layout = take(())
     *mine, smaller = take((1,))

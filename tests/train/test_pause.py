@@ -4,8 +4,9 @@ import pytest
 
 from dualtune.base.errors import Paused
 from dualtune.show.run import run
+from dualtune.train.policies import Ordinary
+from dualtune.train.policy import Outcome
 from dualtune.train.state.listing import summary_of
-from dualtune.train.step import Ordinary, Outcome
 
 SETTINGS = {
     "data__eval": 0.25,

@@ -4,7 +4,12 @@ documents that are held out, a state that is saved, a return to an earlier state
 import numpy as np
 
 from dualtune.train.hooks import Event
-from dualtune.train.step import Ordinary, Outcome, PolicyState
+from dualtune.train.policies import Ordinary
+from dualtune.train.policy import Outcome, PolicyState
+
+
+def probe_loss(step):
+    return float(step.document_losses(step.probe_documents).mean())
 
 
 class EveryThirdOnlyLooks(Ordinary):
@@ -26,7 +31,7 @@ class Prober(Ordinary):
 
     def take(self, step):
         update = super().take(step).update
-        loss = step.probe_loss()
+        loss = probe_loss(step)
         return Outcome(update, events=(Event(step.index + 1, "probe", "probed", {"mean_loss": loss}),))
 
 
@@ -77,7 +82,7 @@ class Undoing(Ordinary):
         self._before = {}
 
     def take(self, step):
-        engine, loss = step.engine, step.probe_loss()
+        engine, loss = step.engine, probe_loss(step)
         if step.index == 3:
             before, self._before = engine.adapter_state(), engine.adapter_state() | {"loss": np.array(loss)}
             engine.load_adapter_state({name: 10 * w for name, w in before.items()})

@@ -26,6 +26,7 @@ from dualtune.config import load_config
 from dualtune.doctor.bench.measure import document_lengths
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.choose import choose, open_backend
+from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.profiler.snapshot import process_reader
 from dualtune.train.recovery import explained
@@ -143,7 +144,7 @@ def measure(work: AblationWork, out: IO[str]) -> Measured:
     prepared = prepare(config, backend)
     kind = backend.devices()[0].kind
     with explained(backend, config, "in the measurement, which does not recover from it"):
-        engine = load_engine(prepared)
+        engine, policy = load_engine(prepared), prepared.make_policy(prepared.config)
         backend.synchronize()
         backend.reset_peak_memory()
         print("loaded", file=out)
@@ -154,9 +155,9 @@ def measure(work: AblationWork, out: IO[str]) -> Measured:
         for step in range(1 + work.steps):
             interrupt.poll()
             start = clock()
-            loss = _take(prepared, engine, step, batches[step])
+            loss = _take(prepared, engine, policy, step, batches[step])
             step_s.append(clock() - start)
-        peak = _peak(prepared, engine, [batch for batches_of in batches for batch in batches_of])
+        peak = _peak(prepared, engine, policy, [batch for batches_of in batches for batch in batches_of])
     sizes = {size_of(batch) for batches_of in batches for batch in batches_of}
     return Measured(backend.name, kind, engine.description.dtype, sorted(sizes), peak, step_s[1:], loss)
 
@@ -166,14 +167,14 @@ def size_of(batch: Batch) -> tuple[int, int]:
     return batch.tokens_BT.size, int(document_lengths([batch]).max(initial=0))
 
 
-def _take(prepared: Prepared, engine: Engine, step: int, batches: list[Batch]) -> float:
-    outcome = prepared.policy.take(TrainingStep(prepared, engine, step, lambda step: batches))
+def _take(prepared: Prepared, engine: Engine, policy: StepPolicy, step: int, batches: list[Batch]) -> float:
+    outcome = policy.take(TrainingStep(prepared, engine, step, lambda step: batches))
     loss = 0.0 if outcome.update is None else float(outcome.update.output.loss)
     prepared.backend.synchronize()
     return loss
 
 
-def _peak(prepared: Prepared, engine: Engine, batches: list[Batch]) -> int | None:
+def _peak(prepared: Prepared, engine: Engine, policy: StepPolicy, batches: list[Batch]) -> int | None:
     """Return the allocator's peak of the steps so far; if it keeps none, that of one more, as its profiler counts it.
 
     An allocator that counts also knows what it keeps for later (`MemoryStats.cached_bytes`).
@@ -183,7 +184,7 @@ def _peak(prepared: Prepared, engine: Engine, batches: list[Batch]) -> int | Non
         return memory.peak_bytes
     largest = max(batches, key=size_of)
     with tempfile.TemporaryDirectory() as place:
-        return prepared.backend.profile(lambda: _take(prepared, engine, 0, [largest]), Path(place)).peak_bytes
+        return prepared.backend.profile(lambda: _take(prepared, engine, policy, 0, [largest]), Path(place)).peak_bytes
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.evaluation import using
 from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.objective import learning_rate, optimizer_spec
-from dualtune.train.policies import POLICIES, chosen
+from dualtune.train.policies import policy_of
 from dualtune.train.policy import Update
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def config_of(seed: int, num_steps: int, learning_rate: float, hybrid: Mapping[s
 
 def train(data: DigitsData, config: Config) -> tuple[DigitsEngine, float, Mapping[str, Any]]:
     """Train, and return the engine, the cost of the run, and what predictive training reports of itself."""
-    policy, num_steps = POLICIES[chosen(config)](config), config.train.steps
+    policy, num_steps = policy_of(config)(config), config.train.steps
     assert num_steps is not None
     engine = DigitsEngine(starting_weights(config.run.seed), optimizer_spec(config, num_steps))
     course = DigitsCourse(config, data.train, engine, policy.num_probes)

@@ -27,6 +27,7 @@ from dualtune.engine.choose import PlatformChoice, open_backend
 from dualtune.engine.machine import Machine
 from dualtune.engine.machines import CPU_ELEMENTWISE, CPU_LAUNCH_S, CPU_SIDE_SHARES, MachineLimits, published
 from dualtune.engine.memory.shapes import UnknownShape, any_decoder
+from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared
 from dualtune.train.recovery import explained
 from dualtune.train.run import load_engine
@@ -274,10 +275,11 @@ def bench(
             engine = load_engine(prepared)
             backend.synchronize()
         loaded_bytes = backend.memory().used_bytes
-        _train(prepared, engine, spans, warmup + steps, tell)
+        policy = prepared.make_policy(prepared.config)
+        _train(prepared, engine, policy, spans, warmup + steps, tell)
     memory = backend.memory()
     batches = _forward_only(prepared, engine, spans, range(warmup, warmup + steps))
-    profile = _profile(prepared, engine, out)
+    profile = _profile(prepared, engine, policy, out)
 
     step_s = spans.seconds("step", warmup)
     means = {name: sum(spans.seconds(name, warmup)) / steps for name in (DATA, GRADIENT, OPTIMIZER)}
@@ -316,7 +318,9 @@ def bench(
     return result
 
 
-def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tell: Callable[[str], None]) -> None:
+def _train(
+    prepared: Prepared, engine: Engine, policy: StepPolicy, spans: Spans, num_steps: int, tell: Callable[[str], None]
+) -> None:
     """Take training steps, but synchronize after each phase, unlike the training loop.
 
     So steps of a few milliseconds are measured slightly too slow.
@@ -325,21 +329,22 @@ def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tel
     with Ahead(prepared.batches, num_steps) as batches_of:
         for step in range(num_steps):
             with spans("step", step):
-                _take(prepared, engine, spans, step, batches_of)
+                _take(prepared, engine, policy, spans, step, batches_of)
             if step == 0:
                 tell(f"the first step took {in_short_time(spans.seconds('step')[0])}; measuring {num_steps - 1} more")
 
 
 def _take(
-    prepared: Prepared, engine: Engine, spans: Spans, step: int, batches_of: Callable[[int], list[Batch]]
-) -> None:
+    prepared: Prepared, engine: Engine, policy: StepPolicy, spans: Spans, step: int,
+    batches_of: Callable[[int], list[Batch]],
+) -> None:  # fmt: skip
     @contextmanager
     def phase(name: str) -> Generator[None]:
         with spans(name, step):
             yield
             prepared.backend.synchronize()
 
-    outcome = prepared.policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase))
+    outcome = policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase))
     if outcome.update is not None:
         float(outcome.update.output.loss)  # reading it synchronizes the device
 
@@ -364,12 +369,12 @@ def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range
     return all_batches
 
 
-def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:
+def _profile(prepared: Prepared, engine: Engine, policy: StepPolicy, out: Path) -> ProfiledStep:
     batches, spans = prepared.batches(0)[:1], Spans()  # a trace takes megabytes per micro-batch
 
     def step() -> None:
         with spans("step"):
-            _take(prepared, engine, spans, 0, lambda step: batches)
+            _take(prepared, engine, policy, spans, 0, lambda step: batches)
 
     profile = prepared.backend.profile(step, out)
     total = sum(profile.seconds.values())

@@ -1,4 +1,4 @@
-"""Several runs beside each other: a table of their numbers and of the keys that differ."""
+"""Several runs beside each other: a table of their numbers and of the keys that differ, and pictures of losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from dualtune.base.fields import number
 from dualtune.base.text import in_time
-from dualtune.show.report.page import as_text as _text
 from dualtune.show.report.run_files import RunFiles, are_comparable, best_of
 from dualtune.show.report.run_sections import differing, flat, loss_text, median_speed, shown_value
 
@@ -34,24 +33,23 @@ class Dot:
     values: dict[str, Any]  # its config, by key
 
 
-def scatter(runs: Sequence[RunFiles]) -> str:
-    """Return a picture for each key that differs; nothing for fewer than three runs with a loss."""
+def scatter(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+    """Return a picture for each key that differs; None for fewer than three runs with a loss."""
     dots = [Dot(run, loss, flat(run.config)) for run in runs if (loss := _loss(run)) is not None]
     keys = [key for key, _ in differing([dot.run.config for dot in dots])]
     if len(dots) < MIN_RUNS or not keys or all(dot.loss == math.inf for dot in dots):
-        return ""
+        return None
     others = {keys[0]: keys[1], keys[1]: keys[0]} if len(keys) == 2 else {}
     winner, highest = best_of([dot.run for dot in dots]), _highest(dots)
     best = next((dot for dot in dots if dot.run is winner), None)
-    pictures = "".join(_figure(dots, key, others.get(key, ""), highest, best) for key in keys[:MAX_PLOTS])
     held_out = all(dot.run.score.is_held_out for dot in dots if dot.run.is_done)
     loss_kind = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
     edge = " A triangle is a loss above the picture." * any(dot.loss > highest for dot in dots)
     given_up = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
-    return (
-        f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {loss_kind}.{edge}{given_up}</p>\n'
-        f'<div class="plots">\n{pictures}</div>\n'
-    )
+    return {
+        "hint": f"The {loss_kind}.{edge}{given_up}",
+        "pictures": [_picture(dots, key, others.get(key, ""), highest, best) for key in keys[:MAX_PLOTS]],
+    }
 
 
 def _loss(run: RunFiles) -> float | None:
@@ -67,7 +65,7 @@ def _highest(dots: Sequence[Dot]) -> float:
     return min(max(losses), lowest + CUT * (middle - lowest)) if middle > lowest else max(losses)
 
 
-def _figure(dots: Sequence[Dot], key: str, other: str, high: float, best: Dot | None) -> str:
+def _picture(dots: Sequence[Dot], key: str, other: str, high: float, best: Dot | None) -> dict[str, Any]:
     """Return the picture of a key. `other`: the only other key that differs, whose values get a line each; or empty.
 
     `high`: the loss at the top.
@@ -75,28 +73,49 @@ def _figure(dots: Sequence[Dot], key: str, other: str, high: float, best: Dot | 
     place, ticks = _axis([dot.values.get(key) for dot in dots])
     low = min(dot.loss for dot in dots)
 
+    def height(share: float) -> float:
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
     def at(dot: Dot) -> tuple[float, float]:
         share = (min(dot.loss, high) - low) / (high - low) if high > low else 0.5
-        x = LEFT + place(dot.values.get(key)) * (WIDTH - LEFT - RIGHT)
-        return x, HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return LEFT + place(dot.values.get(key)) * (WIDTH - LEFT - RIGHT), height(share)
 
-    names = list(dict.fromkeys(shown_value(dot.values.get(other)) for dot in dots)) if other else []
-    names = names if len(names) <= MAX_LINES else []
-    marks: list[str] = []
-    for dot in dots:
-        series = names.index(shown_value(dot.values.get(other))) if names else 0
-        marks.append(_mark(dot, *at(dot), series, is_high=dot.loss > high, is_best=dot is best))
-    lines = [_line([at(dot) for dot in group], index) for index, group in enumerate(_groups(dots, other, names))]
-    legend = " ".join(f'<span><i class="swatch run{i}"></i>{_text(name)}</span>' for i, name in enumerate(names))
-    caption = f"{_text(key)}{f', by {_text(other)}: {legend}' if names else ''}"
+    # Runs with the same value of the other key have a colour and a line, unless there are too many to tell them apart.
+    series = [shown_value(dot.values.get(other)) for dot in dots] if other else []
+    names = list(dict.fromkeys(series))
+    if len(names) > MAX_LINES:
+        series, names = [], []
+    marks: list[dict[str, Any]] = []
+    for index, dot in enumerate(dots):
+        x, y = at(dot)
+        color = names.index(series[index]) if series else 0
+        kind, title = f"dot{color}{'' if dot.run.is_done else ' ring'}", f"{dot.run.name}: {loss_text(dot.loss)}"
+        marks.append({"x": x, "y": y, "kind": kind, "title": title, "is_high": dot.loss > high, "is_best": dot is best})
     label = f"{key}: {len(dots)} runs"
     if best is not None:
         label += f", the best has {shown_value(best.values.get(key))} with {loss_text(best.loss)}"
-    return (
-        f'<figure class="scatter"><figcaption>{caption}</figcaption>\n'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(label)}">\n'
-        f"{_grid(ticks, low, high)}{''.join(lines)}{''.join(marks)}</svg></figure>\n"
-    )
+    return {
+        "key": key, "other": other, "names": names, "label": label, "marks": marks,
+        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
+        "lines": [sorted(at(dot) for dot, own in zip(dots, series, strict=True) if own == name) for name in names],
+        "grid": [
+            (height(share), loss_text(low + share * (high - low) if high > low else low))
+            for share in ((0, 0.5, 1) if high > low else (0.5,))
+        ],
+        "ticks": _apart([(LEFT + share * (WIDTH - LEFT - RIGHT), name) for share, name in sorted(ticks)]),
+    }  # fmt: skip
+
+
+def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return the ticks whose names do not cover the one before."""
+    shown: list[tuple[float, str]] = []
+    end = -math.inf
+    for x, name in ticks:
+        half = 3.6 * len(name)
+        if x - half > end:
+            shown.append((x, name))
+            end = x + half
+    return shown
 
 
 Place = Callable[[Any], float]  # from a value to its place between the ends of the axis, 0 to 1
@@ -125,80 +144,31 @@ def _axis(values: Sequence[Any]) -> tuple[Place, list[tuple[float, str]]]:
     return in_order, shown_names if len(names) <= MAX_TICKS else [shown_names[0], shown_names[-1]]
 
 
-def _groups(dots: Sequence[Dot], other: str, names: Sequence[str]) -> list[list[Dot]]:
-    """Return the runs that a line joins: those with the same value of the other key."""
-    if not names:
-        return []
-    return [[dot for dot in dots if shown_value(dot.values.get(other)) == name] for name in names]
-
-
-def _line(points: Sequence[tuple[float, float]], series: int) -> str:
-    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(points))
-    return f'<polyline class="line{series}" points="{joined}"/>\n'
-
-
-def _mark(dot: Dot, x: float, y: float, series: int, *, is_high: bool, is_best: bool) -> str:
-    title = f"<title>{_text(dot.run.name)}: {loss_text(dot.loss)}</title>"
-    kind = f"dot{series}{'' if dot.run.is_done else ' ring'}"
-    if is_high:
-        return f'<path class="{kind}" d="M{x:.1f},{y - 6:.1f} l6,10 h-12 z">{title}</path>\n'
-    around = f'<circle class="around" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if is_best else ""
-    return f'{around}<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>\n'
-
-
-def _grid(ticks: Sequence[tuple[float, str]], low: float, high: float) -> str:
-    """Return the lines and numbers behind the dots."""
-    found: list[str] = []
-    for share in (0, 0.5, 1) if high > low else (0.5,):
-        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        shown = loss_text(low + share * (high - low)) if high > low else loss_text(low)
-        found.append(f'<path class="grid" d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}"/>')
-        found.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>\n')
-    last = -math.inf
-    for share, name in sorted(ticks):
-        x, half = LEFT + share * (WIDTH - LEFT - RIGHT), 3.6 * len(name)
-        if x - half > last:  # else it would cover the one before
-            found.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{_text(name)}</text>\n')
-            last = x + half
-    return "".join(found)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 Cell = tuple[str, float | str | None]  # what it shows, and what it is sorted by
 
 
-def comparison(runs: Sequence[RunFiles]) -> str:
-    """Return the table of the runs. Its heads sort it; the best run is marked."""
-    keys = differing([run.config for run in runs])
+def comparison(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Return the table of the runs."""
+    keys, best = differing([run.config for run in runs]), best_of(runs)
     heads = ["run", "verdict", "steps", "loss", "evaluation", "best evaluation", "tokens/s", "time"]
-    heads += [key for key, _ in keys]
-    best = best_of(runs)
     columns = zip_longest(*(values for _, values in keys)) if keys else [()] * len(runs)
     rows = [
-        _row(run, [*_numbers(run), *((value, _sortable(value)) for value in values)], index, run is best)
+        (run.name, dashes_of(index), run is best, [*_numbers(run), *((value, _sortable(value)) for value in values)])
         for index, (run, values) in enumerate(zip(runs, columns, strict=True))
     ]
-    buttons = "".join(
-        f'<th scope=col aria-sort="none"><button type="button" class="sort">{_text(head)}</button></th>'
-        for head in heads
-    )
-    note = "" if keys else "<p>The configs are equal.</p>\n"
-    return (
-        '<div class="scroll" role="region" aria-label="Runs" tabindex="0"><table id="runs" class="runs">\n'
-        "<caption>The runs, with the keys in which their configs differ. Click a column head to sort.</caption>\n"
-        f"<thead><tr>{buttons}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table></div>\n"
-        f"{note}{_criterion(runs, best)}"
-    )
+    heads += [key for key, _ in keys]
+    return {"heads": heads, "keys": keys, "rows": rows, "criterion": _criterion(runs, best)}
 
 
 def _criterion(runs: Sequence[RunFiles], best: RunFiles | None) -> str:
     """Say by what the runs are compared."""
     if not are_comparable(runs):
-        return "<p>The runs were evaluated on different documents or tokens, so none is called the best.</p>\n"
+        return "The runs were evaluated on different documents or tokens, so none is called the best."
     if best is None:
         return ""
     what = "evaluation loss with the weights that it writes" if best.score.is_held_out else "training loss at the end"
-    return f"<p>Of the runs that were trained to their end, the best has the lowest {what}.</p>\n"
+    return f"Of the runs that were trained to their end, the best has the lowest {what}."
 
 
 def _numbers(run: RunFiles) -> list[Cell]:
@@ -227,17 +197,6 @@ def _sortable(value: str) -> float | str:
     except ValueError:
         return value
     return number if math.isfinite(number) else value
-
-
-def _row(run: RunFiles, cells: Sequence[Cell], index: int, is_best: bool) -> str:
-    dashes = " ".join(map(str, dashes_of(index)))
-    mark = ' <span class="mark">best</span>' if is_best else ""
-    shown = "".join(f'<td data-sort="{_text("" if by is None else str(by))}">{_text(text)}</td>' for text, by in cells)
-    return (
-        f'<tr{" class=best" * is_best}><th scope=row data-sort="{_text(run.name)}"><svg class="key" viewBox="0 0 32 8" '
-        f'aria-hidden="true"><path class="line{index % 8}" d="M0,4 H32" stroke-dasharray="{dashes}"/></svg>'
-        f"{_text(run.name)}{mark}</th>{shown}</tr>\n"
-    )
 
 
 def dashes_of(index: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""What a report says of one run: its verdict and numbers, its data, how to repeat it, and what to do next."""
+"""What a report says of one run: its verdict and numbers, its data, how to repeat it, and what to do next.
+
+These are the values that `run.html` shows.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from dualtune.base.fields import number
 from dualtune.base.text import in_bytes, in_time
 from dualtune.base.untrusted import read_json
 from dualtune.config.schema import sections
-from dualtune.show.report.page import as_text as _text
-from dualtune.show.report.page import histogram, notice, scrolling
+from dualtune.show.report.page import MAX_TEXT, cut
 from dualtune.show.report.run_files import RunFiles, as_table
 from dualtune.train.health import LAST_SHARE
 from dualtune.train.state import resume
@@ -79,24 +81,16 @@ WORDS = {
 Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
 MAX_SAMPLES = 10
-MAX_TEXT = 500  # characters of a value from a file
 MAX_FORMATS_BYTES = 1 << 16  # of base_formats.json
 MAX_SAMPLE = 1 << 15  # characters of a sample row: `counts` records fewer
 
 
-def headline(run: RunFiles) -> str:
-    """Return the verdict in words, the state if the run is not done, and the most important numbers."""
-    verdict = run.verdict
-    notice = ""
-    if run.state != "done":
-        reason = f": {_cut(run.reason)}" if run.reason else ""
-        notice = f'<p class="notice"><b>{_text(run.state)}</b>{reason}. The numbers are those so far.</p>\n'
-    advice = f" {_text(verdict.advice)}." if verdict.advice else ""
-    tiles = "".join(f"<li><b>{_text(number)}</b> {_text(label)}</li>\n" for number, label in _tiles(run))
-    return (
-        f'{notice}<p class="verdict {verdict.word.replace(" ", "-")}"><b>{WORDS[verdict.word]}</b> '
-        f'{_text(verdict.because[:1].upper() + verdict.because[1:])}.{advice}</p>\n<ul class="tiles">\n{tiles}</ul>\n'
-    )
+def sections_of(run: RunFiles) -> dict[str, Any]:
+    """Return what the page says of a run: alone, or folded below the table of several."""
+    return {
+        "run": run, "words": WORDS[run.verdict.word], "tiles": _tiles(run), "data": data(run),
+        "again": reproduce(run), "next": next_commands(run),
+    }  # fmt: skip
 
 
 def _tiles(run: RunFiles) -> list[tuple[str, str]]:
@@ -137,11 +131,11 @@ def median_speed(run: RunFiles) -> float | None:
     return median(known) if known else None
 
 
-def data(run: RunFiles) -> str:
-    """Return the counts of the documents that the run recorded; nothing for a run that recorded none."""
+def data(run: RunFiles) -> dict[str, Any] | None:
+    """Return the counts of the documents that the run recorded; None for a run that recorded none."""
     counts = run.recorded("data")
     if not counts:
-        return ""
+        return None
     lengths = as_table(counts.get("lengths"))
     text = f"{_count(lengths, 'min')} to {_count(lengths, 'max')}, median {_count(lengths, 'median')}"
     pairs = [
@@ -155,8 +149,17 @@ def data(run: RunFiles) -> str:
         ("duplicates", f"{_count(counts, 'duplicates')} documents equal an earlier one"),
         ("leaks", f"{_count(counts, 'eval_in_training')} held-out documents are training documents, too"),
     ]
-    tables = _histogram(counts.get("histogram")) + _sources(counts.get("sources"))
-    return f"<h2>Data</h2>\n{_list(pairs)}{tables}{_preview(_tables(counts.get('samples')))}"
+    keys = ("first", "last", "documents")
+    bars = [bar for bar in _tables(counts.get("histogram")) if all(type(bar.get(key)) is int for key in keys)]
+    sources = [
+        (source.get("path", ""), [_count(source, key) for key in ("documents", "tokens", "trained_tokens")])
+        for source in _tables(counts.get("sources"))[:MAX_SOURCES]
+    ]
+    samples = [
+        (row.get("where", ""), _marked(str(row.get("text", "")), row.get("targets")))
+        for row in _tables(counts.get("samples"))[:MAX_SAMPLES]
+    ]
+    return {"counts": pairs, "bars": bars, "sources": sources, "samples": samples}
 
 
 def _left_out(counts: Mapping[str, Any]) -> Pairs:
@@ -165,84 +168,44 @@ def _left_out(counts: Mapping[str, Any]) -> Pairs:
     return [("duplicates left out", ", ".join(parts))] if parts else []
 
 
-def _histogram(value: object) -> str:
-    keys = ("first", "last", "documents")
-    bars = [[bar[key] for key in keys] for bar in _tables(value) if all(type(bar.get(key)) is int for key in keys)]
-    return histogram((first, last, documents) for first, last, documents in bars)
-
-
-def _sources(value: object) -> str:
-    rows = "".join(
-        f"<tr><th scope=row>{_cut(str(source.get('path', '')))}</th>"
-        f"{''.join(f'<td>{_count(source, key)}</td>' for key in ('documents', 'tokens', 'trained_tokens'))}</tr>\n"
-        for source in _tables(value)[:MAX_SOURCES]
-    )
-    return scrolling("Sources", ("source", "documents", "tokens", "targets"), rows, kind="sources")
-
-
-def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return some rows, with the targets of the loss marked."""
-    rows = "".join(
-        f"<dt>{_cut(str(row.get('where', '')))}</dt>"
-        f"<dd dir=auto>{_marked(str(row.get('text', '')), row.get('targets'))}</dd>\n"
-        for row in samples[:MAX_SAMPLES]
-    )
-    return (
-        f"<h3>Sample rows</h3>\n<p class=hint>What is marked is a target of the loss. All rows: dualtune preview</p>\n"
-        f"<dl class=preview>\n{rows}</dl>\n"
-        if rows
-        else ""
-    )
-
-
-def _marked(text: str, targets: object) -> str:
-    """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
-    shown, html, done = text[:MAX_SAMPLE], "", 0
+def _marked(text: str, targets: object) -> list[tuple[str, bool]]:
+    """Return the parts of a text, and which are targets: pairs [start, end) in order; anything else is left out."""
+    shown, parts, done = text[:MAX_SAMPLE], list[tuple[str, bool]](), 0
     for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
         match pair:
             case [int(start), int(end)] if done <= start < min(end, len(shown)):
-                html += f"{_text(shown[done:start])}<mark>{_text(shown[start:end])}</mark>"
+                parts += [(shown[done:start], False), (shown[start:end], True)]
                 done = end
             case _:
                 pass
-    return f"{html}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
+    return [*parts, (shown[done:] + "…" * (len(text) > MAX_SAMPLE), False)]
 
 
-def base_formats(run: RunFiles) -> str:
-    """Return the losses by format; a hint where the base is quantized and nothing was measured; else nothing."""
+def base_formats(run: RunFiles) -> dict[str, Any] | None:
+    """Return the losses by format; a command where the base is quantized and nothing was measured; else None."""
     path, used = run.path / BASE_FORMATS, str(run.recorded("engine").get("quantization") or "none")[:MAX_TEXT]
     if not path.exists():
-        if used == "none":
-            return ""
         command = f"dualtune quantize {run.path / 'config.yaml'} --compare"
-        return (
-            f"<h2>The base in {_text(used)}</h2>\n<p class=hint>What that costs in loss before any training was not "
-            f"measured: <code>{_text(command)}</code></p>\n"
-        )
+        return None if used == "none" else {"used": used, "command": command}
     try:
         record = read_json(path, max_bytes=MAX_FORMATS_BYTES)
     except (FormatError, OSError) as error:
-        return f"<h2>Formats of the base</h2>\n{notice(str(error))}"
+        return {"problem": str(error)}
     listed = record.get("formats")
-    formats = cast("list[object]", listed)[:MAX_SOURCES] if isinstance(listed, list) else []
-    rows = "".join(_format_row(as_table(row), used) for row in formats)
-    on = f"{record.get('rows')} rows, {record.get('targets')} targets, by {record.get('backend')}"[:MAX_TEXT]
-    caption = f"Measured without an adapter on {_text(on)}."
-    heads = ("format", "loss", "above unquantized")
-    return "<h2>Formats of the base</h2>\n" + scrolling("Formats", heads, rows, caption=caption)
+    rows = cast("list[object]", listed)[:MAX_SOURCES] if isinstance(listed, list) else []
+    on = cut(f"{record.get('rows')} rows, {record.get('targets')} targets, by {record.get('backend')}")
+    caption = f"Measured without an adapter on {on}."
+    return {"used": used, "caption": caption, "rows": [_format_row(as_table(row)) for row in rows]}
 
 
-def _format_row(row: dict[str, object], used: str) -> str:
-    name = str(row.get("quantization"))[:MAX_TEXT]
-    loss, above = number(row.get("loss")), number(row.get("above"))
+def _format_row(row: dict[str, object]) -> tuple[str, str, str]:
+    name, loss, above = str(row.get("quantization"))[:MAX_TEXT], number(row.get("loss")), number(row.get("above"))
     problem = str(row.get("problem") or "")[:MAX_TEXT]
-    last = problem or ("" if above is None or name == "none" else f"{above:+.4f}")
-    mine = " (this run)" if name == used else ""
-    shown = "–" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
-    return f"<tr><th scope=row>{_text(name)}{mine}</th><td>{shown}</td><td>{_text(last)}</td></tr>\n"
+    difference = "" if above is None or name == "none" else f"{above:+.4f}"
+    return name, "–" if loss is None or not math.isfinite(loss) else f"{loss:.4f}", problem or difference
 
 
-def reproduce(run: RunFiles) -> str:
+def reproduce(run: RunFiles) -> dict[str, Any]:
     """Return what somebody needs to repeat the run: the command, the config beside the defaults, versions, hashes."""
     environment, machine = run.environment, run.recorded("hardware")
     devices = [f"{one.get('name')} ({_bytes(one, 'total_bytes')})" for one in _tables(environment.get("devices"))]
@@ -261,28 +224,16 @@ def reproduce(run: RunFiles) -> str:
     ]
     command, directory = environment.get("command"), environment.get("directory")
     where = f"the command, in {str(directory)[:MAX_TEXT]}" if directory else "the command"
-    rows = "".join(
-        f"<tr><th scope=row>{_cut(key)}</th><td>{_cut(value)}</td><td>{_cut(default)}</td></tr>\n"
-        for key, value, default in changed(run.config)
-    )
-    caption = "The config where it is not the default."
-    return (
-        "<h2>Reproduce</h2>\n"
-        + (_commands([(where, str(command)[: 4 * MAX_TEXT])]) if command else "")
-        + scrolling("Config", ("key", "value", "default"), rows, kind="settings", caption=caption)
-        + "<h3>Machine and versions</h3>\n"
-        + _list([(label, str(value)) for label, value in facts if value])
-        + "<h3>Fingerprints</h3>\n"
-        + _list([(label, str(value)) for label, value in run.recorded("fingerprints").items()])
-    )
+    return {
+        "commands": [(where, str(command)[: 4 * MAX_TEXT])] if command else [],
+        "config": changed(run.config),
+        "machine": [(label, value) for label, value in facts if value],
+        "fingerprints": [*run.recorded("fingerprints").items()],
+    }
 
 
-def next_commands(run: RunFiles) -> str:
-    """Return commands that go on from here, to be copied."""
-    return f"<h2>Next</h2>\n{_commands(_next(run))}"
-
-
-def _next(run: RunFiles) -> list[tuple[str, str]]:
+def next_commands(run: RunFiles) -> list[tuple[str, str]]:
+    """Return commands that go on from here, each with what it does."""
     config, model = str(run.path / "config.yaml"), str(run.setting("model", "name") or "MODEL")
     at = ("train", config, "--set", f"run.dir={run.path}")
     if run.result is None:
@@ -309,24 +260,6 @@ def _next(run: RunFiles) -> list[tuple[str, str]]:
 
 def _command(*words: str) -> str:
     return shlex.join(["dualtune", *words])
-
-
-def _commands(commands: Pairs) -> str:
-    """Return commands with a button that copies each; the script of the page makes it work."""
-    return "".join(
-        f'<div class="command"><p>{_text(title)}</p><pre tabindex="0"><code>{_text(command)}</code></pre>'
-        f'<button type="button" class="copy" aria-label="Copy: {_text(title)}" hidden>Copy</button></div>\n'
-        for title, command in commands
-    )
-
-
-def _list(pairs: Pairs) -> str:
-    rows = "".join(f"<dt>{_cut(label)}</dt><dd>{_cut(value)}</dd>\n" for label, value in pairs)
-    return f"<dl>\n{rows}</dl>\n" if pairs else ""
-
-
-def _cut(text: str) -> str:
-    return _text(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
 
 
 def _tables(value: object) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dualtune.base.text import in_bytes, in_time
-from dualtune.show.report.page import as_text
+from dualtune.show.report.page import render
 from dualtune.show.view.lines import RunLines
 from dualtune.show.view.run_view import RunView
 from dualtune.train.hooks import EvalRecord, Event, RunInfo, SampleRecord, StepRecord
@@ -94,21 +94,12 @@ class Fragment:
         return self._text
 
 
-def as_html(view: RunView, lines: Sequence[str] | deque[str]) -> str:
+def as_html(view: RunView, lines: Iterable[str]) -> str:
     """Return the table, the curve, the samples and the last lines of the log; all text is escaped."""
-    rows = "".join(f"<tr><th>{as_text(name)}</th><td>{as_text(value)}</td></tr>" for name, value in _numbers(view))
-    log = as_text("\n".join(lines))
-    return f"<div><table>{rows}</table>{curve(view)}{_answers(view)}<pre>{log}</pre></div>"
-
-
-def _answers(view: RunView) -> str:
-    if not view.samples:
-        return ""
-    rows = "".join(
-        f"<tr><td>{as_text(sample.prompt[:MAX_TEXT])}</td><td>{as_text(sample.answer[:MAX_TEXT])}</td></tr>"
-        for sample in view.samples
+    samples = [(sample.prompt[:MAX_TEXT], sample.answer[:MAX_TEXT]) for sample in view.samples]
+    return render(
+        "notebook.html", numbers=_numbers(view), curve=curve(view), samples=samples, view=view, lines=list(lines)
     )
-    return f"<table><tr><th>prompt</th><th>answer after step {view.samples[0].step}</th></tr>{rows}</table>"
 
 
 def _numbers(view: RunView) -> list[tuple[str, str]]:
@@ -129,24 +120,22 @@ def _numbers(view: RunView) -> list[tuple[str, str]]:
     return found
 
 
-def curve(view: RunView) -> str:
-    """Return the loss as a line and the evaluations as dots, SVG; empty before there are two finite points."""
+def curve(view: RunView) -> dict[str, Any] | None:
+    """Return the loss as a line and the evaluations as dots; None before there are two finite points."""
     every, first = view.losses.every, view.first_step
     line = [(first + (i + 1) * every, y) for i, y in enumerate(view.losses.points()) if math.isfinite(y)]
     dots = [(step, loss) for step, loss in view.evals if math.isfinite(loss)]
     if len(line) < 2:
-        return ""
+        return None
     ys = [y for _, y in (*line, *dots)]
     low, high, last = min(ys), max(ys), max(view.num_steps, line[-1][0])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across, up = (x - first) / ((last - first) or 1), (y - low) / ((high - low) or 1)
-        return round(EDGE + across * (WIDTH - 2 * EDGE), 1), round(HEIGHT - EDGE - up * (HEIGHT - 2 * EDGE), 1)
+        return EDGE + across * (WIDTH - 2 * EDGE), HEIGHT - EDGE - up * (HEIGHT - 2 * EDGE)
 
-    points = " ".join("{},{}".format(*place(x, y)) for x, y in line)
-    circles = "".join('<circle cx="{}" cy="{}" r="4" fill="#b3261e"/>'.format(*place(x, y)) for x, y in dots)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="loss from {line[0][1]:.4f} to '
-        f'{line[-1][1]:.4f}, evaluations as dots"><polyline points="{points}" fill="none" stroke="#1d5fbf" '
-        f'stroke-width="2"/>{circles}</svg>'
-    )
+    return {
+        "width": WIDTH, "height": HEIGHT,
+        "line": [place(x, y) for x, y in line], "dots": [place(x, y) for x, y in dots],
+        "label": f"loss from {line[0][1]:.4f} to {line[-1][1]:.4f}, evaluations as dots",
+    }  # fmt: skip
