@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.files import write_file
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_columns
 from dualtune.cli.options import backend_for, platform_option, set_option, write_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -59,9 +63,7 @@ def bench(
         raise click.UsageError("Give either CONFIG or --task.")
     if task == "digits":
         return _bench_digits(ctx, seeds or 5, json_file)
-    from dualtune.base.files import write_file
     from dualtune.cli.demo import TINY
-    from dualtune.cli.screen import phases
     from dualtune.doctor.bench.hybrid import ARMS, compare, plot
 
     names = tuple(name.strip() for name in arms.split(",")) if arms else tuple(ARMS)
@@ -83,7 +85,6 @@ def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> Non
     """Train the presets and their controls on images of digits, in NumPy."""
     from click.core import ParameterSource
 
-    from dualtune.cli.screen import phases
     from dualtune.doctor.bench.digits import digits
 
     for parameter in ctx.command.params:
@@ -97,8 +98,6 @@ def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> Non
 
 
 def _as_text(comparison: Comparison) -> str:
-    from dualtune.base.redaction import redact
-    from dualtune.base.text import in_columns
     from dualtune.doctor.bench.hybrid import LEGEND, lines
 
     rates = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in comparison.tried_rates.items())

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_columns
 from dualtune.cli.options import config_argument, platform_option, set_option, write_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -48,7 +51,6 @@ def ablate(
     Each measurement runs in its own process; the run directory is not touched. Exit code 0 if every plan is within 10 %
     of the measurement and, in float32, no loss changes that must not; otherwise 1, and the failures are named.
     """
-    from dualtune.cli.screen import phases
     from dualtune.doctor.bench import ablation
 
     with phases() as shown:
@@ -62,8 +64,6 @@ def ablate(
 
 
 def _as_text(ablation: Ablation) -> str:
-    from dualtune.base.redaction import redact
-    from dualtune.base.text import in_columns
     from dualtune.doctor.bench.ablation import lines
 
     blocks = [in_columns([*lines(ablation)]), in_columns(_legend(ablation))]
