@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
 from dualtune.cli.screen import tell
 from dualtune.cli.suggest import CommandWithOthers
 from dualtune.cli.terminal import say
@@ -47,15 +47,13 @@ def lora_backward_command(shapes: str, rounds: int, platform: str, as_json: bool
     lora_backward also starts from x alone. On a GPU it is also compared with autograd on the
     CPU of the same machine, which is what the documented ratios mean.
     """
-    import json
-
     from dualtune.doctor.bench.lora_backward import SHAPES, time_lora_backward
 
     backend = backend_for(platform, err=as_json)
     device = backend.devices()[0]
     results = [time_lora_backward(backend, shape, rounds=rounds) for shape in SHAPES[shapes]]
     if as_json:
-        return say(json.dumps({"device": device.kind, "name": device.name, "results": [r.as_json() for r in results]}))
+        return say_json({"device": device.kind, "name": device.name, "results": [r.as_json() for r in results]})
     return tell("\n".join(_lora_lines(results, device.kind)))
 
 
@@ -82,8 +80,6 @@ def _lora_lines(results: Sequence[LoRATimes], kind: str) -> Iterator[str]:
 
 def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str, *, as_json: bool) -> None:
     """Print the prediction of a config for a machine by its short name."""
-    import json
-
     from dualtune.cli.screen import phases
     from dualtune.config import load_config
 
@@ -93,7 +89,7 @@ def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str
         memory, found, limits = predicted_for(settings, name, platform)
     if as_json:
         needs = {"peak_bytes": memory.estimate.total_bytes, "available_bytes": memory.budget.bytes}
-        return say(json.dumps({"machine": name, "limits": limits.source, **needs, **found.as_json()}, indent=2))
+        return say_json({"machine": name, "limits": limits.source, **needs, **found.as_json()})
     return say("\n".join(_predicted_lines(settings, name, memory, found, limits)))
 
 
@@ -199,7 +195,6 @@ def command(
     """
     if machine is not None:
         return predict_for(config, overrides, machine, platform, as_json=as_json)
-    import json
     from dataclasses import asdict
 
     from dualtune.cli.screen import phases
@@ -214,7 +209,7 @@ def command(
         shown.begin("loading", "the model")
         result = bench(prepared, out, steps=steps, warmup=warmup, tell=lambda text: _measuring(text, shown))
     if as_json:
-        return say(json.dumps(asdict(result), indent=2))
+        return say_json(asdict(result))
     tell("\n".join(_lines(result)))
     tell(_beside(settings, platform, result))
     return tell(f"written     {out / RESULT}, {out / TRACE} (open it at https://ui.perfetto.dev)")

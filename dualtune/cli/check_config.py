@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import config_argument, json_option, platform_option, set_option
+from dualtune.cli.options import config_argument, json_option, platform_option, set_option, to_json
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -29,11 +29,9 @@ def command(
     Exit code 0 if nothing prevents a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the model) or 5
     (the disk): the lowest of the problems found.
     """
-    import json
-
-    from dualtune.base.checks import exit_code, table
+    from dualtune.base.checks import exit_code
     from dualtune.base.redaction import redact
-    from dualtune.cli.screen import phases, tell
+    from dualtune.cli.screen import check_table, phases, tell
 
     with phases(err=as_json) as shown:
         shown.begin("checking", "config, machine, model and data")
@@ -44,9 +42,9 @@ def command(
     if as_json:
         checks = [check.to_json() for check in report.checks]
         memory = _described(report.memory) if report.memory else None
-        say(redact(json.dumps({"ok": code == 0, "checks": checks, "memory": memory}, indent=2)))
+        say(redact(to_json({"ok": code == 0, "checks": checks, "memory": memory})))
     else:
-        tell(redact(table(report.checks)))
+        tell(redact(check_table(report.checks)))
         if report.memory:
             tell(f"\n{_by_part(report.memory)}")
     ctx.exit(code)

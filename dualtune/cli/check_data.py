@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import click
 
 from dualtune.base.redaction import redact
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, say_json
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def command(
 
     With a config, its template and length limit are checked too. Exit code 3 if a row cannot be used.
     """
-    import json
 
     from dualtune.base.errors import DataError
 
@@ -91,7 +90,7 @@ def command(
             if not as_json:
                 say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
     if as_json:
-        say(json.dumps({"sources": reports}, indent=2))
+        say_json({"sources": reports})
     ctx.exit(
         DataError.exit_code if any(report[key] for report in reports for key in ("bad", "error", "refused")) else 0
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, say_json
 
 
 @click.command("checkpoints")
@@ -17,7 +17,6 @@ def command(run_dir: Path, as_json: bool) -> None:
 
     Exit code 6 if one of them is damaged.
     """
-    import json
     from dataclasses import asdict
 
     from dualtune.base.errors import FormatError
@@ -27,7 +26,7 @@ def command(run_dir: Path, as_json: bool) -> None:
 
     checkpoints = list_checkpoints(run_dir)
     if as_json:
-        say(json.dumps([asdict(entry) for entry in checkpoints], indent=2))
+        say_json([asdict(entry) for entry in checkpoints])
     elif not checkpoints:
         say(f"there is no checkpoint in {run_dir}")
     else:

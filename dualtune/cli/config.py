@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dualtune.cli.options import say_json
 from dualtune.cli.terminal import pass_on, say
 
 
@@ -33,8 +34,6 @@ def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
 
     With NAME, print an example instead: dualtune config training_config_h100 > config.yaml
     """
-    import json
-
     from dualtune.base.text import in_columns
     from dualtune.config import default_yaml, json_schema
     from dualtune.config.render import example_names, example_path, title
@@ -44,7 +43,7 @@ def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
     if as_list:
         say(in_columns([(name, title(example_path(name))) for name in example_names()]))
     elif schema:
-        say(json.dumps(json_schema(), indent=2))
+        say_json(json_schema())
     elif ctx.invoked_subcommand is None:
         pass_on(default_yaml())
 

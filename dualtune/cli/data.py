@@ -9,7 +9,7 @@ import click
 
 from dualtune.base import interrupt
 from dualtune.cli.check_data import column_option, format_option, named_columns
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, say_json
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -55,7 +55,6 @@ def clean_command(
     rather than its duplicate in train. --pii writes personal.jsonl, with masked mail addresses, phone and card numbers
     and the like; it removes no row.
     """
-    import json
     from dataclasses import asdict
     from typing import cast
 
@@ -70,7 +69,7 @@ def clean_command(
         recognize = recognizer() if pii else None
         opened = _opened(sources, format, named_columns(format, columns))
         cleaned = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
-    say(json.dumps(asdict(cleaned), indent=2) if as_json else _in_words(cleaned, out))
+    return say_json(asdict(cleaned)) if as_json else say(_in_words(cleaned, out))
 
 
 def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:

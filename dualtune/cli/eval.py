@@ -18,7 +18,7 @@ from dualtune.base import interrupt
 from dualtune.base.errors import DataError
 from dualtune.base.files import expanded
 from dualtune.base.text import in_columns
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
 from dualtune.cli.screen import Phases
 from dualtune.cli.terminal import say
 from dualtune.config import Config
@@ -459,7 +459,7 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
         with explained(backend, settings, "while the adapter was measured"):
             report = EvalRun(settings, options, adapter, backend, metrics, shown).report()
     if as_json:
-        return say(to_json(report))
+        return say_json(report)
     for line in as_lines(report):
         say(line)
     return None

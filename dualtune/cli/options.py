@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.cli.terminal import say
+
 if TYPE_CHECKING:
     from dualtune.cli.screen import Phases
     from dualtune.engine.backend import Backend
@@ -76,14 +78,17 @@ def to_json(value: Any) -> str:
     return json.dumps(plain, indent=2)
 
 
+def say_json(value: Any) -> None:
+    """Print the result of a command with --json."""
+    say(to_json(value))
+
+
 def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
     """Write a command's result to the file of its option --json, if it was given."""
-    import json
-
     from dualtune.base.files import write_file
 
     if path is not None:
-        write_file(path, json.dumps(table, indent=2) + "\n")
+        write_file(path, to_json(table) + "\n")
 
 
 def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> Backend:

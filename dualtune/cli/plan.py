@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from dualtune.cli.options import config_argument, json_option, platform_option, set_option
+from dualtune.cli.options import config_argument, json_option, platform_option, say_json, set_option
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ def command(
 
     If the run does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
-    import json
-
     from dualtune.base.errors import EnvironmentFault
     from dualtune.cli.screen import phases
     from dualtune.doctor.check_config import plan_config
@@ -72,8 +70,10 @@ def command(
         limits = _limits(choice, name, machine, memory.plan.ask.dtype)
         time = _predicted(settings, memory, limits, samples)
     run = Run(steps_of_run(settings, samples), time, load)
-    report = _as_json(memory, limits, run)
-    say(json.dumps(report, indent=2) if as_json else _as_text(settings, memory, limits, run, name))
+    if as_json:
+        say_json(_as_json(memory, limits, run))
+    else:
+        say(_as_text(settings, memory, limits, run, name))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import config_argument, json_option, set_option
+from dualtune.cli.options import config_argument, json_option, say_json, set_option
 from dualtune.cli.screen import tell
 from dualtune.cli.terminal import say, say_styled
 
@@ -40,7 +40,6 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
 
     Targets are green, or between ⟦ and ⟧ where there are no colours. ×0.5 is the loss weight of a message.
     """
-    import json
     from dataclasses import asdict
 
     from dualtune.cli.screen import phases
@@ -74,9 +73,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         markers = bool(tokenizer.template and tokenizer.template.marks_turns)
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
         first = [_as_json(document) for document in documents]
-        return say(
-            json.dumps({**asdict(statistics), "template": template, "warnings": notes, "shown": first}, indent=2)
-        )
+        return say_json({**asdict(statistics), "template": template, "warnings": notes, "shown": first})
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)

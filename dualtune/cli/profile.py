@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, say_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,6 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     A run writes a snapshot at the end of each phase to memory.csv: data, micro-batch, optimizer, evaluation and save.
     The numbers are the allocator's at the time when the phase was queued on the device. 1 MB is 2**20 bytes.
     """
-    import json
-
     from dualtune.base.files import write_file
     from dualtune.cli.terminal import say
     from dualtune.show.report.memory_page import memory_page
@@ -48,7 +46,10 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     recorded = recorded_memory(run_dir)
     planned = against_plan(snapshots, recorded)
     text = "\n\n".join([report(snapshots, threshold_mb), *([str(planned)] if planned else [])])
-    say(json.dumps(_as_json(snapshots, threshold_mb, recorded, planned), indent=2) if as_json else text)
+    if as_json:
+        say_json(_as_json(snapshots, threshold_mb, recorded, planned))
+    else:
+        say(text)
     if csv_file is not None:
         write_file(csv_file, to_csv(snapshots))
     if html_file is not None:

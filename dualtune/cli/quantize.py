@@ -9,7 +9,15 @@ import click
 
 from dualtune.base import interrupt
 from dualtune.base.files import expanded
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.options import (
+    backend_for,
+    config_argument,
+    json_option,
+    platform_option,
+    say_json,
+    set_option,
+    to_json,
+)
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def command(
             )  # fmt: skip
     path = _keep(expanded(settings.run.dir), comparison)
     if as_json:
-        return say(to_json(comparison.as_json()))
+        return say_json(comparison.as_json())
     return say(_as_text(comparison) + (f"\n\nkept in {path}" if path else ""))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option, to_json
+from dualtune.cli.options import json_option, say_json
 from dualtune.cli.suggest import CommandWithOthers
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     checkpoint. A run that is running, killed or preempted is left alone, and so are caches, adapters and links. Without
     a terminal, or with --json, nothing is deleted unless --yes is given.
     """
-    import json
     import sys
     from dataclasses import asdict
 
@@ -47,14 +46,14 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
         if not yes and not sys.stdin.isatty():
             return say(f"{total}. Nothing was deleted: give --yes to delete them")
     if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
-        return say(json.dumps({"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}, indent=2)
-                   if as_json else "nothing was deleted")  # fmt: skip
+        listed = {"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}
+        return say_json(listed) if as_json else say("nothing was deleted")
     deleted, left = delete(deletions)
     if as_json:
         tables = {
             name: [asdict(entry) for entry in entries] for name, entries in (("found", deletions), ("deleted", deleted))
         }
-        return say(json.dumps(tables | {"left": left}, indent=2))
+        return say_json(tables | {"left": left})
     for reason in left:
         say(f"left alone  {reason}")
     return say(f"deleted     {len(deleted)} directories, {in_bytes(sum(entry.num_bytes for entry in deleted))}")
@@ -98,7 +97,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     curves = [[(row["step"], row["loss"]) for row in each_row(run / METRICS) if "loss" in row] for run in runs]
     if as_json:
         table = {"runs": [asdict(run) for run in summaries], "differs": differs, "losses": curves}
-        return say(to_json(table))
+        return say_json(table)
     say(_table(summaries, differs))
     live = is_live(sys.stdout)
     names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]
@@ -208,7 +207,7 @@ def command(
         and all(condition.holds(configs[run.path]) for condition in filters)
     ]
     if as_json:
-        return say(to_json([asdict(run) for run in summaries]))
+        return say_json([asdict(run) for run in summaries])
     if not summaries:
         such = "such " if states or model or conditions else ""
         absent = [filter_.key for filter_ in filters if not any(map(filter_.concerns, configs.values()))]

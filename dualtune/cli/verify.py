@@ -9,7 +9,7 @@ import click
 
 from dualtune.cli.adapter_sets import base_of
 from dualtune.cli.bundle import binding_options
-from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
+from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option, say_json
 
 if TYPE_CHECKING:
     from dualtune.use.transfer.bundles.manifest import RequiredBinding
@@ -42,12 +42,8 @@ def command(
     Exit code 0 if it is the same function within the tolerance of the precisions, 6 if it is not or if there is nothing
     to compare with.
     """
-    import json
-
-    from dualtune.base.checks import table
     from dualtune.base.errors import FormatError
-    from dualtune.cli.screen import phases, tell
-    from dualtune.cli.terminal import say
+    from dualtune.cli.screen import check_table, phases, tell
     from dualtune.model.formats.directory import adapter_directory
     from dualtune.use.transfer.bundles import manifest
 
@@ -73,8 +69,8 @@ def command(
             directory, base, open_backend, dtype=dtype, quantization=quantization, required=required, library=library
         )
     if as_json:
-        say(json.dumps(result.to_json(), indent=2))
+        say_json(result.to_json())
     else:
-        tell(table(result.checks))
+        tell(check_table(result.checks))
         tell(f"\nverdict: {result.verdict}: {result.sentence}")
     ctx.exit(0 if result.ok else FormatError.exit_code)
