@@ -53,6 +53,15 @@ CHATML = (
 )
 
 
+def pytest_sessionstart():
+    """Imports and eleven thousand tests are no garbage: looking for some among them takes a quarter of the collection."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+
+
 def pytest_configure(config):
     """xdist hands out files in the order below, and not those with few tests last: these are the longest."""
     if hasattr(config.option, "loadscopereorder"):
@@ -83,6 +92,17 @@ def _same_random_numbers():
         sys.modules["torch"].default_generator.manual_seed(0)
     if "mlx.core" in sys.modules:
         sys.modules["mlx.core"].random.seed(0)
+
+
+def _hide_from_the_collector() -> None:
+    """Each training run collects garbage, which takes as long as there are objects: what is old is no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_objects_of_this_file():
+    _hide_from_the_collector()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -231,11 +251,8 @@ def render_apart(python):
 
 @pytest.fixture
 def unscanned():
-    """Hide what other tests have left from `gc.get_objects`, whose time is that of all that is alive."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    """Hide what other tests have left from `gc.get_objects`."""
+    _hide_from_the_collector()
 
 
 @pytest.fixture

@@ -45,7 +45,6 @@ DIAL = (
 UPDATE_STEPS = 16
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
 
-pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
 
 
 def long(*values):

@@ -40,7 +40,6 @@ GPT2 = {
 SHORT, LONG = [60] * 8, [512]
 ASK = Ask("torch", "cpu", "none", "float32", 16, SEVEN, micro_batch_tokens=512, max_length=512)
 
-pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
 
 
 def long(*values):
