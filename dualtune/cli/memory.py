@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import click
 
 from dualtune.base import interrupt
 from dualtune.base.redaction import redact
-from dualtune.base.text import in_columns
+from dualtune.base.text import in_bytes, in_columns
 from dualtune.cli.options import config_argument, platform_option, set_option, write_json
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
@@ -64,13 +65,27 @@ def ablate(
 
 
 def _as_text(ablation: Ablation) -> str:
-    from dualtune.doctor.bench.ablation import lines
-
-    blocks = [in_columns([*lines(ablation)]), in_columns(_legend(ablation))]
+    blocks = [in_columns([*_rows(ablation)]), in_columns(_legend(ablation))]
     if ablation.not_offered:
         blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in ablation.not_offered.items()]))
     blocks.append("\n".join(ablation.problems) or "every plan is within 10 % of what was measured")
     return redact("\n\n".join(blocks))
+
+
+def _rows(ablation: Ablation) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table, the header first."""
+    yield "technique", "planned", "measured", "plan is off", "process", "time", "loss", "of none"
+    for row in ablation.rows:
+        time, off = row.time_of(ablation.baseline), row.loss_difference(ablation.baseline)
+        yield (
+            row.technique.name,
+            *("" if size is None else in_bytes(size) for size in (row.planned_bytes, row.peak_bytes)),
+            "" if row.difference is None else f"{row.difference:+.1%}",
+            "" if row.process_bytes is None else in_bytes(row.process_bytes),
+            "" if time is None else f"{time:.2f}",
+            "" if row.loss is None else f"{row.loss:.6f}",
+            "" if off is None else f"{off:+.1e}",
+        )
 
 
 def _legend(ablation: Ablation) -> list[tuple[str, str]]:
