@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnkn
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
+from dualtune.base.tensors import FLOATS, floats_of, rounded
 from dualtune.base.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_npz, read_safetensors
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, position_of
 from dualtune.model.formats import mlx_lm, naming, peft
@@ -400,7 +401,6 @@ _COPY = re.compile(
     r"(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[\w-]+)?)?\.weight"
 )
 _HEADS = {"lm_head", "embed_out"}
-_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def without_copies(
@@ -443,8 +443,8 @@ def _original(module: str, last: str, stored: Mapping[str, StoredTensor]) -> Sto
 def _difference(copy: np.ndarray, original: StoredTensor) -> str | None:
     """Return how a copy (float32) differs from the base's tensor, None if it is that tensor in its own precision."""
     shapes = f"the copy has {list(copy.shape)}, the base {list(original.shape)}"
-    if copy.shape != original.shape or original.dtype not in _NUMPY:
-        return shapes if original.dtype in _NUMPY else f"{shapes} in {original.dtype}"
+    if copy.shape != original.shape or original.dtype not in FLOATS:
+        return shapes if original.dtype in FLOATS else f"{shapes} in {original.dtype}"
     changed = sum(_changed(copy[start : start + len(rows)], rows) for start, rows in _blocks(original))
     return f"{shapes}; {changed} rows differ" if changed else None
 
@@ -452,27 +452,20 @@ def _difference(copy: np.ndarray, original: StoredTensor) -> str | None:
 def _changed(copy: np.ndarray, original: np.ndarray) -> int:
     """Return the number of rows that differ, also from the base rounded to the precision of the copy."""
     same = (copy == original).all(-1)
-    for rounded in (_as_bfloat16(original), original.astype(np.float16).astype(np.float32)):
-        same |= (copy == rounded).all(-1)
+    for dtype in ("BF16", "F16"):
+        same |= (copy == floats_of(rounded(original, dtype), dtype).reshape(original.shape)).all(-1)
     return int((~same).sum())
-
-
-def _as_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Return float32 values rounded to bfloat16, to the even neighbour of two that are equally near."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (first row, rows in float32) of a stored table, a block after another."""
-    kind, (count, width) = np.dtype(_NUMPY[tensor.dtype]), tensor.shape
+    count, width = tensor.shape
+    row_bytes = width * FLOATS[tensor.dtype].itemsize
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.begin)
         for start in range(0, count, ROWS):
-            data = stream.read(min(ROWS, count - start) * width * kind.itemsize)
-            values = np.frombuffer(data, kind).reshape(-1, width)
-            is_bfloat16 = tensor.dtype == "BF16"
-            yield start, (values.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else values.astype(np.float32)
+            values = floats_of(stream.read(min(ROWS, count - start) * row_bytes), tensor.dtype)
+            yield start, values.astype(np.float32, copy=False).reshape(-1, width)
 
 
 def _without_saved(config: dict[str, Any], equal: set[str]) -> dict[str, Any]:
