@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.base.fields import shown
+from dualtune.base.text import in_bytes, in_columns
 from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import is_live, width
 from dualtune.cli.suggest import CommandWithOthers
 
 if TYPE_CHECKING:
@@ -30,10 +37,6 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     checkpoint. A run that is running, killed or preempted is left alone, and so are caches, adapters and links. Without
     a terminal, or with --json, nothing is deleted unless --yes is given.
     """
-    import sys
-    from dataclasses import asdict
-
-    from dualtune.base.text import in_bytes, in_columns
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import deletable, delete
 
@@ -77,12 +80,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
 
     Another program gets plain ASCII; NO_COLOR turns colours off.
     """
-    import os
-    import sys
-    from dataclasses import asdict
-
     from dualtune.cli.console import drawn
-    from dualtune.cli.screen import is_live, width
     from dualtune.cli.terminal import say, say_styled
     from dualtune.train.state.listing import runs_at, summary_of
     from dualtune.train.state.metrics import each_row
@@ -109,9 +107,6 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
 
 def _table(summaries: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
     """Return the table, a column for each run: its letter and name, its numbers, the keys that differ."""
-    from dualtune.base.fields import shown
-    from dualtune.base.text import in_columns
-
     paths = [Path(run.path) for run in summaries]
     rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
     rows += [
@@ -133,8 +128,6 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    from dualtune.base.fields import shown
-
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else shown(str(value), MAX_VALUE)
@@ -265,10 +258,6 @@ def command(
     `dualtune runs compare A B…` shows runs side by side, `dualtune runs export RUN` writes the numbers of one as CSV,
     `dualtune runs clean DIRECTORY` deletes what is no longer needed; see their own --help.
     """
-    import sys
-    from dataclasses import asdict
-
-    from dualtune.cli.screen import is_live, width
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_runs
     from dualtune.train.state.resume import Condition, read_flat
@@ -295,11 +284,6 @@ def command(
 
 def table(runs: Sequence[RunSummary], width: int) -> list[str]:
     """Return a line for each run, with the columns that fit and the reason below."""
-    import textwrap
-
-    from dualtune.base.fields import shown
-    from dualtune.base.text import in_columns
-
     columns, dropped = [_cells(run) for run in runs], list[str]()
     while (too_wide := _width(columns) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
         dropped.append(LEAST_IMPORTANT[len(dropped)])
@@ -321,8 +305,6 @@ def table(runs: Sequence[RunSummary], width: int) -> list[str]:
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
-    from dualtune.base.fields import shown
-
     return {
         "run": shown(run.path, 1000),
         "state": run.state,
