@@ -54,7 +54,7 @@ CHATML = (
 
 
 def pytest_sessionstart():
-    """Imports and eleven thousand tests are no garbage: looking for some among them takes a quarter of the collection."""
+    """Imports and eleven thousand tests are no garbage: to look among them takes a quarter of the collection."""
     gc.disable()
 
 
