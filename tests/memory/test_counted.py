@@ -32,7 +32,6 @@ EXACT, KEPT, PEAK = (0.99, 1.01), (0.95, 1.25), (0.95, 1.45)
 ASK = Ask("torch", "cpu", "none", "float32", 8, "all-linear", micro_batch_tokens=512, max_length=512, dropout=False)
 
 
-
 @pytest.fixture
 def config_of(monkeypatch):
     """family -> config.json of a tiny model of it."""

@@ -46,7 +46,6 @@ UPDATE_STEPS = 16
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
 
 
-
 def long(*values):
     """A case that has no term of its own in the formulas."""
     return pytest.param(*values, marks=pytest.mark.long)

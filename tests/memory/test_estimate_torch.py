@@ -41,7 +41,6 @@ SHORT, LONG = [60] * 8, [512]
 ASK = Ask("torch", "cpu", "none", "float32", 16, SEVEN, micro_batch_tokens=512, max_length=512)
 
 
-
 def long(*values):
     """A case that has no term of its own in the formulas."""
     return pytest.param(*values, marks=pytest.mark.long)
