@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import json_option, other_base_option, platform_option, say_json
+from dualtune.base.errors import FormatError
+from dualtune.base.text import in_columns
+from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option, say_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -32,7 +36,6 @@ def command() -> None:
 @click.pass_context
 def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """Show what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
-    from dualtune.base.errors import FormatError
     from dualtune.model.inspection import inspect_adapter
 
     report = inspect_adapter(directory)
@@ -77,8 +80,6 @@ def report_text(report: AdapterReport) -> str:
 @click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
 def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
     """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
-    from dataclasses import replace
-
     from dualtune.model.formats.canonical import rescaled
     from dualtune.model.formats.directory import read_adapter, write_adapter
 
@@ -102,8 +103,6 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
 
     Exit code 6 if there is a fault: each one is listed with what --repair would do, and nothing is written.
     """
-    from dataclasses import replace
-
     from dualtune.base.fields import shown
     from dualtune.model.base_model import is_elsewhere, plain_name, resolve_model
     from dualtune.model.formats.directory import write_adapter
@@ -156,7 +155,6 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
 
 def difference_text(difference: AdapterDifference) -> str:
     """Return the difference as text, the largest parts first."""
-    from dualtune.base.text import in_columns
     from dualtune.model.formats.directory import SAME_FUNCTION
 
     lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in difference.settings.items()]
@@ -199,8 +197,6 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
     and quantize the result.
     """
-    from dualtune.cli.options import backend_for
-    from dualtune.cli.screen import phases
     from dualtune.model.adapter import modules_of
     from dualtune.model.base_model import resolve_model
     from dualtune.model.formats.directory import read_adapter

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.base.errors import FormatError
+from dualtune.base.redaction import redact
 from dualtune.cli.options import json_option, say_json
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -92,8 +95,6 @@ def pack_(
 @click.pass_context
 def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, required: RequiredBinding) -> None:
     """Show what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
-    from dualtune.base.errors import FormatError
-    from dualtune.base.redaction import redact
     from dualtune.use.transfer.bundles.bundle import inspect
 
     try:
@@ -134,8 +135,6 @@ def _trust(signers: Path | None, identity: str | None) -> Trust | None:
 
 
 def next_step(report: BundleReport, dest: Path) -> str:
-    import shlex
-
     from dualtune.use.transfer.bundles.names import TEMPLATE
 
     if report.bundle.step is None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.base.checks import exit_code
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_bytes, in_columns
 from dualtune.cli.options import config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.screen import check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -29,10 +34,6 @@ def command(
     Exit code 0 if nothing prevents a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the model) or 5
     (the disk): the lowest of the problems found.
     """
-    from dualtune.base.checks import exit_code
-    from dualtune.base.redaction import redact
-    from dualtune.cli.screen import check_table, phases, tell
-
     with phases(err=as_json) as shown:
         shown.begin("checking", "config, machine, model and data")
         from dualtune.doctor.check_config import check_config
@@ -51,8 +52,6 @@ def command(
 
 
 def _described(memory: MemoryNeed) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "total_bytes": memory.estimate.total_bytes,
         "parts": [asdict(part) for part in memory.estimate.parts],
@@ -62,8 +61,6 @@ def _described(memory: MemoryNeed) -> dict[str, Any]:
 
 
 def _by_part(memory: MemoryNeed) -> str:
-    from dualtune.base.text import in_bytes, in_columns
-
     parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in memory.estimate.parts]
     total = ("", in_bytes(memory.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
     return in_columns([*parts, total])

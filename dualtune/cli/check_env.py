@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dualtune.base.checks import exit_code
 from dualtune.cli.options import json_option, say_json
 from dualtune.cli.screen import check_table, phases, tell
 
@@ -26,8 +27,6 @@ def command(ctx: click.Context, target: str, config: Path | None, as_json: bool)
 
     Exit code 0 if nothing is missing, otherwise 4; advice does not count.
     """
-    from dualtune.base.checks import exit_code
-
     with phases(err=as_json) as shown:
         shown.begin("checking", "the machine")
         from dualtune.config import load_config

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from dualtune.base.errors import FormatError
+from dualtune.base.text import in_bytes, in_columns
 from dualtune.cli.options import json_option, say_json
 
 
@@ -17,10 +20,6 @@ def command(run_dir: Path, as_json: bool) -> None:
 
     Exit code 6 if one of them is damaged.
     """
-    from dataclasses import asdict
-
-    from dualtune.base.errors import FormatError
-    from dualtune.base.text import in_bytes, in_columns
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_checkpoints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 
 def to_json(value: Any) -> str:
     """Return JSON for other programs, in which a number that is not finite is null."""
-    import json
-
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=2)
 

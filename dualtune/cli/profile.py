@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.base.errors import FormatError
+from dualtune.base.files import write_file
 from dualtune.cli.options import json_option, say_json
 
 if TYPE_CHECKING:
@@ -35,7 +38,6 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     A run writes a snapshot at the end of each phase to memory.csv: data, micro-batch, optimizer, evaluation and save.
     The numbers are the allocator's at the time when the phase was queued on the device. 1 MB is 2**20 bytes.
     """
-    from dualtune.base.files import write_file
     from dualtune.cli.terminal import say
     from dualtune.show.report.memory_page import memory_page
     from dualtune.train.profiler.analysis import against_plan, report
@@ -58,7 +60,6 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
 
 def recorded_memory(run_dir: Path) -> dict[str, Any]:
     """Return the entry "memory" of a run's environment.json, with the plan and its parts; empty if there is none."""
-    from dualtune.base.errors import FormatError
     from dualtune.show.report.run_files import as_table, recorded_environment
 
     try:
@@ -70,8 +71,6 @@ def recorded_memory(run_dir: Path) -> dict[str, Any]:
 def _as_json(
     snapshots: Sequence[Snapshot], threshold_mb: float, recorded: dict[str, Any], planned: AgainstPlan | None
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from dualtune.train.profiler.analysis import by_phase, find_leak, peak_of, spikes_in
 
     peak, leak = peak_of(snapshots), find_leak(snapshots)

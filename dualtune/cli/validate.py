@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import EnvironmentFault, Preempted
 from dualtune.cli.options import PlatformOption, json_option, say_json, write_json
+from dualtune.cli.screen import Phases, check_table, phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.cli.screen import Phases
     from dualtune.doctor.validate.run import TierResult
     from dualtune.doctor.validate.tiers import Tier, ValidationSetup
     from dualtune.engine.machine import Machine
@@ -65,8 +66,6 @@ def command(
 
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
-    from dualtune.base.errors import Preempted
-    from dualtune.cli.screen import phases
     from dualtune.doctor.validate.run import report
     from dualtune.doctor.validate.tiers import open_setup, tiers_of
     from dualtune.engine.choose import choose
@@ -117,8 +116,6 @@ def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, op
 
 
 def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
-    from dualtune.base.errors import EnvironmentFault
-    from dualtune.cli.screen import check_table
     from dualtune.doctor.validate.run import missing, not_run, run_tier
     from dualtune.doctor.validate.tiers import check_memory, plan
 

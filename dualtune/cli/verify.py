@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import FormatError
 from dualtune.cli.adapter_sets import base_of
 from dualtune.cli.bundle import binding_options
 from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option, say_json
+from dualtune.cli.screen import check_table, phases, tell
 
 if TYPE_CHECKING:
     from dualtune.use.transfer.bundles.manifest import RequiredBinding
@@ -42,8 +44,6 @@ def command(
     Exit code 0 if it is the same function within the tolerance of the precisions, 6 if it is not or if there is nothing
     to compare with.
     """
-    from dualtune.base.errors import FormatError
-    from dualtune.cli.screen import check_table, phases, tell
     from dualtune.model.formats.directory import adapter_directory
     from dualtune.use.transfer.bundles import manifest
 

@@ -39,7 +39,7 @@ GPT2 = {
 SHORT = [64] * 4
 DIAL = (
     ActivationCheckpointing("all"), ActivationCheckpointing("all", every=2), ActivationCheckpointing(4),
-    ActivationCheckpointing(remade=True),
+    ActivationCheckpointing(adapter_inputs=True),
 )  # fmt: skip
 # In an update an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
 UPDATE_STEPS = 16
