@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import config_argument, json_option, platform_option, set_option
+from dualtune.base.checks import exit_code
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.screen import check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -29,12 +34,6 @@ def command(
     Exit code 0 if nothing prevents a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the model) or 5
     (the disk): the lowest of the problems found.
     """
-    import json
-
-    from dualtune.base.checks import exit_code, table
-    from dualtune.base.redaction import redact
-    from dualtune.cli.screen import phases, tell
-
     with phases(err=as_json) as shown:
         shown.begin("checking", "config, machine, model and data")
         from dualtune.doctor.check_config import check_config
@@ -44,17 +43,15 @@ def command(
     if as_json:
         checks = [check.to_json() for check in report.checks]
         memory = _described(report.memory) if report.memory else None
-        say(redact(json.dumps({"ok": code == 0, "checks": checks, "memory": memory}, indent=2)))
+        say(redact(to_json({"ok": code == 0, "checks": checks, "memory": memory})))
     else:
-        tell(redact(table(report.checks)))
+        tell(redact(check_table(report.checks)))
         if report.memory:
             tell(f"\n{_by_part(report.memory)}")
     ctx.exit(code)
 
 
 def _described(memory: MemoryNeed) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "total_bytes": memory.estimate.total_bytes,
         "parts": [asdict(part) for part in memory.estimate.parts],
@@ -64,8 +61,6 @@ def _described(memory: MemoryNeed) -> dict[str, Any]:
 
 
 def _by_part(memory: MemoryNeed) -> str:
-    from dualtune.base.text import in_bytes, in_columns
-
     parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in memory.estimate.parts]
     total = ("", in_bytes(memory.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
     return in_columns([*parts, total])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from dualtune.cli.options import config_argument, json_option, platform_option, set_option
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import config_argument, json_option, platform_option, say_json, set_option
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -49,10 +54,6 @@ def command(
 
     If the run does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
-    import json
-
-    from dualtune.base.errors import EnvironmentFault
-    from dualtune.cli.screen import phases
     from dualtune.doctor.check_config import plan_config
     from dualtune.doctor.check_config_data import look_at_data, steps_of_run, with_lengths_of
     from dualtune.engine.choose import choose
@@ -72,8 +73,10 @@ def command(
         limits = _limits(choice, name, machine, memory.plan.ask.dtype)
         time = _predicted(settings, memory, limits, samples)
     run = Run(steps_of_run(settings, samples), time, load)
-    report = _as_json(memory, limits, run)
-    say(json.dumps(report, indent=2) if as_json else _as_text(settings, memory, limits, run, name))
+    if as_json:
+        say_json(_as_json(memory, limits, run))
+    else:
+        say(_as_text(settings, memory, limits, run, name))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 
@@ -99,7 +102,6 @@ def _predicted(
     config: Config, memory: MemoryNeed, limits: MachineLimits | None, samples: list[SourceSample]
 ) -> StepTime | str:
     """Return the time of a step, or why it is not known."""
-    from dualtune.base.errors import EnvironmentFault
     from dualtune.doctor.check_config_data import first_step
     from dualtune.engine.step_time import predict
 
@@ -112,8 +114,6 @@ def _predicted(
 
 
 def _as_json(memory: MemoryNeed, limits: MachineLimits | None, run: Run) -> dict[str, Any]:
-    from dataclasses import asdict
-
     plan, time = memory.plan, run.time
     return {
         "fits": plan.fits,
@@ -137,9 +137,6 @@ def _as_json(memory: MemoryNeed, limits: MachineLimits | None, run: Run) -> dict
 
 
 def _as_text(config: Config, memory: MemoryNeed, limits: MachineLimits | None, run: Run, machine: str) -> str:
-    from dualtune.base.redaction import redact
-    from dualtune.base.text import in_bytes, in_columns
-
     plan, value = memory.plan, memory.plan.ask.checkpointing
     parts = [(part.bytes, part.name, _phase(part.name), part.formula) for part in plan.estimate.parts]
     total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/memory.md")
@@ -160,7 +157,6 @@ def _as_text(config: Config, memory: MemoryNeed, limits: MachineLimits | None, r
 
 
 def _row(saving: Saving) -> tuple[str, str, str, str]:
-    from dualtune.base.text import in_bytes
     from dualtune.engine.memory.plan import set_options
 
     time = "time not known" if saving.time is None else f"{saving.time:.2f} times the time"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.checks import Check
+from dualtune.base.files import free_name
+from dualtune.base.text import in_columns, in_time
 from dualtune.cli.options import platform_option, write_json
-from dualtune.cli.screen import phases, tell
-
-if TYPE_CHECKING:
-    from dualtune.base.checks import Check
-    from dualtune.cli.screen import Phases
+from dualtune.cli.screen import Phases, phases, tell
 
 
 @click.command("selftest")
@@ -78,14 +77,12 @@ def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _tell(row: Check, shown: Phases) -> None:
-    from dualtune.base.text import in_time
     from dualtune.doctor.selftest.report import anonymous
 
     shown.tell(f"{row.verdict:<11} {row.name}: {anonymous(row.found)} ({in_time(row.seconds, 1)})")
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:
-    from dualtune.base.files import free_name
     from dualtune.doctor.selftest.report import default_name, write_archive
 
     path = output or free_name(Path(default_name(report)))
@@ -94,7 +91,6 @@ def _write(output: Path | None, report: dict[str, Any]) -> None:
 
 
 def _show(archive: Path) -> int:
-    from dualtune.base.text import in_columns
     from dualtune.doctor.selftest.report import read_report
 
     report = read_report(archive)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dualtune.cli.options import PlatformOption, json_option
+from dualtune.base.errors import EnvironmentFault, Preempted
+from dualtune.cli.options import PlatformOption, json_option, say_json, write_json
+from dualtune.cli.screen import Phases, check_table, phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.cli.screen import Phases
     from dualtune.doctor.validate.run import TierResult
     from dualtune.doctor.validate.tiers import Tier, ValidationSetup
     from dualtune.engine.machine import Machine
@@ -65,11 +66,6 @@ def command(
 
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
-    import json
-
-    from dualtune.base.errors import Preempted
-    from dualtune.base.files import write_file
-    from dualtune.cli.screen import phases
     from dualtune.doctor.validate.run import report
     from dualtune.doctor.validate.tiers import open_setup, tiers_of
     from dualtune.engine.choose import choose
@@ -94,10 +90,9 @@ def command(
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
     values = report(results, setup, machine)
-    text = json.dumps(values, indent=2)
-    write_file(setup.out / "report.json", text + "\n")
+    write_json(setup.out / "report.json", values)
     if as_json:
-        say(text)
+        say_json(values)
     options.tell(f"report      {setup.out / 'report.json'}")
     ctx.exit(values["exit_code"])
 
@@ -121,8 +116,6 @@ def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, op
 
 
 def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
-    from dualtune.base.checks import table
-    from dualtune.base.errors import EnvironmentFault
     from dualtune.doctor.validate.run import missing, not_run, run_tier
     from dualtune.doctor.validate.tiers import check_memory, plan
 
@@ -140,7 +133,7 @@ def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: Tier
         result = run_tier(planned, setup, [_live(tier.name, setup, options)])
     except EnvironmentFault as error:
         return _tell_end(not_run(planned, setup, missing(error)), options)
-    tell(table(result.checks))
+    tell(check_table(result.checks))
     return _tell_end(result, options)
 
 

@@ -366,7 +366,7 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
     """Say what the machine is, and why; what fits; which config to start with; what to fix first."""
     text = f"{_subject(machine)} is {kind.meaning}"
     if kind.level != "fail":
-        text += f", which fit with documents up to {longest:,} tokens"
+        text += f": they fit with documents up to {longest:,} tokens"
     fits = "no known model fits"
     if device_of(machine) == "cpu":
         fits = "small models can be trained with --platform cpu"

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from dualtune.base.text import in_columns
-from dualtune.model.adapter import Tensors, position_of
+from dualtune.model.adapter import position_of
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
     Pair,
     delta_distance,
     delta_norm,
-    extra_tensors,
-    extras_distance,
-    extras_of,
     to_pairs,
 )
 from dualtune.model.formats.chat_template import describe_template
@@ -40,8 +36,6 @@ from dualtune.model.formats.directory import (
 #
 # ΔW is never formed: norms, inner products and differences come from r×r Gram matrices, which resolve a relative
 # difference down to about 1e-8. Two adapters of different rank, scale or layout can be the same function.
-
-MAX_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +75,6 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     modules = [
         _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
     ]
-    extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
-    modules = [
-        _with_extras(difference, *(extras_of(difference.module, tensors) for tensors in extras))
-        for difference in modules
-    ]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
         only_in_a=tuple(sorted(pairs.keys() - others.keys())),
@@ -93,35 +82,6 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
         of_other_shape=reshaped,
         modules=tuple(sorted(modules, key=lambda difference: (-difference.relative_difference, difference.module))),
     )
-
-
-def render_difference(difference: AdapterDifference) -> str:
-    """Format the difference as plain text, the largest parts first."""
-    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in difference.settings.items()]
-    apart = {
-        "only in A": difference.only_in_a,
-        "only in B": difference.only_in_b,
-        "different shape": difference.of_other_shape,
-    }
-    for title, names in apart.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
-    differing = [m for m in difference.modules if m.relative_difference > SAME_FUNCTION]
-    if differing:
-        rows = [("module", "difference", "‖ΔW‖ of A", "‖ΔW‖ of B", "cosine")]
-        rows += [
-            (m.module, f"{m.relative_difference:.1e}", f"{m.norm_a:.4g}", f"{m.norm_b:.4g}", _shown(m.cosine))
-            for m in differing[:MAX_ROWS]
-        ]
-        lines += ["", in_columns(rows)]
-        lines += [f"and {len(differing) - MAX_ROWS} more modules"] * (len(differing) > MAX_ROWS)
-    num_shared, largest = len(difference.modules), max((m.relative_difference for m in difference.modules), default=0.0)
-    verdict = (
-        f"same function: no update differs by more than {SAME_FUNCTION:g} of its norm (largest {largest:.1e})"
-        if difference.is_same_function
-        else f"different: {len(differing)} of {num_shared} shared modules (largest difference {largest:.1e})"
-    )
-    return "\n".join([*lines, verdict])
 
 
 def _settings(adapter: Adapter) -> dict[str, Any]:
@@ -147,20 +107,10 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
 
 
-def _with_extras(difference: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
-    """Include the parameters that the method trains in addition to A and B, if they differ more."""
-    distance = max(difference.relative_difference, extras_distance(ours, theirs))
-    return replace(difference, relative_difference=distance)
-
-
 def _inner(ours: Pair, theirs: Pair) -> float:
     """Return ⟨B₁ A₁, B₂ A₂⟩ = Σ (B₁ᵀ B₂) ∘ (A₁ A₂ᵀ), from two r×r matrices in float64."""
     B_rr = ours.B_Or.T.astype(np.float64) @ theirs.B_Or.astype(np.float64)
     return float(np.sum(B_rr * (ours.A_rI.astype(np.float64) @ theirs.A_rI.T.astype(np.float64))))
-
-
-def _shown(cosine: float | None) -> str:
-    return "-" if cosine is None else f"{cosine:.4f}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,34 +198,6 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
     )
 
 
-def render_report(report: AdapterReport) -> str:
-    """Format the report as plain text."""
-    verdicts = {True: "yes", False: "NO", None: "not applicable"}
-    lines = [
-        f"adapter     {report.path}",
-        f"layout      {report.layout}",
-        f"base model  {report.base_model or 'not recorded'}",
-        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_scaling_note(report)}, "
-        f"dropout {report.dropout:g}",
-        f"targets     {_shortened(report.targets)}",
-        f"template    {report.template}",
-        f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
-        f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
-        f"hashes ok   {verdicts[report.hashes_ok]}",
-        f"files agree {verdicts[report.files_agree]}",
-        "",
-        f"{'‖scale · B A‖':<28}{'modules':>8}{'mean':>12}{'max':>12}",
-        *(f"{p.name:<28}{p.num_modules:>8}{p.mean_norm:>12.4g}{p.max_norm:>12.4g}" for p in report.projections),
-    ]
-    for title, texts in (("note", report.notes), ("flag", report.flags), ("PROBLEM", report.problems)):
-        lines += [f"{title}: {text}" for text in texts]
-    return "\n".join(lines)
-
-
-def _scaling_note(report: AdapterReport) -> str:
-    return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
-
-
 def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
     norms: dict[str, list[float]] = defaultdict(list)
     for module, pair in pairs.items():
@@ -290,7 +212,7 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     if len(idle) == len(pairs):
         flags.append("B is all zeros (the adapter does nothing)")
     elif idle:
-        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
+        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {shortened(idle)}")
     # The two usual mistakes of converters between scale and alpha; only hints, since both values can be intended.
     if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
         flags.append(
@@ -304,5 +226,5 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     return flags
 
 
-def _shortened(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
+def shortened(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -44,7 +44,7 @@ def test_auto_is_the_smallest_number_of_layers_that_fits(ask, layers):
     found = choose_checkpointing(MISTRAL, ask, budget)
     cheapest = recompute_time(MISTRAL, replace(ask, checkpointing=found))
     assert total(replace(ask, checkpointing=found)) <= ROOM * budget
-    if not found.remade:
+    if not found.adapter_inputs:
         assert total(recomputing(ask, found.num_recomputed(32) - 1)) > ROOM * budget
     assert cheapest <= recompute_time(MISTRAL, recomputing(ask, layers))
 
@@ -55,9 +55,9 @@ def test_auto_recomputes_all_where_nothing_fits():
 
 
 def test_the_reference_code_has_no_adapter_inputs_to_recompute():
-    budget = math.ceil(total(replace(CUDA, checkpointing=ActivationCheckpointing(remade=True))) / ROOM)
-    assert choose_checkpointing(MISTRAL, CUDA, budget).remade
-    assert not choose_checkpointing(MISTRAL, replace(CUDA, kernels="reference"), budget).remade
+    budget = math.ceil(total(replace(CUDA, checkpointing=ActivationCheckpointing(adapter_inputs=True))) / ROOM)
+    assert choose_checkpointing(MISTRAL, CUDA, budget).adapter_inputs
+    assert not choose_checkpointing(MISTRAL, replace(CUDA, kernels="reference"), budget).adapter_inputs
 
 
 def test_a_value_in_the_config_is_not_the_planners_choice():
@@ -235,7 +235,7 @@ def test_a_model_trained_whole_is_never_quantized_and_has_no_adapter_inputs_to_r
     settings = [saving.settings for saving in make_plan(MISTRAL, asked, int(0.96 * needed), auto=False).savings]
     assert settings and not any("model.quantization" in each for each in settings)
     for gib in (1, 100, 110, 120):
-        assert not choose_checkpointing(MISTRAL, asked, gib * GIB).remade
+        assert not choose_checkpointing(MISTRAL, asked, gib * GIB).adapter_inputs
 
 
 def test_a_larger_evaluation_keeps_nothing_for_a_backward_pass():

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
-REMADE_TIME = 1.06  # of a step with memory.checkpointing: adapter_inputs; 0.99 on a CPU in benchmarks/checkpointing.py
+ADAPTER_INPUTS_TIME = (
+    1.06  # of a step with memory.checkpointing: adapter_inputs; 0.99 on a CPU in benchmarks/checkpointing.py
+)
 RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
@@ -192,8 +194,8 @@ def choose_checkpointing(decoder: Shape, ask: Ask, have_bytes: int) -> Activatio
 
 def recompute_time(decoder: Shape, ask: Ask) -> float:
     """Return how many times as long a step takes with the checkpointing of `ask` as without, by operations."""
-    if ask.checkpointing.remade:
-        return REMADE_TIME
+    if ask.checkpointing.adapter_inputs:
+        return ADAPTER_INPUTS_TIME
     recomputed = 2 * _multiplications(decoder, ask) * ask.checkpointing.num_recomputed(decoder.layers)
     return 1 + recomputed / flops_per_token(decoder, ask)
 
@@ -223,7 +225,7 @@ def _dial(decoder: Shape, ask: Ask) -> list[ActivationCheckpointing]:
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
     if "adapter_inputs" in honoured and ask.kernels != "reference" and not ask.trains_model:
-        values.append(ActivationCheckpointing(remade=True))
+        values.append(ActivationCheckpointing(adapter_inputs=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
 
@@ -346,7 +348,7 @@ def _offloading(ask: Ask) -> list[_Stage]:
 
 def _written(value: ActivationCheckpointing) -> str:
     """Return the value of memory.checkpointing in a config."""
-    if value.remade:
+    if value.adapter_inputs:
         return "adapter_inputs"
     return "full" if value.layers == "all" else f"{{layers: {value.layers}}}"
 
