@@ -223,7 +223,7 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = setup.backend.devices()[0].kind
     has = within(budget(machine, setup.platform if kind == "cuda" else kind), plan.config.memory.limit_bytes)
-    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has.bytes, has.host_bytes)
+    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has)
     return compare(has, planned.estimate.total_bytes)
 
 
