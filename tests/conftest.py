@@ -53,13 +53,28 @@ CHATML = (
 )
 
 
+def hide_from_the_collector() -> None:
+    """Each training run collects garbage, which takes as long as there are objects: what is old is no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionstart():
-    """Imports and eleven thousand tests are no garbage: looking for some among them takes a quarter of the collection."""
     gc.disable()
 
 
 def pytest_collection_finish():
     gc.enable()
+    hide_from_the_collector()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    num_imported = len(sys.modules)
+    result = yield
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > num_imported + 100:
+        hide_from_the_collector()
+    return result
 
 
 def pytest_configure(config):
@@ -92,17 +107,6 @@ def _same_random_numbers():
         sys.modules["torch"].default_generator.manual_seed(0)
     if "mlx.core" in sys.modules:
         sys.modules["mlx.core"].random.seed(0)
-
-
-def _hide_from_the_collector() -> None:
-    """Each training run collects garbage, which takes as long as there are objects: what is old is no garbage."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_objects_of_this_file():
-    _hide_from_the_collector()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -252,7 +256,7 @@ def render_apart(python):
 @pytest.fixture
 def unscanned():
     """Hide what other tests have left from `gc.get_objects`."""
-    _hide_from_the_collector()
+    hide_from_the_collector()
 
 
 @pytest.fixture

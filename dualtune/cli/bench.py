@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.doctor.bench.lora_backward import LoRATimes
     from dualtune.doctor.bench.measure import BenchResult
-    from dualtune.doctor.check_config import MemoryNeed
     from dualtune.engine.backend import Backend
     from dualtune.engine.machines import MachineLimits
+    from dualtune.engine.memory.plan import MemoryPlan
     from dualtune.engine.step_time import StepTime
     from dualtune.train.prepare import Prepared
 
@@ -93,7 +93,7 @@ def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str
     return say("\n".join(_predicted_lines(settings, name, memory, found, limits)))
 
 
-def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNeed, StepTime, MachineLimits]:
+def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPlan, StepTime, MachineLimits]:
     """Return memory, time and limits of a config on a machine; `this` is the one it runs on.
 
     ConfigError for a machine whose limits are not known, EnvironmentFault where there is no formula.
@@ -110,15 +110,15 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
     machine = detect() if name == "this" else named(name)
     choice = choose(platform, machine)
     memory = plan_config(settings, machine, choice)
-    limits = limits or limits_here(choice, machine, memory.plan.ask.dtype)
+    limits = limits or limits_here(choice, machine, memory.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    time = predict(memory.plan.decoder, memory.plan.ask, first_step(settings, look_at_data(settings)), limits)
+    time = predict(memory.decoder, memory.ask, first_step(settings, look_at_data(settings)), limits)
     return memory, time, limits
 
 
 def _predicted_lines(
-    settings: Config, name: str, memory: MemoryNeed, found: StepTime, limits: MachineLimits
+    settings: Config, name: str, memory: MemoryPlan, found: StepTime, limits: MachineLimits
 ) -> Iterator[str]:
     from dualtune.engine.step_time import SAID
 
@@ -139,7 +139,7 @@ def _predicted_lines(
     yield in_columns([
         ("step", f"{in_short_time(found.step_s)}, bound by {found.bound}: {times}"),
         ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {share}"),
-        ("memory", f"{peak} at the peak, has {has}" + ("" if memory.plan.fits else ": it does not fit")),
+        ("memory", f"{peak} at the peak, has {has}" + ("" if memory.fits else ": it does not fit")),
         ("step of", f"{found.tokens:,} tokens; lengths: {found.documents}"),
         ("limits", f"{limits.source}; the shares that are reached are assumptions of dualtune/engine/machines.py"),
     ])  # fmt: skip

@@ -92,7 +92,7 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config, driver_of(kind).name)
     has = within(budget(machine, kind), config.memory.limit_bytes)
-    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes, has.host_bytes)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has)
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
