@@ -53,20 +53,21 @@ def command(
         ctx.exit(_compare(*compare))
     if show:
         ctx.exit(_show(show))
-    results = _run(platform, only)
+    results = run_selftest(platform, only)
     write_json(json_file, results)
     tell("\n" + "\n".join(results["verdict"]))
     _write(output, results)
     ctx.exit(results["exit_code"])
 
 
-def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
+def run_selftest(platform: str, only: tuple[str, ...] = (), *, err: bool = False) -> dict[str, Any]:
+    """Run the checks, those whose names begin with one of `only` or all, and return the report."""
     from dualtune.doctor.selftest.report import report
     from dualtune.doctor.selftest.run import run_checks, selected
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
-    with phases() as shown:
+    with phases(err=err) as shown:
         machine = detect()
         choice = choose(platform, machine)
         kind, checks = selected(choice, only)
