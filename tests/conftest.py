@@ -53,6 +53,30 @@ CHATML = (
 )
 
 
+def hide_from_the_collector() -> None:
+    """Each training run collects garbage, which takes as long as there are objects: what is old is no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionstart():
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+    hide_from_the_collector()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    num_imported = len(sys.modules)
+    result = yield
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > num_imported + 100:
+        hide_from_the_collector()
+    return result
+
+
 def pytest_configure(config):
     """xdist hands out files in the order below, and not those with few tests last: these are the longest."""
     if hasattr(config.option, "loadscopereorder"):
@@ -231,11 +255,8 @@ def render_apart(python):
 
 @pytest.fixture
 def unscanned():
-    """Hide what other tests have left from `gc.get_objects`, whose time is that of all that is alive."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    """Hide what other tests have left from `gc.get_objects`."""
+    hide_from_the_collector()
 
 
 @pytest.fixture

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import DualtuneError, Preempted
 from dualtune.base.files import expanded
 from dualtune.cli.adapter_sets import base_of, load_adapters, model_or_adapter, named_directories, system_messages
 from dualtune.cli.options import (
@@ -24,6 +27,7 @@ from dualtune.cli.options import (
     template_option,
     top_p_option,
 )
+from dualtune.cli.screen import is_live, width
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
@@ -102,8 +106,6 @@ class Conversation:
 
     def run(self, inputs: Iterable[Typed]) -> None:
         """Answer until the end of the input or /exit."""
-        from dualtune.base.errors import DualtuneError, Preempted
-
         for typed in inputs:
             word, _, rest = typed.text.partition(" ")
             if typed.is_command and word == "/exit":
@@ -187,8 +189,6 @@ def _shown(names: Sequence[str], width: int) -> Generator[Callable[[str, str], N
         yield _BelowEachOther().show
         pass_on("\n")
         return
-    import shutil
-
     from rich.live import Live
     from rich.text import Text
 
@@ -225,7 +225,6 @@ class _BelowEachOther:
 
 def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Return the lines of named texts in columns."""
-    import textwrap
     from itertools import zip_longest
 
     column = _column(len(answers), width)
@@ -242,8 +241,6 @@ def _column(count: int, width: int) -> int:
 
 
 def _width() -> int:
-    from dualtune.cli.screen import is_live, width
-
     return width() if is_live(sys.stdout) else 0
 
 

@@ -15,11 +15,11 @@ import click
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.base.errors import DataError
+from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.base.text import in_columns
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
-from dualtune.cli.screen import Phases
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
+from dualtune.cli.screen import Phases, phases
 from dualtune.cli.terminal import say
 from dualtune.config import Config
 from dualtune.data.chat.formats import Example
@@ -437,8 +437,6 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
     With --task, --answer-pattern, --json-field, --metric or --predictions, an answer is generated for each row, and
     prompts and answers are saved to a file. --answer-pattern takes the last match in each answer.
     """
-    from dualtune.cli.screen import phases
-
     options = EvalOptions(**given)  # pyright: ignore[reportArgumentType]  click has checked the types
     options.check()
     with phases(err=as_json) as shown:
@@ -459,7 +457,7 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
         with explained(backend, settings, "while the adapter was measured"):
             report = EvalRun(settings, options, adapter, backend, metrics, shown).report()
     if as_json:
-        return say(to_json(report))
+        return say_json(report)
     for line in as_lines(report):
         say(line)
     return None
@@ -467,7 +465,6 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
 
 def _adapter_of(settings: Config, options: EvalOptions) -> Path | None:
     """Return the adapter to measure. None for the base, and for a config of full fine-tuning."""
-    from dualtune.base.errors import ConfigError
     from dualtune.model.formats.directory import adapter_directory
 
     if settings.adapter.trains_model:

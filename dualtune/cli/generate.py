@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.base.files import write_file
 from dualtune.cli.adapter_sets import backend_that_loads, base_of, system_messages
 from dualtune.cli.options import (
     dtype_option,
@@ -21,6 +23,7 @@ from dualtune.cli.options import (
     template_option,
     top_p_option,
 )
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
@@ -86,8 +89,6 @@ def command(
     unchanged. With --prompts, each answer is a JSON line with the prompt and its number, the answer, its number of
     tokens, and whether it ended by itself.
     """
-    from dualtune.cli.screen import phases
-
     if raw and system is not None:
         raise click.UsageError("Give --raw or --system, not both.")
     if raw and template != "auto":
@@ -134,8 +135,6 @@ def _answer_all(
     output: Path | None,
 ) -> None:
     """Answer the prompts of a file together. With a file for the answers, its rows are in the order of the prompts."""
-    from dualtune.base.files import write_file
-    from dualtune.cli.screen import phases
     from dualtune.use.scoring.answers import KeptAnswers, identity
 
     ids = [_encoded(model, where, row, system) for where, row in rows]
@@ -171,7 +170,6 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
     DataError for a row that holds no prompt, and for a file without any. Blank lines are passed over.
     """
-    from dualtune.base.errors import DataError
     from dualtune.base.untrusted import open_file, parse_object
 
     with open_file(path, max_bytes=MOST_FILE) as file:
@@ -195,7 +193,6 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
 
     An answer at the end of a conversation is not part of what is asked.
     """
-    from dualtune.base.errors import ConfigError, DataError
     from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
     from dualtune.data.sources.rows import RowError
 

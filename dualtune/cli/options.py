@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.cli.screen import Phases
@@ -70,20 +73,21 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 
 def to_json(value: Any) -> str:
     """Return JSON for other programs, in which a number that is not finite is null."""
-    import json
-
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=2)
 
 
+def say_json(value: Any) -> None:
+    """Print the result of a command with --json."""
+    say(to_json(value))
+
+
 def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
     """Write a command's result to the file of its option --json, if it was given."""
-    import json
-
     from dualtune.base.files import write_file
 
     if path is not None:
-        write_file(path, json.dumps(table, indent=2) + "\n")
+        write_file(path, to_json(table) + "\n")
 
 
 def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> Backend:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dualtune.base.text import in_bytes
 from dualtune.cli.terminal import say
 
 
@@ -49,7 +50,6 @@ def command(
     The default of SOURCE is the most recently written run in runs/. A TARGET that ends in .tar or .dualtune names
     the bundle; any other is a directory for bundle.tar. To resume an interrupted push, run it again.
     """
-    from dualtune.base.text import in_bytes
     from dualtune.cli.progress import transferring
     from dualtune.use.transfer.carry import PushRequest, newest_run, push, sends_adapter
 

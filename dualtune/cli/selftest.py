@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.checks import Check
+from dualtune.base.files import free_name
+from dualtune.base.text import in_columns, in_time
 from dualtune.cli.options import platform_option, write_json
-from dualtune.cli.screen import phases, tell
-
-if TYPE_CHECKING:
-    from dualtune.base.checks import Check
-    from dualtune.cli.screen import Phases
+from dualtune.cli.screen import Phases, phases, tell
 
 
 @click.command("selftest")
@@ -54,20 +53,21 @@ def command(
         ctx.exit(_compare(*compare))
     if show:
         ctx.exit(_show(show))
-    results = _run(platform, only)
+    results = run_selftest(platform, only)
     write_json(json_file, results)
     tell("\n" + "\n".join(results["verdict"]))
     _write(output, results)
     ctx.exit(results["exit_code"])
 
 
-def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
+def run_selftest(platform: str, only: tuple[str, ...] = (), *, err: bool = False) -> dict[str, Any]:
+    """Run the checks, those whose names begin with one of `only` or all, and return the report."""
     from dualtune.doctor.selftest.report import report
     from dualtune.doctor.selftest.run import run_checks, selected
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
-    with phases() as shown:
+    with phases(err=err) as shown:
         machine = detect()
         choice = choose(platform, machine)
         kind, checks = selected(choice, only)
@@ -78,14 +78,12 @@ def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _tell(row: Check, shown: Phases) -> None:
-    from dualtune.base.text import in_time
     from dualtune.doctor.selftest.report import anonymous
 
     shown.tell(f"{row.verdict:<11} {row.name}: {anonymous(row.found)} ({in_time(row.seconds, 1)})")
 
 
 def _write(output: Path | None, report: dict[str, Any]) -> None:
-    from dualtune.base.files import free_name
     from dualtune.doctor.selftest.report import default_name, write_archive
 
     path = output or free_name(Path(default_name(report)))
@@ -94,7 +92,6 @@ def _write(output: Path | None, report: dict[str, Any]) -> None:
 
 
 def _show(archive: Path) -> int:
-    from dualtune.base.text import in_columns
     from dualtune.doctor.selftest.report import read_report
 
     report = read_report(archive)

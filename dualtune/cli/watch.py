@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.text import in_time
+from dualtune.cli.screen import Phases, phases, width
+
 if TYPE_CHECKING:
-    from dualtune.cli.screen import Phases
     from dualtune.show.view.follow import WatchedRun
 
 
@@ -37,7 +40,6 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
     """
     if once and (wait or serve):
         raise click.UsageError("Give --once alone: --wait and --serve go on.")
-    from dualtune.cli.screen import phases
     from dualtune.show.view.follow import WatchedRun
 
     with phases() as shown:
@@ -58,8 +60,6 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
 
 def _show(watched: WatchedRun, shown: Phases) -> None:
     """Draw the state on a terminal; a pipe gets only the lines that are new, and those are said as they are read."""
-    from dualtune.base.text import in_time
-    from dualtune.cli.screen import width
     from dualtune.show.view.lines import panel
 
     if not shown.is_live:
@@ -76,7 +76,6 @@ def _show(watched: WatchedRun, shown: Phases) -> None:
 def _tell_state(watched: WatchedRun, shown: Phases) -> None:
     """Say what the run has done, and how it ended."""
     from dualtune.base.fields import shown as safe
-    from dualtune.base.text import in_time
     from dualtune.show.view.lines import panel
 
     view, left = watched.view, watched.view.seconds_left
@@ -93,7 +92,6 @@ def _tell_state(watched: WatchedRun, shown: Phases) -> None:
 
 @contextmanager
 def _served(watched: WatchedRun, port: int, shown: Phases) -> Generator[None]:
-    from dualtune.base.errors import EnvironmentFault
     from dualtune.show.page_server import PageServer
 
     try:

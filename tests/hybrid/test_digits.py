@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.cli.hybrid import digits_text
 from dualtune.doctor.bench import digits as module
 from dualtune.doctor.bench.digits import (
     DigitsCourse,
@@ -234,7 +235,7 @@ def test_one_seed_from_end_to_end(monkeypatch):
     table = found.as_json()
     assert [row["arm"] for row in table["rows"]] == [*rows] and table["held_out_images"] == 359
     assert table["rows"][1]["accuracy_minus_control"]["margin_95"] is None  # one seed has no interval
-    assert any("control of aggressive" in line for line in found.lines())
+    assert any("control of aggressive" in line for line in digits_text(found).splitlines())
 
 
 def test_no_figure_comes_from_a_random_number(data, monkeypatch):
@@ -255,7 +256,7 @@ def test_no_figure_comes_from_a_random_number(data, monkeypatch):
     one = run_trial(data, config_of(2, 60, SLOW, SHORT))
     row = module.DigitsRow("low", SLOW, "conservative", (one, one), (one, one), (one, one))
     found = module.DigitsResult((row,), len(data.held_out))
-    assert found.as_json()["rows"][0]["accuracy"]["mean"] == one.accuracy and found.lines()
+    assert found.as_json()["rows"][0]["accuracy"]["mean"] == one.accuracy and digits_text(found)
 
 
 def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch):

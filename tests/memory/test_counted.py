@@ -31,8 +31,6 @@ FAMILIES = {  # by kind of layer
 EXACT, KEPT, PEAK = (0.99, 1.01), (0.95, 1.25), (0.95, 1.45)
 ASK = Ask("torch", "cpu", "none", "float32", 8, "all-linear", micro_batch_tokens=512, max_length=512, dropout=False)
 
-pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
-
 
 @pytest.fixture
 def config_of(monkeypatch):

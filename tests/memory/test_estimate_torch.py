@@ -40,8 +40,6 @@ GPT2 = {
 SHORT, LONG = [60] * 8, [512]
 ASK = Ask("torch", "cpu", "none", "float32", 16, SEVEN, micro_batch_tokens=512, max_length=512)
 
-pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
-
 
 def long(*values):
     """A case that has no term of its own in the formulas."""
@@ -254,7 +252,7 @@ def test_the_plain_code_takes_what_was_estimated(measure, packing, dropout, dtyp
 
 # Values of memory.checkpointing, and the share of the peak of `none` that must be left of it in these small models.
 DIAL = {
-    "adapter_inputs": (ActivationCheckpointing(remade=True), 0.95),
+    "adapter_inputs": (ActivationCheckpointing(adapter_inputs=True), 0.95),
     "first 3 layers": (ActivationCheckpointing(3), 0.7),
     "full": (ActivationCheckpointing("all"), 0.5),
     "full, 3 at a time": (ActivationCheckpointing("all", every=3), 0.8),

@@ -8,7 +8,7 @@ round, and times are compared within a round, because a machine is not equally b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -303,19 +303,3 @@ def _as_json(row: AblationRow, baseline: AblationRow) -> dict[str, Any]:
         "same_result": row.technique.same_result,
         "problem": row.problem(baseline),
     }
-
-
-def lines(ablation: Ablation) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table as text, the header first."""
-    yield "technique", "planned", "measured", "plan is off", "process", "time", "loss", "of none"
-    for row in ablation.rows:
-        time, off = row.time_of(ablation.baseline), row.loss_difference(ablation.baseline)
-        yield (
-            row.technique.name,
-            *("" if size is None else in_bytes(size) for size in (row.planned_bytes, row.peak_bytes)),
-            "" if row.difference is None else f"{row.difference:+.1%}",
-            "" if row.process_bytes is None else in_bytes(row.process_bytes),
-            "" if time is None else f"{time:.2f}",
-            "" if row.loss is None else f"{row.loss:.6f}",
-            "" if off is None else f"{off:+.1e}",
-        )

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
-from dualtune.base.text import in_bytes, in_columns
 from dualtune.config import Config, load_config
 from dualtune.data.documents import held_out, probe_documents
 from dualtune.data.order import Order, without
@@ -423,38 +422,6 @@ class DigitsResult:
             "rows": [row.as_json() for row in self.rows],
         }
 
-    def lines(self) -> list[str]:
-        """Return the comparison as lines of text: two tables, and what the runs prove."""
-        told = [f"{row.rate}, {row.arm}: {row.verdict}" for row in self.rows if row.verdict]
-        tables = (in_columns([*cells]).splitlines() for cells in (self.costs(), self.predictions()))
-        return [*next(tables), "", *next(tables), "", *told]
-
-    def costs(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table of what runs reached and took, the header first."""
-        yield "rate", "arm", "accuracy", "loss", "cost", "of baseline's", "seconds", "peak memory"
-        for row in self.rows:
-            yield (
-                row.rate, row.arm,
-                _spread(row.values("accuracy"), 100, 2, " %"), _spread(row.values("eval_loss"), 1, 4),
-                f"{fmean(row.values('cost')):.0f}", f"{row.cost_ratio:.2f}", _spread(row.values("wall_s"), 1, 2),
-                in_bytes(fmean(row.values("peak_bytes"))),
-            )  # fmt: skip
-
-    def predictions(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table of what predictions did, the header first."""
-        yield (
-            "rate", "arm", "attempts", "accepted", "undone", "divergences", "backward passes skipped",
-            "accuracy − control", "loss − control",
-        )  # fmt: skip
-        for row in self.rows:
-            if row.control is None:
-                continue
-            counts = (str(row.counted(name)) for name in ("attempts", "accepted", "undone", "divergences"))
-            yield (
-                row.rate, row.arm, *counts, f"{row.backward_reduction_pct:.1f} %",
-                _gap(row.against(row.control, "accuracy"), 100, 2), _gap(row.against(row.control, "eval_loss"), 1, 4),
-            )  # fmt: skip
-
 
 def digits(seeds: int = 5, tell: Callable[[str], None] = lambda text: None) -> DigitsResult:
     """Train every arm of every case with the seeds 1 to `seeds`. `tell` hears what is trained.
@@ -486,15 +453,3 @@ def _rows(data: DigitsData, case: str, seeds: Sequence[int], tell: Callable[[str
         control = trained(f"control of {arm}", {}, [max(1, round(trial.cost / STEP_COST)) for trial in trials])
         yield DigitsRow(case, rate, arm, trials, baseline, control)
         yield DigitsRow(case, rate, f"control of {arm}", control, baseline)
-
-
-def _spread(values: Sequence[float], factor: float, places: int, unit: str = "") -> str:
-    """Format mean ± standard deviation; of a single value, the value."""
-    mean = f"{factor * fmean(values):.{places}f}"
-    return f"{mean} ± {factor * stdev(values):.{places}f}{unit}" if len(values) > 1 else f"{mean}{unit}"
-
-
-def _gap(gap: Interval, factor: float, places: int) -> str:
-    """Format a mean difference ± half of its 95 % interval."""
-    mean = f"{factor * gap.mean:+.{places}f}"
-    return mean if gap.margin is None else f"{mean} ± {factor * gap.margin:.{places}f}"
