@@ -391,9 +391,9 @@ class Folder:
 
     def check_space(self, num_bytes: int, part: BinaryIO) -> None:
         """Raise DiskError if the disk has no room for the rest of a partial file of `num_bytes`."""
-        there = os.fstat(part.fileno()).st_blocks * 512
+        written = os.fstat(part.fileno()).st_blocks * 512
         disk = os.statvfs(self._fd)
-        if (needed := num_bytes - there) > (free := disk.f_bavail * disk.f_frsize):
+        if (needed := num_bytes - written) > (free := disk.f_bavail * disk.f_frsize):
             raise DiskError(
                 f"{self.path}: needs {in_bytes(needed)}, the disk has {in_bytes(free)} free. Free some space"
             )
@@ -417,11 +417,11 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
-    def remove_parts(self, name: str, kept: str | None = None) -> None:
-        """Remove all partial files for the same target as the part `name`, except `kept`."""
+    def remove_parts(self, name: str, keep: str | None = None) -> None:
+        """Remove all partial files for the same target as the part `name`, except `keep`."""
         stem = f"{name.rpartition('-')[0]}-"
         for entry in os.listdir(self._fd):  # noqa: PTH208  pathlib knows no descriptors
-            if entry.startswith(stem) and entry != kept:
+            if entry.startswith(stem) and entry != keep:
                 with contextlib.suppress(OSError):  # of another user, or a directory
                     os.unlink(entry, dir_fd=self._fd)
 

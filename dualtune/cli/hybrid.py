@@ -154,10 +154,11 @@ def in_percent(losses: Interval) -> str:
 def digits_text(result: DigitsResult) -> str:
     """Return the comparison on images of digits as text: two tables, and what the runs prove."""
     verdicts = [f"{row.rate}, {row.arm}: {row.verdict}" for row in result.rows if row.verdict]
-    return "\n\n".join([in_columns([*_costs(result)]), in_columns([*_predictions(result)]), "\n".join(verdicts)])
+    tables = in_columns([*digits_costs(result)]), in_columns([*digits_predictions(result)])
+    return "\n\n".join([*tables, "\n".join(verdicts)])
 
 
-def _costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
+def digits_costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of what runs reached and took, the header first."""
     yield "rate", "arm", "accuracy", "loss", "cost", "of baseline's", "seconds", "peak memory"
     for row in result.rows:
@@ -169,7 +170,7 @@ def _costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def _predictions(result: DigitsResult) -> Iterator[tuple[str, ...]]:
+def digits_predictions(result: DigitsResult) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of what predictions did, the header first."""
     yield (
         "rate", "arm", "attempts", "accepted", "undone", "divergences", "backward passes skipped",
