@@ -128,9 +128,11 @@ def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, op
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
         results.append(_run_one(tier, setup, machine, options))
-        left = [each.name for each in tiers[index + 1 :]]
-        if results[-1].exit_code and left and not options.keep_going:
-            options.tell(f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them anyway)")
+        remaining = [each.name for each in tiers[index + 1 :]]
+        if results[-1].exit_code and remaining and not options.keep_going:
+            options.tell(
+                f"left out    {', '.join(remaining)}: {tier.name} did not pass (--keep-going runs them anyway)"
+            )
             break
     return results
 

@@ -98,8 +98,8 @@ def about_config(machine: Machine, path: Path) -> Question:
 
 def _decoder(config: Config, backend: str) -> Shape:
     """Return the shape of a published model, or of one on this machine."""
-    if (known := published(config.model.name)) is not None:
-        return decoder_of(known)
+    if (shape := published(config.model.name)) is not None:
+        return decoder_of(shape)
     from dualtune.doctor.check_config_model import decoder_to_plan  # late: it imports NumPy and tokenizers
 
     return decoder_to_plan(config, backend)

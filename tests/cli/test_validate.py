@@ -164,7 +164,8 @@ def test_the_device_may_come_from_the_environment(dualtune_main, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [([], "Say which tier to run"), (["--tier", "fast"], "--tier: got 'fast', allowed: selftest, quick")]
+    ("args", "message"),
+    [([], "Say which tier to run"), (["--tier", "fast"], "--tier: got 'fast', allowed: selftest, quick")],
 )
 def test_a_wrong_command_line_ends_with_2(validate, args, message):
     result = validate(*args)

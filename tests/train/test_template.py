@@ -8,8 +8,7 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, write_training_template
 from dualtune.model.formats.directory import read_adapter
-from dualtune.show.run import run
-from dualtune.show.summary import summary
+from dualtune.show.run import run, summary
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
