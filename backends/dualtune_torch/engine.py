@@ -83,7 +83,9 @@ class TorchEngine:
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
-            self._streamed = _streamed(model, request, description)
+            if request.resident_layers is not None:
+                device = torch.device(description["device"])
+                self._streamed = StreamedLayers(model, device, request.resident_layers)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self.adapter_shapes = self._adapter.shapes
         SeparateDocuments(model, self._dropout_seeds)
@@ -97,7 +99,11 @@ class TorchEngine:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
-        self._graphs = self._graphs_for(request.kernels)
+        self._graphs: MicroStepGraphs | None = None
+        if request.kernels == "graph":
+            moves_weights = self._streamed is not None or is_split(model)
+            check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
+            self._graphs = MicroStepGraphs(model.device)
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
@@ -285,13 +291,6 @@ class TorchEngine:
         dtype = self.description.dtype
         write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
 
-    def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
-        if kernels != "graph":
-            return None
-        moves_weights = self._streamed is not None or is_split(self.model)
-        check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
-        return MicroStepGraphs(self.model.device)
-
     @contextmanager
     def _generating(self) -> Iterator[None]:
         with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), compiled.plain():
@@ -388,12 +387,6 @@ def _placed_layers(
     if weights is not None:
         check_places(layers, placed, "transformers")
     return layers, placed
-
-
-def _streamed(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> StreamedLayers | None:
-    if request.resident_layers is None:
-        return None
-    return StreamedLayers(model, torch.device(description["device"]), request.resident_layers)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -66,16 +66,13 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
     value = SIZE if key == "memory.limit" and value != "auto" else value
     value = NUMBER if key == "memory.resident_layers" and value != "all" else value
-    allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({_default(key)}))
+    section, field = key.split(".")
+    default = Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
+    allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({default}))
     if value in allowed:
         return None
     values = ", ".join(sorted(_show(v) for v in allowed))
     return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
-
-
-def _default(key: str) -> Any:
-    section, field = key.split(".")
-    return Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
 
 
 def _show(value: Any) -> str:

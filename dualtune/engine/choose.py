@@ -57,7 +57,14 @@ def _automatic(machine: Machine) -> PlatformChoice:
         names = " nor ".join(map(str, known))
         raise EnvironmentFault(f"neither {names} is installed. Install one with: {preferred.package.command}")
     remark = next((f", {device.remark}" for device in card.devices if device.kind == "cpu" and device.remark), "")
-    reason = f"{_why_no_accelerator(machine, known, card)}; {card} on the CPU{remark}"
+    # An accelerator without its backend is the reason; else what would be preferred, none of which is installed.
+    drivers = [(kind, driver) for kind, _ in _accelerators(machine) if (driver := _first(known, kind))]
+    if drivers:
+        kind, driver = drivers[0]
+        why = f"{'an NVIDIA GPU, but ' if kind == 'cuda' else ''}{driver} is not installed"
+    else:
+        why = " and no ".join(["no NVIDIA GPU", *map(str, known[: known.index(card)])])
+    reason = f"{why}; {card} on the CPU{remark}"
     return _choice(card, card.platform_for("cpu"), reason)
 
 
@@ -71,11 +78,3 @@ def _accelerators(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "metal", f"Apple silicon ({machine.cpu})"
     if machine.gpus:
         yield "cuda", f"NVIDIA GPU ({machine.gpus[0].name})"
-
-
-def _why_no_accelerator(machine: Machine, known: list[Card], chosen: Card) -> str:
-    for kind, _ in _accelerators(machine):
-        if driver := _first(known, kind):
-            return f"{'an NVIDIA GPU, but ' if kind == 'cuda' else ''}{driver} is not installed"
-    preferred = [str(card) for card in known[: known.index(chosen)]]  # none of them is installed
-    return " and no ".join(["no NVIDIA GPU", *preferred])

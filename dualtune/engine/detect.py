@@ -15,7 +15,7 @@ import psutil
 from dualtune.base.versions import versions_of
 from dualtune.engine import nvidia
 from dualtune.engine.card import by_preference
-from dualtune.engine.machine import GIB, Gpu, Machine, Surroundings
+from dualtune.engine.machine import GIB, Machine, Surroundings
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The CPU: its name, its features for fast matrix products, and the memory limit of its control group.
@@ -141,8 +141,6 @@ def is_rosetta(arch: str, values: dict[str, str]) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-__all__ = ["Gpu", "Machine", "detect", "is_installed"]
-
 OTHER_PACKAGES = ("transformers", "peft", "pynvml")  # `pynvml` only to warn about it: see problems.py
 NVIDIA_VENDOR = "0x10de"
 
@@ -207,19 +205,13 @@ def load_average() -> Load | None:
         return None
 
 
-def is_installed(framework: str) -> bool:
-    """Return whether a backend's framework can be found, without importing it."""
-    return find_spec(framework) is not None
-
-
 def _packages() -> dict[str, str]:
     """Return the versions of the relevant packages, also of a framework on the path without metadata."""
     packages = [card.package for card in by_preference()]
-    versions = versions_of(
-        dict.fromkeys([*(name for package in packages for name in package.detected), *OTHER_PACKAGES])
-    )
-    frameworks = [package.framework for package in packages if package.framework]
-    return versions | {name: "?" for name in frameworks if name not in versions and is_installed(name)}
+    names = [*(name for package in packages for name in package.detected), *OTHER_PACKAGES]
+    versions = versions_of(dict.fromkeys(names))
+    without_metadata = (p.framework for p in packages if p.framework not in versions and p.is_installed)
+    return versions | {framework: "?" for framework in without_metadata if framework}
 
 
 def torch_cuda() -> str | None:

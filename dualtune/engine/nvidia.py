@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,7 +67,12 @@ def _fault(error: Any) -> Nvidia:
 
 def _read(nvml: Any, visible_devices: str | None) -> Nvidia:
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    cards = [_card_or_problem(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    cards: list[_Card] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            cards.append(_card(nvml, index))
+        except nvml.NVMLError as error:  # a lost GPU must not hide the others
+            cards.append(_Card(f"GPU {index}", "", is_mig=False, parts=(), problem=str(error)))
     visible = tuple(choose_visible(cards, visible_devices))
     shown = {gpu.uuid for gpu in visible}
     return Nvidia(
@@ -116,14 +120,6 @@ def _entry(cards: list[_Card], entry: str) -> Gpu | None:
 # --- one GPU ---------------------------------------------------------------------------------------------------------
 
 
-def _card_or_problem(nvml: Any, index: int) -> _Card:
-    """Return a card, or why this one cannot be read: a lost GPU must not hide the others."""
-    try:
-        return _card(nvml, index)
-    except nvml.NVMLError as error:
-        return _Card(f"GPU {index}", "", is_mig=False, parts=(), problem=str(error))
-
-
 def _card(nvml: Any, index: int) -> _Card:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _text(nvml.nvmlDeviceGetName(handle))
@@ -133,18 +129,15 @@ def _card(nvml: Any, index: int) -> _Card:
     if not mode:
         gpu = _gpu(nvml, handle, name, f"{major}.{minor}", uuid)
         return _Card(name, uuid, is_mig=False, parts=(gpu,))
-    slices = (
-        _gpu(nvml, part, _text(nvml.nvmlDeviceGetName(part)), f"{major}.{minor}", _text(nvml.nvmlDeviceGetUUID(part)))
-        for part in _slices(nvml, handle)
-    )
+    slices: list[Gpu] = []
+    for number in range(_optional(nvml, lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError:  # numbers may have gaps, and access to some may be denied
+            continue
+        own_name, own_uuid = _text(nvml.nvmlDeviceGetName(part)), _text(nvml.nvmlDeviceGetUUID(part))
+        slices.append(_gpu(nvml, part, own_name, f"{major}.{minor}", own_uuid))
     return _Card(name, uuid, is_mig=True, parts=tuple(slices))
-
-
-def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
-    """Yield the handles of a GPU's MIG slices. Their numbers may have gaps, and access to some may be denied."""
-    for index in range(_optional(nvml, lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0)):
-        with contextlib.suppress(nvml.NVMLError):
-            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _gpu(nvml: Any, handle: Any, name: str, compute_capability: str, uuid: str) -> Gpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,14 +42,20 @@ def peft_notes(adapter: Adapter, directory: Path) -> tuple[str, ...]:
 
     Where it cannot be tried, these are the notes that the adapter has.
     """
-    if not has_weights(directory) or _is_plain(adapter.naming, modules_of(adapter.tensors)):
+    is_plain = adapter.naming == Naming() and all(map(_PLAIN.fullmatch, modules_of(adapter.tensors)))
+    if is_plain or not has_weights(directory):
         return ()
     problems = _problems(adapter, directory)
-    return _notes(problems) if problems else adapter.naming.notes
-
-
-def _is_plain(naming: Naming, modules: Collection[str]) -> bool:
-    return naming == Naming() and all(map(_PLAIN.fullmatch, modules))
+    if not problems:
+        return adapter.naming.notes
+    good = [name for name, why in problems.items() if not why]
+    bad = [name for name, why in problems.items() if why]
+    if not bad:
+        return ()
+    if good:
+        only = f"PEFT loads it into the model of {' or '.join(good)}, not of {' or '.join(bad)}"
+        return (f"{only}, where {problems[bad[0]]}",)
+    return (f"PEFT cannot load it into {NO_MODEL}: {problems[bad[0]]}. For transformers, merge it",)
 
 
 def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
@@ -65,18 +71,3 @@ def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
             problems: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
             return problems
     return {}
-
-
-def _notes(problems: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a sentence on the classes into whose models PEFT does not load an adapter, if there are such."""
-    good = [name for name, why in problems.items() if not why]
-    bad = [name for name, why in problems.items() if why]
-    if not bad:
-        return ()
-    if good:
-        return (f"PEFT loads it into the model of {_listed(good)}, not of {_listed(bad)}, where {problems[bad[0]]}",)
-    return (f"PEFT cannot load it into {NO_MODEL}: {problems[bad[0]]}. For transformers, merge it",)
-
-
-def _listed(names: Collection[str]) -> str:
-    return " or ".join(names)

@@ -184,7 +184,18 @@ def units(step: _Step) -> Counts:
     decoder, m, cells = step.decoder, step.micro_batches, step.cells
     forward, backward = step.layers
     linears, documents = len(decoder.linears()), len(step.documents.lengths)
-    groups, pairs = step.groups(), (computed_pairs(step), computed_blocks(step))
+    # (queries, keys) of each block of equal size: the keys after a block are skipped. FlashAttention skips more.
+    by_row, at_most = step.costs.attention == "rows", step.costs.attention_block
+    rows = [width for width, group in zip(step.documents.widths, step.documents.rows, strict=True) for _ in group]
+    lengths = rows if by_row else step.documents.lengths.tolist()
+    sizes = [(length, -(-length // -(-length // at_most))) for length in lengths]
+    blocks = [
+        (min(size, length - start), min(start + size, length))
+        for length, size in sizes
+        for start in range(0, length, size)
+    ]
+    pairs = step.documents.seen if step.costs.attention == "flash" else sum(q * k for q, k in blocks)
+    groups = step.groups()
     input_groups = m * len(groups) * step.adapted_layers
     inner_groups = m * ("inner" in groups) * step.adapted_layers
     calls: dict[str, tuple[float, float]] = {
@@ -196,58 +207,33 @@ def units(step: _Step) -> Counts:
         "group": (input_groups, input_groups),
         "inner group": (inner_groups, inner_groups),
         "document": (documents * forward, documents * backward),
-        "block": (pairs[1] * forward, pairs[1] * backward),
+        "block": (len(blocks) * forward, len(blocks) * backward),
         "chunk": (step.chunks, 0.0),
     }
     inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())
     inner = cells * step.adapted_layers * decoder.inner * ("inner" in groups)
+
+    def by_pass(layer: float) -> tuple[float, float]:
+        return layer * forward, layer * backward
+
     numbers: dict[str, tuple[float, float]] = {
-        "hidden": _by_pass(step, cells * decoder.hidden),
-        "heads": _by_pass(step, cells * decoder.width),
-        "kv": _by_pass(step, cells * decoder.kv_width),
-        "inner": _by_pass(step, cells * decoder.inner),
-        "normed heads": _by_pass(step, cells * (decoder.width + decoder.kv_width) * decoder.qk_norm),
+        "hidden": by_pass(cells * decoder.hidden),
+        "heads": by_pass(cells * decoder.width),
+        "kv": by_pass(cells * decoder.kv_width),
+        "inner": by_pass(cells * decoder.inner),
+        "normed heads": by_pass(cells * (decoder.width + decoder.kv_width) * decoder.qk_norm),
         "inputs": (inputs, inputs),
         "inner inputs": (inner, inner),
-        "scores": _by_pass(step, decoder.heads * pairs[0]),
+        "scores": by_pass(decoder.heads * pairs),
         "logits": (step.targets * decoder.vocab, 0.0),
     }
     return calls | numbers
-
-
-def _by_pass(step: _Step, each: float) -> tuple[float, float]:
-    forward, backward = step.layers
-    return each * forward, each * backward
 
 
 def _below_lowest(step: _Step) -> int:
     """The products of the lowest adapted layer that need no gradient of their input."""
     reads = [linear.reads for linear in step.decoder.linears().values()]
     return 0 if step.ask.trains_model or "before attention" not in step.on.reads else reads.count("before attention")
-
-
-def computed_pairs(step: _Step) -> int:
-    """Return how many pairs of query and key the attention of a layer multiplies, including those it masks."""
-    if step.costs.attention == "flash":
-        return step.documents.seen
-    return sum(queries * keys for queries, keys in _blocks(step))
-
-
-def computed_blocks(step: _Step) -> int:
-    return len(_blocks(step))
-
-
-def _blocks(step: _Step) -> list[tuple[int, int]]:
-    """(queries, keys) of each block of equal size: the keys after a block are skipped."""
-    documents, at_most = step.documents, step.costs.attention_block
-    rows = [width for width, group in zip(documents.widths, documents.rows, strict=True) for _ in group]
-    lengths = rows if step.costs.attention == "rows" else documents.lengths.tolist()
-    sizes = [(length, -(-length // -(-length // at_most))) for length in lengths]
-    return [
-        (min(size, length - start), min(start + size, length))
-        for length, size in sizes
-        for start in range(0, length, size)
-    ]
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -265,14 +251,8 @@ def _base_products(step: _Step) -> Iterator[Piece]:
             # The gradient of a weight that is trained is another product.
             products = 2 if is_backward and step.ask.trains_model else 1
             moved = c * T * (linear.out + linear.in_) + step.micro_batches * weight_bytes * size
-            yield Piece(
-                BASE, bool(is_backward), products * times * 2 * T * size, min(linear.out, linear.in_, _rows(step)),
-                bytes=products * times * moved,
-            )  # fmt: skip
-
-
-def _rows(step: _Step) -> float:
-    return step.cells / step.micro_batches
+            side = min(linear.out, linear.in_, T / step.micro_batches)
+            yield Piece(BASE, bool(is_backward), products * times * 2 * T * size, side, bytes=products * times * moved)
 
 
 def _lora_products(step: _Step) -> Iterator[Piece]:

@@ -6,8 +6,6 @@ block.
 
 from __future__ import annotations
 
-from functools import partial
-
 from dualtune.engine.memory.counted import Counted, CountedLayer, stored_bytes, variant
 from dualtune.engine.memory.estimate import (
     AFFINE_BITS,
@@ -15,10 +13,10 @@ from dualtune.engine.memory.estimate import (
     Ask,
     MemoryPart,
     adapted,
-    affine_bytes,
     has_plain_loss,
     num_trained,
     optimizer,
+    packed_bytes,
     selected,
 )
 from dualtune_mlx.card import memory
@@ -51,13 +49,10 @@ def weights(counted: Counted, ask: Ask) -> MemoryPart:
 
 
 def _stored(layer: CountedLayer, ask: Ask) -> int:
-    return stored_bytes(layer, ask.item_bytes, None if ask.quantization == "none" else partial(_matrix, ask=ask))
+    def matrix(out: int, in_: int) -> int:
+        return packed_bytes(out, in_, ask.quantization, ask.item_bytes)
 
-
-def _matrix(out: int, in_: int, ask: Ask) -> int:
-    if ask.quantization in AFFINE_BITS:
-        return affine_bytes(out, in_, AFFINE_BITS[ask.quantization], ask.item_bytes)
-    return out * in_ + 4 * out
+    return stored_bytes(layer, ask.item_bytes, None if ask.quantization == "none" else matrix)
 
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
@@ -67,17 +62,7 @@ def adapter(counted: Counted, ask: Ask) -> MemoryPart:
 
 
 def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:
-    """What is kept at the end of the forward pass, then when each segment is recomputed, from the last one."""
-    lowest = counted.layers - adapted(counted, ask.targets).layers
-    everything = range(lowest, counted.layers)
-    if ask.resident_layers is not None:
-        last = everything[-1:]
-        return [_kept(counted, ask, range(0), len(everything) + 1), _kept(counted, ask, last, len(everything))]
-    spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(counted.layers)]
-    segments = [span for span in spans if span]
-    plain = range(max([lowest, *(span.stop for span in segments)]), counted.layers)
-    kept = [*((span, place) for place, span in enumerate(segments, start=1)), (plain, len(segments))]
-    return [_kept(counted, ask, layers, inputs) for layers, inputs in reversed(kept)]
+    return [_kept(counted, ask, layers, inputs) for layers, inputs in memory.kept_by_moment(counted, ask)]
 
 
 def _kept(counted: Counted, ask: Ask, layers: range, inputs: int) -> MemoryPart:

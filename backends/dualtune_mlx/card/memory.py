@@ -1,8 +1,8 @@
 """The memory that the MLX engine needs, by part.
 
-The formulas describe this package as it is. MLX keeps what the gradients of its
-operations need and evaluates several operations ahead, so the tensors that are alive at a moment are counted from
-measurements on its CPU build (docs/memory.md), not derived.
+The formulas describe this package as it is. MLX keeps what the gradients of its operations need and evaluates several
+operations ahead, so the tensors that are alive at a moment are counted from measurements on its CPU build
+(docs/memory.md), not derived.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
 model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
@@ -103,17 +103,21 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     )
 
 
-def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
-    """What is kept at the end of the forward pass, then when each segment is recomputed, from the last one."""
-    lowest = decoder.layers - adapted(decoder, ask.targets).layers  # below it nothing is kept
+def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:
+    """Return which layers are kept, and how many inputs of segments: at the end of the forward pass, then when each
+    segment is recomputed, from the last one."""
+    lowest = shape.layers - adapted(shape, ask.targets).layers  # below it nothing is kept
+    all_layers = range(lowest, shape.layers)
     if ask.resident_layers is not None:  # every layer is recomputed, after the loss
-        inputs = decoder.layers - lowest
-        return [_activations(decoder, ask, 0, inputs + 1), _activations(decoder, ask, min(1, inputs), inputs)]
-    spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(decoder.layers)]
-    segments = [len(span) for span in spans if span]
-    plain = decoder.layers - lowest - sum(segments)
-    kept = [*((layers, count) for count, layers in enumerate(segments, start=1)), (plain, len(segments))]
-    return [_activations(decoder, ask, layers, inputs) for layers, inputs in reversed(kept)]
+        return [(range(0), len(all_layers) + 1), (all_layers[-1:], len(all_layers))]
+    spans = [range(max(span.start, lowest), span.stop) for span in ask.checkpointing.segments(shape.layers)]
+    segments = [span for span in spans if span]
+    plain = range(max([lowest, *(span.stop for span in segments)]), shape.layers)
+    return [(plain, len(segments)), *reversed([*zip(segments, range(1, len(segments) + 1), strict=True)])]
+
+
+def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
+    return [_activations(decoder, ask, len(layers), inputs) for layers, inputs in kept_by_moment(decoder, ask)]
 
 
 def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> MemoryPart:

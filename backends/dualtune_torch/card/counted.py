@@ -8,16 +8,13 @@ Legend: T tokens of the micro-batch, L of its longest document, c bytes of a num
 
 from __future__ import annotations
 
-from functools import partial
-
-from dualtune.engine.memory.counted import Counted, CountedLayer, Kept, stored_bytes, variant
+from dualtune.engine.memory.counted import Code, Counted, CountedLayer, Kept, stored_bytes, variant
 from dualtune.engine.memory.estimate import (
-    AFFINE_BITS,
     Ask,
     MemoryPart,
-    affine_bytes,
     has_plain_loss,
     optimizer,
+    packed_bytes,
     selected,
 )
 from dualtune_torch.card import memory
@@ -47,7 +44,8 @@ def weights(counted: Counted, ask: Ask) -> MemoryPart:
     """The base; if it is streamed, the layers that are on the device, and on a CPU, which is the host, all of them."""
     layers = [_stored(layer, ask) for layer in counted.by_layer]
     outside, resident, all_layers = _stored(counted.outside, ask), ask.resident_layers, sum(layers)
-    stored = f"{counted.num_parameters:,} parameters stored, in {ask.quantization if _packs(ask) else ask.dtype}"
+    form = ask.dtype if ask.quantization == "none" else ask.quantization
+    stored = f"{counted.num_parameters:,} parameters stored, in {form}"
     if resident is None:
         return MemoryPart("weights", outside + all_layers, stored)
     on_device = resident * max(layers, default=0)
@@ -55,18 +53,13 @@ def weights(counted: Counted, ask: Ask) -> MemoryPart:
     return MemoryPart("weights", outside + on_device + host, f"{stored}; {resident} of {len(layers)} layers at once")
 
 
-def _packs(ask: Ask) -> bool:
-    return ask.quantization != "none"
-
-
 def _stored(layer: CountedLayer, ask: Ask) -> int:
-    return stored_bytes(layer, ask.item_bytes, partial(_matrix_bytes, ask=ask) if _packs(ask) else None)
+    def matrix(out: int, in_: int) -> int:
+        if ask.quantization == "nf4":
+            return memory.nf4_bytes(out * in_)
+        return packed_bytes(out, in_, ask.quantization, ask.item_bytes)
 
-
-def _matrix_bytes(out: int, in_: int, ask: Ask) -> int:
-    if ask.quantization in AFFINE_BITS:
-        return affine_bytes(out, in_, AFFINE_BITS[ask.quantization], ask.item_bytes)
-    return out * in_ + 4 * out if ask.quantization == "int8" else memory.nf4_bytes(out * in_)
+    return stored_bytes(layer, ask.item_bytes, None if ask.quantization == "none" else matrix)
 
 
 # --- what the forward pass keeps --------------------------------------------------------------------------------------
@@ -75,27 +68,14 @@ def _matrix_bytes(out: int, in_: int, ask: Ask) -> int:
 def activations(counted: Counted, ask: Ask) -> MemoryPart:
     """The layers that are not recomputed, and the input of each segment that is."""
     T, c = ask.cells, ask.item_bytes
-    lowest, segments = _lowest(counted, ask), _segments(counted, ask)
-    whole = range(max([lowest, *(segment.stop for segment in segments)]), counted.layers)
+    whole, num_segments = memory.kept_layers(counted, ask), len(memory.segments(counted, ask))
     layers = sum(_layer(counted, ask, number) for number in whole)
-    inputs = _at_once(ask, len(segments)) * c * counted.hidden * T
+    inputs = memory.num_inputs(ask, num_segments) * c * counted.hidden * T
     around = _bytes(counted.outside, ask, compiled=_compiled(counted, ask)) + KEPT_BY_HEAD * c * counted.hidden * T
     around += _adapters(counted, ask, "", counted.outside)
     around += 4 * T * counted.vocab * has_plain_loss(counted, ask)  # log-probabilities
     formula = f"{len(whole)} layers with {layers:,} B of {T:,} tokens + {inputs + around:,} B around them"
     return MemoryPart("activations", layers + inputs + around, formula)
-
-
-def _lowest(counted: Counted, ask: Ask) -> int:
-    return 0 if ask.trains_model else counted.layers - memory.adapted_by(counted, ask).layers
-
-
-def _segments(counted: Counted, ask: Ask) -> list[range]:
-    return [s for s in ask.checkpointing.segments(counted.layers) if s.stop > _lowest(counted, ask)]
-
-
-def _at_once(ask: Ask, segments: int) -> int:
-    return min(segments, memory.OFFLOADED_AT_ONCE) if ask.checkpointing.offload else segments
 
 
 def _layer(counted: Counted, ask: Ask, number: int) -> int:
@@ -115,10 +95,12 @@ def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
 
 def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
     if ask.trains_model:
-        return layer.kept[variant(ask.item_bytes, "trained")]
-    if ask.kernels == "reference":
-        return layer.kept[variant(ask.item_bytes, "plain")]
-    return layer.kept[variant(ask.item_bytes, "compiled" if compiled else "")]
+        code: Code = "trained"
+    elif ask.kernels == "reference":
+        code = "plain"
+    else:
+        code = "compiled" if compiled else ""
+    return layer.kept[variant(ask.item_bytes, code)]
 
 
 def _pair(kept: Kept, ask: Ask) -> int:
@@ -189,9 +171,9 @@ def recomputation(counted: Counted, ask: Ask, kept: int) -> MemoryPart:
     backward = workspace(counted, ask).bytes
     needed = [
         sum(_layer(counted, ask, number) for number in segment)
-        + T * c * counted.hidden * (_at_once(ask, place) + 2)
+        + T * c * counted.hidden * (memory.num_inputs(ask, place) + 2)
         + backward
-        for place, segment in enumerate(_segments(counted, ask), start=1)
+        for place, segment in enumerate(memory.segments(counted, ask), start=1)
     ]
     size = max(0, max(needed, default=0) - kept)
     return MemoryPart(

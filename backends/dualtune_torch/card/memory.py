@@ -1,7 +1,7 @@
 """The memory that the torch engine needs, by part.
 
-They assume the kernels that `model.kernels:
-auto` chooses on a machine with a compiler, or the plain code of `reference`.
+The formulas assume the kernels that `model.kernels: auto` chooses on a machine with a compiler, or the plain code of
+`reference`.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
 model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
@@ -63,7 +63,7 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     always = (*trained, optimizer(decoder, ask))
     kept = activations(decoder, ask)
     moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
-    if _num_whole(decoder, ask):
+    if kept_layers(decoder, ask):
         moments += [attention(decoder, ask), feed_forward(decoder, ask)]
     if ask.averages or ask.optimizer in CHUNK_ARRAYS:  # torch's own optimizers have no temporaries
         moments.append(update(decoder, ask, kept.bytes))
@@ -150,8 +150,8 @@ def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
 def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The layers that are not recomputed, and the input of each segment that is."""
     on, c, d, T = adapted_by(decoder, ask), ask.item_bytes, decoder.hidden, ask.cells
-    layer, whole = _layer(decoder, ask), _num_whole(decoder, ask)
-    inputs = _num_inputs(ask, len(_segments(decoder, ask)))
+    layer, whole = _layer(decoder, ask), len(kept_layers(decoder, ask))
+    inputs = num_inputs(ask, len(segments(decoder, ask)))
     # The last norm, the gradient of its output or the log-probabilities, minus the first norm, below which is no
     # adapter: it keeps nothing, so what reads its output cannot recompute it.
     around = 2 * c * d + _angles(decoder, ask) + 4 * decoder.vocab * has_plain_loss(decoder, ask)
@@ -168,21 +168,21 @@ def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("activations", size, formula)
 
 
-def _segments(decoder: Decoder, ask: Ask) -> list[range]:
+def segments(decoder: Shape, ask: Ask) -> list[range]:
     """The segments of layers that are recomputed: below the lowest adapter nothing is."""
     lowest = decoder.layers - adapted_by(decoder, ask).layers
     return [segment for segment in ask.checkpointing.segments(decoder.layers) if segment.stop > lowest]
 
 
-def _num_inputs(ask: Ask, segments: int) -> int:
+def num_inputs(ask: Ask, num_segments: int) -> int:
     """The number of inputs of these segments that are on the device at a time."""
-    return min(segments, OFFLOADED_AT_ONCE) if ask.checkpointing.offload else segments
+    return min(num_segments, OFFLOADED_AT_ONCE) if ask.checkpointing.offload else num_segments
 
 
-def _num_whole(decoder: Decoder, ask: Ask) -> int:
-    """The number of layers that are kept, from the lowest adapted one."""
+def kept_layers(decoder: Shape, ask: Ask) -> range:
+    """The layers that are kept, from the lowest adapted one."""
     lowest = decoder.layers - adapted_by(decoder, ask).layers
-    return decoder.layers - max([lowest, *(segment.stop for segment in _segments(decoder, ask))])
+    return range(max([lowest, *(segment.stop for segment in segments(decoder, ask))]), decoder.layers)
 
 
 def _layer(decoder: Decoder, ask: Ask) -> int:
@@ -217,14 +217,14 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
             kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both…
         elif ask.trains_model:
             kept += c * i  # …but not for a layer whose weight has a gradient
-    return kept + c * ask.rank * _num_adapted(decoder, ask)
+    return kept + c * ask.rank * len(adapted_by(decoder, ask).inside)
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of transformers' own code and plain LoRA: an input after dropout and a mask for every module."""
     on, c = adapted_by(decoder, ask), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * _num_adapted(decoder, ask)
+    kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * len(adapted_by(decoder, ask).inside)
     kept += c * 2 * q + 4 * decoder.heads
     # Packed rows need a mask, and with a mask keys and values are repeated for every head.
     kept += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
@@ -259,11 +259,6 @@ def drops(decoder: Shape, ask: Ask) -> bool:
     narrowest = min((in_ for _, in_ in adapted_by(decoder, ask).shapes), default=0)
     in_registers = ask.device == "cuda" and ask.item_bytes < MASTER_BYTES and narrowest >= FEATURES_IN_REGISTERS
     return ask.dropout and not (in_registers and ask.kernels != "reference")
-
-
-def _num_adapted(decoder: Decoder, ask: Ask) -> int:
-    """The number of adapted modules of a layer."""
-    return len(adapted_by(decoder, ask).inside)
 
 
 def is_compiled(decoder: Shape, ask: Ask) -> bool:
@@ -302,8 +297,8 @@ def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
     backward = max(attention(decoder, ask).bytes, feed_forward(decoder, ask).bytes)
     # The inputs so far, the output of the segment, and its gradient.
     needed = [
-        T * (len(segment) * layer + (_num_inputs(ask, number) + 2) * c * d + _angles(decoder, ask)) + backward
-        for number, segment in enumerate(_segments(decoder, ask), start=1)
+        T * (len(segment) * layer + (num_inputs(ask, number) + 2) * c * d + _angles(decoder, ask)) + backward
+        for number, segment in enumerate(segments(decoder, ask), start=1)
     ]
     size = max(0, max(needed, default=0) - kept)
     return MemoryPart("recomputation", size, f"layers × {layer:,} B and the backward pass of one, minus what is freed")

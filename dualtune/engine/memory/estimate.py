@@ -201,6 +201,13 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
     return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
 
 
+def packed_bytes(out: int, in_: int, quantization: str, c: int) -> int:
+    """Return the bytes of a matrix in a quantization that is the same on every backend: affine, or int8."""
+    if quantization == "int8":
+        return out * in_ + 4 * out
+    return affine_bytes(out, in_, AFFINE_BITS[quantization], c)
+
+
 def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     """Return the bytes of a base in int8 (`model/int8.py`): the same on every backend."""
     c, n = ask.item_bytes, decoder.linear_parameters
