@@ -198,7 +198,7 @@ def _layer(
     whole, by_document = heads
     changes = bool(text.get(SOFT_CAP)) or any(SINKS in module for module in modules.values())
     scores = whole * (CHANGED_SCORES if changes else 1)
-    kept = {
+    kept_by_variant = {
         variant(c, code): Kept(c * numbers, c * scores, c * widest, (), (), c * by_document, c * (scores - whole))
         for c in (4, 2)
         for code in CODES
@@ -212,7 +212,7 @@ def _layer(
         parameters=sum(array.size for array in own),
         active=sum(out * in_ for out, in_ in used),
         has_state=any(isinstance(module, nn.Conv1d) for module in modules.values()),
-        kept=kept,
+        kept=kept_by_variant,
     )
 
 

@@ -228,12 +228,12 @@ class MlxEngine:
         dtype = self.description.dtype
         write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
 
-    def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
+    def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
-        held = held or make_prompt_cache(self.model)
+        cache = cache or make_prompt_cache(self.model)
         if len(tokens) > 1:
-            self.model(mx.array([tokens[:-1]]), cache=held)  # MLX is lazy: these logits are never computed
-        return np.array(self.model(mx.array([tokens[-1:]]), cache=held)[0, -1].astype(mx.float32)), held
+            self.model(mx.array([tokens[:-1]]), cache=cache)  # MLX is lazy: these logits are never computed
+        return np.array(self.model(mx.array([tokens[-1:]]), cache=cache)[0, -1].astype(mx.float32)), cache
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

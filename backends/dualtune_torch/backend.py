@@ -62,8 +62,8 @@ class TorchBackend:
 
     def devices(self) -> list[DeviceInfo]:
         if self.device.type == "cuda":
-            ours = torch.cuda.current_device()  # `_numbered` selected it
-            order = sorted(range(torch.cuda.device_count()), key=lambda index: index != ours)
+            current = torch.cuda.current_device()  # `_numbered` selected it
+            order = sorted(range(torch.cuda.device_count()), key=lambda index: index != current)
             gpus = ((torch.cuda.get_device_properties(index), index) for index in order)
             return [DeviceInfo(gpu.name, "cuda", gpu.total_memory, index) for gpu, index in gpus]
         return [DeviceInfo(platform.processor() or platform.machine(), "cpu", _machine_bytes())]

@@ -171,24 +171,24 @@ class _Functions(TorchFunctionMode):
     if it is not, builds the masks that packed rows need.
     """
 
-    def __init__(self, found: Trace) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
-        self._found = found
+        self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in EXPERTS:
             x_NI, weights_EIO = args[0], args[1]
-            self._found.active[self._found.layer] += x_NI.shape[0] * weights_EIO.shape[-2] * weights_EIO.shape[-1]
+            self._trace.active[self._trace.layer] += x_NI.shape[0] * weights_EIO.shape[-2] * weights_EIO.shape[-1]
             return x_NI.to(weights_EIO.dtype) @ weights_EIO[0]
         if func is torch.nn.functional.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
-            self._found.unequal[self._found.layer] += _scores(*args[:3])
+            self._trace.unequal[self._trace.layer] += _scores(*args[:3])
             if mask is not None:
-                self._found.masks[self._found.layer] += mask.numel() * args[0].element_size()
+                self._trace.masks[self._trace.layer] += mask.numel() * args[0].element_size()
             return _Attention.apply(*args[:3], None if mask is None else mask.shape)
         if func is Tensor.__bool__ and args[0].is_meta:
             return False
-        self._found.after.add(getattr(func, "__name__", str(func)))
+        self._trace.after.add(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
 
@@ -244,7 +244,7 @@ def compile_blocks(model: PreTrainedModel) -> list[Tensor]:
 class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        ctx.save_for_backward(*(each for each in args if isinstance(each, Tensor)))
+        ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
         return function(*args)
 
 
@@ -325,8 +325,8 @@ class _Counting:
         embedding = cast(Tensor, self.model.get_input_embeddings().weight)
         heads = int(getattr(text, "num_attention_heads", None) or 0)
         rows, hidden = shape_of(cast(FrozenLinear, head)) if head is not None else embedding.shape
-        first, kept = self._all_kept()
-        here = [self._layer(number, first, kept) for number in range(len(self.layers))]
+        first, kept_by_variant = self._all_kept()
+        layers = [self._layer(number, first, kept_by_variant) for number in range(len(self.layers))]
         return Counted(
             model_class=type(self.model).__name__,
             hidden=int(hidden),
@@ -336,15 +336,15 @@ class _Counting:
             fused_attention=self.attention == attention.NAME,
             fused_loss=not self.whole,
             paths=self.paths,
-            by_layer=tuple(here[twin] for twin in self.twins),
-            outside=self._layer(len(self.layers), first, kept),
+            by_layer=tuple(layers[twin] for twin in self.twins),
+            outside=self._layer(len(self.layers), first, kept_by_variant),
             head=next((path for path, module in self.linears.items() if module is head), None),
         )
 
     def _all_kept(self) -> tuple[Trace, dict[str, list[Kept]]]:
         """Return the first trace, and what each layer keeps by variant."""
         self._choose()
-        first, found = None, dict[str, list[Kept]]()
+        first, kept_by_variant = None, dict[str, list[Kept]]()
         for code in CODES:  # what is compiled stays so, and comes last
             self.model.requires_grad_(code == "trained")
             self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
@@ -356,16 +356,17 @@ class _Counting:
                 except ERRORS:
                     if code != "compiled":
                         raise
-                    found[variant(dtype.itemsize, code)] = found[variant(dtype.itemsize)]  # nor can the engine use them
+                    # Nor can the engine use the compiled blocks then.
+                    kept_by_variant[variant(dtype.itemsize, code)] = kept_by_variant[variant(dtype.itemsize)]
                     continue
                 first = first or traces[0]
-                again = {key_of(each) for each in recomputed}
-                found[variant(dtype.itemsize, code)] = [
+                again = {key_of(tensor) for tensor in recomputed}
+                kept_by_variant[variant(dtype.itemsize, code)] = [
                     self._kept(number, first, traces, again) for number in range(len(self.layers) + 1)
                 ]
                 recomputed.clear()
         assert first is not None
-        return first, found
+        return first, kept_by_variant
 
     def _choose(self) -> None:
         """Choose the attention as an engine does, which layers compute, and whether the loss computes the logits."""
@@ -375,10 +376,10 @@ class _Counting:
                 try:
                     self.model.set_attn_implementation(name)
                     self.whole, self.twins = True, twins
-                    found = self._traced(LENGTHS[0])
-                    if name == attention.NAME and not self._attends(found):
+                    trace = self._traced(LENGTHS[0])
+                    if name == attention.NAME and not self._attends(trace):
                         raise attention.NotCovered("needs more than the attention of this package")
-                    self.whole = not has_plain_head(self.model, found)
+                    self.whole = not has_plain_head(self.model, trace)
                     self._traced(LENGTHS[1])
                 except ERRORS as raised:
                     error = raised
@@ -390,10 +391,10 @@ class _Counting:
         assert error is not None
         raise error
 
-    def _attends(self, found: Trace) -> bool:
+    def _attends(self, trace: Trace) -> bool:
         """Return whether the trial of an engine accepts the attention of this package (`kernels.choose`)."""
-        hidden = has_window(self.model) and found.windows == {None}  # it exists only in the model's own masks
-        return bool(found.windows) and bool(self.model._supports_attention_backend) and not hidden
+        hidden = has_window(self.model) and trace.windows == {None}  # it exists only in the model's own masks
+        return bool(trace.windows) and bool(self.model._supports_attention_backend) and not hidden
 
     def _traced(self, T: int) -> Trace:
         with _passed_on(self.layers, self.twins):
@@ -431,15 +432,17 @@ class _Counting:
             return [path for path in self.linears if path.startswith(f"{self.paths[number]}.")]
         return [path for path in self.linears if not path.startswith(tuple(f"{each}." for each in self.paths))]
 
-    def _layer(self, number: int, first: Trace, kept: Mapping[str, Sequence[Kept]]) -> CountedLayer:
+    def _layer(self, number: int, first: Trace, kept_by_variant: Mapping[str, Sequence[Kept]]) -> CountedLayer:
         in_layers = {id(module) for layer in self.layers for module in layer.modules()}
         if number < len(self.layers):
             modules, prefix = list(self.layers[number].modules()), f"{self.paths[number]}."
         else:
-            modules, prefix = [each for each in self.model.modules() if id(each) not in in_layers], ""
+            modules, prefix = [module for module in self.model.modules() if id(module) not in in_layers], ""
         head, reads = self.model.get_output_embeddings(), self._reads(number, first)
-        packed = Counter(shape_of(each) for each in modules if isinstance(each, FrozenLinear) and each is not head)
-        parameters = {id(each): each.numel() for module in modules for each in module.parameters(recurse=False)}
+        packed = Counter(
+            shape_of(module) for module in modules if isinstance(module, FrozenLinear) and module is not head
+        )
+        parameters = {id(tensor): tensor.numel() for module in modules for tensor in module.parameters(recurse=False)}
         return CountedLayer(
             linears=tuple(
                 CountedLinear(path.removeprefix(prefix), *shape_of(self.linears[path]), reads[path]) for path in reads
@@ -447,8 +450,8 @@ class _Counting:
             matrices=tuple(Matrices(*shape, times) for shape, times in packed.items()),
             parameters=sum(parameters.values()),
             active=first.active[number] // first.T,
-            has_state=any(isinstance(each, nn.Conv1d) for each in modules),
-            kept={name: layers[number] for name, layers in kept.items()},
+            has_state=any(isinstance(module, nn.Conv1d) for module in modules),
+            kept={name: layers[number] for name, layers in kept_by_variant.items()},
         )
 
 

@@ -227,8 +227,8 @@ class TorchEngine:
         if self._graphs is not None:
             check_offload(checkpointing)
             self._graphs.forget()
-        what = self._recomputation.set(checkpointing, self._trial_run)
-        self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
+        text = self._recomputation.set(checkpointing, self._trial_run)
+        self.description = replace(self.description, checkpointing=text, checkpointing_reason=checkpointing.reason)
 
     def discard(self) -> None:
         assert self._adapter.flat.grad is not None

@@ -74,8 +74,8 @@ def together(*contexts: Context) -> Context:
     @contextmanager
     def all_of_them() -> Iterator[None]:
         with ExitStack() as stack:
-            for each in contexts:
-                stack.enter_context(each())
+            for context in contexts:
+                stack.enter_context(context())
             yield
 
     return all_of_them

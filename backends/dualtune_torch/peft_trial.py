@@ -69,15 +69,15 @@ def _problem(model: PreTrainedModel, adapter: Mapping[str, Any], shapes: Mapping
     try:
         wrapped = get_peft_model(model, LoraConfig(**options), low_cpu_mem_usage=True)
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        told = set_peft_model_state_dict(wrapped, tensors, adapter_name=NAME, low_cpu_mem_usage=True)
+        result = set_peft_model_state_dict(wrapped, tensors, adapter_name=NAME, low_cpu_mem_usage=True)
     except Exception as error:  # noqa: BLE001  whatever it raises, a user of PEFT gets the same
         return f"it raises {type(error).__name__}: {_shortened(str(error))}"
-    missing = set(told.missing_keys)
+    missing = set(result.missing_keys)
     loaded = [name for name in wrapped.state_dict() if ".lora_" in name and name not in missing]
-    lost = max(len(told.unexpected_keys), len(shapes) - len(loaded))
+    lost = max(len(result.unexpected_keys), len(shapes) - len(loaded))
     if not lost:
         return ""
-    example = f", such as {told.unexpected_keys[0]}" if told.unexpected_keys else ""
+    example = f", such as {result.unexpected_keys[0]}" if result.unexpected_keys else ""
     return f"it drops {lost} of the {len(shapes)} tensors{example}"
 
 

@@ -77,18 +77,18 @@ def bytes_held() -> int:
     objects: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
     tensors: list[Tensor] = [t for t in objects if type(t) is not FakeTensor and t.device.type == "cpu"]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    held = end = 0
+    total = end = 0
     for first, last in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.layout == torch.strided):
-        held += max(0, last - max(first, end))
+        total += max(0, last - max(first, end))
         end = max(end, last)
-    return held
+    return total
 
 
 def _most_allocated(profiler: torch.profiler.profile) -> int:
     """Return the most bytes that torch's allocator on the CPU has handed out at once since the profiler began."""
-    found = profiler.profiler
-    assert found is not None and found.kineto_results is not None
-    events: list[Any] = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    kineto = profiler.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    events: list[Any] = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     most = now = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()

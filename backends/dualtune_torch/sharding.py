@@ -197,8 +197,8 @@ def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> 
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
         model = empty_model(config, dtype)
     bits = dtype.itemsize * 8
-    known = {"nf4": 4.127, "int8": 8, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}
-    packed = known.get(quantization, bits)
+    bits_by_quantization = {"nf4": 4.127, "int8": 8, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}
+    packed = bits_by_quantization.get(quantization, bits)
     return int(sum(p.numel() * (packed if p.dim() > 1 else bits) for p in model.parameters()) / 8)
 
 

@@ -424,14 +424,14 @@ def get_backend(name: str, device: str = "auto") -> Backend:
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 
 
-def check_state(shapes: Shapes, given: Tensors, what: str) -> None:
+def check_state(shapes: Shapes, tensors: Tensors, title: str) -> None:
     """Raise ValueError unless the tensors have these names and shapes: the contract of the `load_*_state` methods."""
-    missing, foreign = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
-    reshaped = [n for n in shapes.keys() & given.keys() if tuple(shapes[n]) != given[n].shape]
+    missing, foreign = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
+    reshaped = [n for n in shapes.keys() & tensors.keys() if tuple(shapes[n]) != tensors[n].shape]
     for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"{what}: tensors {problem}: {shown}")
+            raise ValueError(f"{title}: tensors {problem}: {shown}")
 
 
 def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:

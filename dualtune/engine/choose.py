@@ -45,25 +45,25 @@ def _choice(card: Card, platform: str, reason: str) -> PlatformChoice:
 
 def _automatic(machine: Machine) -> PlatformChoice:
     """Choose the preferred installed backend, for the machine's accelerator or else for its CPU."""
-    known = automatic_cards()
-    installed = [card for card in known if card.package.framework in (None, *machine.packages)]
+    registered = automatic_cards()
+    installed = [card for card in registered if card.package.framework in (None, *machine.packages)]
     for kind, description in _accelerators(machine):
         if card := _first(installed, kind):
             return _choice(card, card.platform_for(kind), f"{description} with {card} installed")
     card = _first(installed, "cpu")
     if card is None:
         kinds = [kind for kind, _ in _accelerators(machine)]
-        preferred = next((card for kind in kinds if (card := _first(known, kind))), known[0])
-        names = " nor ".join(map(str, known))
+        preferred = next((card for kind in kinds if (card := _first(registered, kind))), registered[0])
+        names = " nor ".join(map(str, registered))
         raise EnvironmentFault(f"neither {names} is installed. Install one with: {preferred.package.command}")
     remark = next((f", {device.remark}" for device in card.devices if device.kind == "cpu" and device.remark), "")
     # An accelerator without its backend is the reason; else what would be preferred, none of which is installed.
-    drivers = [(kind, driver) for kind, _ in _accelerators(machine) if (driver := _first(known, kind))]
+    drivers = [(kind, driver) for kind, _ in _accelerators(machine) if (driver := _first(registered, kind))]
     if drivers:
         kind, driver = drivers[0]
         why = f"{'an NVIDIA GPU, but ' if kind == 'cuda' else ''}{driver} is not installed"
     else:
-        why = " and no ".join(["no NVIDIA GPU", *map(str, known[: known.index(card)])])
+        why = " and no ".join(["no NVIDIA GPU", *map(str, registered[: registered.index(card)])])
     reason = f"{why}; {card} on the CPU{remark}"
     return _choice(card, card.platform_for("cpu"), reason)
 

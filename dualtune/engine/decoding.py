@@ -64,9 +64,9 @@ def continue_prompt(
     cache = cache or GenerationCache()
     new: list[int] = prompt[cache.crop(cache.num_shared(prompt), crop_on_device) :].tolist()
     while True:
-        held, cache.on_device = cache.on_device, None  # an interrupted forward pass leaves no half of a token
-        logits_V, held = forward(new, held)
-        cache.tokens, cache.on_device = [*cache.tokens, *new], held
+        on_device, cache.on_device = cache.on_device, None  # an interrupted forward pass leaves no half of a token
+        logits_V, on_device = forward(new, on_device)
+        cache.tokens, cache.on_device = [*cache.tokens, *new], on_device
         token = choose(logits_V)
         if token is None:
             return

@@ -75,12 +75,12 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.begin)
         second.seek(other.begin)
-        left = one.num_bytes
-        while left > 0:
-            size = min(left, 1 << 24)
+        remaining = one.num_bytes
+        while remaining > 0:
+            size = min(remaining, 1 << 24)
             if first.read(size) != second.read(size):
                 return False
-            left -= size
+            remaining -= size
     return True
 
 

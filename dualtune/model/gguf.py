@@ -123,10 +123,10 @@ def _unpack(file: GgufFile, directory: Path, tell: Tell) -> None:
     for name, table in contents.items():
         (directory / name).write_bytes(json_bytes(table))
     forms, readers = dict[str, StoredForm](), dict[str, Callable[[], np.ndarray]]()
-    for ours, tensor in file.tensors.items():
-        if ours == _FACTORS:
+    for stored_name, tensor in file.tensors.items():
+        if stored_name == _FACTORS:
             continue
-        name = _name(file, ours)
+        name = _name(file, stored_name)
         kind, shape = _kind(file, tensor), tuple(int(size) for size in reversed(tensor.shape))
         forms[name] = StoredForm(kind, shape)
         readers[name] = _reader(file, tensor, kind, shape, heads_of(name, config, family))
@@ -144,13 +144,13 @@ def _unpack(file: GgufFile, directory: Path, tell: Tell) -> None:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _name(file: GgufFile, ours: str) -> str:
+def _name(file: GgufFile, stored_name: str) -> str:
     """Return the name in a model directory of a tensor of the file."""
-    module, _, part = ours.rpartition(".")
+    module, _, part = stored_name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
     path = _MODULES.get(layer[2]) if layer else _WHOLE.get(module)
     if path is None or part not in ("weight", "bias"):
-        raise file.refused(f"holds the tensor {shown(ours)}, which is not read")
+        raise file.refused(f"holds the tensor {shown(stored_name)}, which is not read")
     return f"model.layers.{layer[1]}.{path}.{part}" if layer else f"{path}.{part}"
 
 
@@ -221,8 +221,8 @@ def _config(file: GgufFile) -> dict[str, Any]:
     own = {
         key.removeprefix(f"{family}."): value for key, value in file.metadata.items() if key.startswith(f"{family}.")
     }
-    known = {key for key, _ in _NUMBERS.values()} | _OTHERS
-    if unknown := sorted(key for key, value in own.items() if key not in known and value):
+    read_keys = {key for key, _ in _NUMBERS.values()} | _OTHERS
+    if unknown := sorted(key for key, value in own.items() if key not in read_keys and value):
         raise file.refused(f"its key {shown(f'{family}.{unknown[0]}')} is not read")
     config: dict[str, Any] = {"model_type": family, "architectures": [CLASSES[family]], "hidden_act": "silu"}
     for key, (name, default) in _NUMBERS.items():
@@ -262,10 +262,10 @@ def _rope(file: GgufFile, own: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if _FACTORS not in file.tensors:
         return rope
     stored = np.asarray(file.tensors[_FACTORS].data, np.float32)
-    for known in _LLAMA3:
-        factors = llama3_factors({**rope, **known}, config["head_dim"])
+    for scaling in _LLAMA3:
+        factors = llama3_factors({**rope, **scaling}, config["head_dim"])
         if factors.shape == stored.shape and np.allclose(factors, stored, rtol=1e-5):
-            return {**rope, **known}
+            return {**rope, **scaling}
     raise file.refused("its rotary frequencies are scaled in a way that is none of Llama 3.1's and 3.2's")
 
 
@@ -413,6 +413,6 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> Iterato
     for text, score, kind in zip(tokens, scores, types, strict=True):
         if kind in (NORMAL, USER):
             pairs = ((ids.get(text[:i]), ids.get(text[i:])) for i in range(1, len(text)))
-            joins += [(-score, left, right) for left, right in pairs if left is not None and right is not None]
-    for _, left, right in sorted(joins):
-        yield [tokens[left], tokens[right]]
+            joins += [(-score, first, second) for first, second in pairs if first is not None and second is not None]
+    for _, first, second in sorted(joins):
+        yield [tokens[first], tokens[second]]

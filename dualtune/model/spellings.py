@@ -192,8 +192,8 @@ UNRELATED = {
 
 def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with what mlx-lm reads too, in so far as transformers reads the same model from it."""
-    theirs, full = _values(config), dict(config) | complete(config, {})
-    if theirs is not None and _agrees(_values(full), theirs):
+    meaning, full = _values(config), dict(config) | complete(config, {})
+    if meaning is not None and _agrees(_values(full), meaning):
         return full
     result = copy.deepcopy(dict(config))
     for part in ("text_config", None):
@@ -202,7 +202,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
             before = dict(old)
             old[key] = new[key]
             # Where only mlx-lm reads the file, it reads what is there.
-            if key in before if theirs is None else not _agrees(_values(result), theirs):
+            if key in before if meaning is None else not _agrees(_values(result), meaning):
                 old.clear()
                 old.update(before)
     return result
@@ -224,18 +224,18 @@ def _agrees(actual: Any, expected: Any) -> bool:
 
 def complete(config: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that the file lacks, for the model and for its text part. `decided`: keys that win over both."""
-    theirs = _of_transformers(config)
-    known = _decoded(dict(config)) | _lacking(config, theirs) | decided
+    of_transformers = _of_transformers(config)
+    keys = _decoded(dict(config)) | _lacking(config, of_transformers) | decided
     inner = _table(config, "text_config")
     if inner is not None:
-        text = _decoded(inner) | _lacking(inner, getattr(theirs, "text_config", None))
-        if known.get("tie_word_embeddings") is not None:  # the model as a whole ties, and says so where it is stored
-            text["tie_word_embeddings"] = known["tie_word_embeddings"]
-        known["text_config"] = text | translate(text)
+        text = _decoded(inner) | _lacking(inner, getattr(of_transformers, "text_config", None))
+        if keys.get("tie_word_embeddings") is not None:  # the model as a whole ties, and says so where it is stored
+            text["tie_word_embeddings"] = keys["tie_word_embeddings"]
+        keys["text_config"] = text | translate(text)
         if "vocab_size" in text:  # some classes take it beside the text part, with a default of their own
-            known.setdefault("vocab_size", text["vocab_size"])
-    known |= translate(known)
-    return {key: value for key, value in known.items() if key not in config or config[key] != value}
+            keys.setdefault("vocab_size", text["vocab_size"])
+    keys |= translate(keys)
+    return {key: value for key, value in keys.items() if key not in config or config[key] != value}
 
 
 def _of_transformers(config: Mapping[str, Any]) -> Any:
@@ -252,14 +252,16 @@ def _of_transformers(config: Mapping[str, Any]) -> Any:
         return None
 
 
-def _lacking(config: Mapping[str, Any], theirs: Any) -> dict[str, Any]:
+def _lacking(config: Mapping[str, Any], of_transformers: Any) -> dict[str, Any]:
     """Return the values of transformers' config that are not null and that the file has not, by all their names."""
     lacking: dict[str, Any] = {}
-    if theirs is not None:
-        values = {name: value for name, value in theirs.to_dict().items() if name not in UNRELATED}
-        aliases = cast("dict[str, str]", theirs.attribute_map)
+    if of_transformers is not None:
+        values = {name: value for name, value in of_transformers.to_dict().items() if name not in UNRELATED}
+        aliases = cast("dict[str, str]", of_transformers.attribute_map)
         values |= {alias: values.get(name) for alias, name in aliases.items()}
-        values["layers_block_type"] = getattr(theirs, "layers_block_type", None)  # a property, so not in `to_dict`
+        values["layers_block_type"] = getattr(
+            of_transformers, "layers_block_type", None
+        )  # a property, so not in `to_dict`
         if "sliding_window_pattern" in config:
             values.pop("layer_types", None)  # which transformers computes from a pattern of its own
         lacking = {name: value for name, value in values.items() if value is not None and config.get(name) is None}

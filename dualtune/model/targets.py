@@ -45,29 +45,29 @@ def bare_name(module: str) -> str:
     return ".".join(parts[first:])
 
 
-def matched(modules: Iterable[str], known: Collection[str]) -> dict[str, str]:
+def matched(modules: Iterable[str], allowed: Collection[str]) -> dict[str, str]:
     """Return the name of each module among the known ones, which may have another wrapper around the text model.
 
     A known name is kept. Another one becomes that of the only known layer of the text part with the same path inside
     its wrapper; a module that matches none, or several, keeps its name.
     """
     bare: Mapping[str, list[str]] = defaultdict(list)
-    for name in known:
+    for name in allowed:
         if is_text(name):
             bare[bare_name(name)].append(name)
     names: dict[str, str] = {}
     for module in modules:
-        matches = [module] if module in known else bare.get(bare_name(module), [])
+        matches = [module] if module in allowed else bare.get(bare_name(module), [])
         names[module] = matches[0] if len(matches) == 1 else module
     return names
 
 
 def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
     """Return which of the default targets a model lacks, if these are the targets: then all-linear replaces them."""
-    modules, asked = list(available), tuple(targets)
-    if {*asked} != {*DEFAULT_TARGETS}:
+    modules, names = list(available), tuple(targets)
+    if {*names} != {*DEFAULT_TARGETS}:
         return []
-    return [target for target in asked if not any(_selects(target, module) for module in modules)]
+    return [target for target in names if not any(_selects(target, module) for module in modules)]
 
 
 def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -78,11 +78,11 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
     where a model lacks one of them.
     ConfigError, with the names in the model, if a target selects nothing.
     """
-    asked = tuple(targets)
-    if lacks(available, asked):
-        asked = (ALL_LINEAR,)
+    chosen = tuple(targets)
+    if lacks(available, chosen):
+        chosen = (ALL_LINEAR,)
     selected: dict[str, tuple[int, int]] = {}
-    for target in asked:
+    for target in chosen:
         matches = [module for module in available if _selects(target, module)]
         if not matches:
             names = sorted({module.split(".")[-1] for module in available})

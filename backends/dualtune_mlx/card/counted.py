@@ -30,7 +30,7 @@ def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     plain = (memory.loss(counted, ask), scores, block, memory.update(counted, ask, at_end))
     moments = [(at_end, moment) for moment in plain]
     both = MemoryPart("workspace", scores.bytes + block.bytes, f"{scores.formula} + {block.formula}, recomputed")
-    moments += [(kept, both) for kept in later]
+    moments += [(recomputed, both) for recomputed in later]
     most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
     return (*always, *most, memory.reserve(ask))
 
@@ -80,9 +80,9 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
         masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
-    kept = layer.kept[variant(c)]
-    scores = kept.pair * _row(ask) + (0 if memory.is_chunked(ask) else kept.scores * memory.row_of(ask))
-    return kept.token + scores + c * (ask.rank * len(on) + read + masks)
+    saved = layer.kept[variant(c)]
+    scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
+    return saved.token + scores + c * (ask.rank * len(on) + read + masks)
 
 
 def _row(ask: Ask) -> int:
@@ -92,7 +92,7 @@ def _row(ask: Ask) -> int:
 def attention(counted: Counted, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's attention: of documents, or of whole rows."""
     kept_by_layer = [layer.kept[variant(ask.item_bytes)] for layer in counted.by_layer]
-    pair = max((kept.pair - kept.masks for kept in kept_by_layer), default=0)
+    pair = max((saved.pair - saved.masks for saved in kept_by_layer), default=0)
     size = memory.SCORES_OF_A_ROW * ask.cells * pair * _row(ask)
     whole = MemoryPart("attention", size, f"{memory.SCORES_OF_A_ROW} × {ask.cells:,} × {_row(ask):,} scores × {pair} B")
     return max(memory.attention(counted, ask), whole, key=lambda part: part.bytes)

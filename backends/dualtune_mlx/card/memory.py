@@ -216,14 +216,14 @@ def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("workspace", sum(part.bytes for part in parts), f"{formula}, while layers are recomputed")
 
 
-def update(decoder: Shape, ask: Ask, kept: MemoryPart) -> MemoryPart:
+def update(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
     """The optimizer step, when the activations are freed."""
     n, arrays = num_trained(decoder, ask), _arrays_of_update(ask)
     alive = arrays[0] * n + arrays[1] * min(n, UPDATE_CHUNK)
     formula = (
         f"update of {n:,} weights: {alive:,.0f} × {MASTER_BYTES} B, minus the activations, which are freed by then"
     )
-    return MemoryPart("workspace", int(alive * MASTER_BYTES) - kept.bytes, formula)
+    return MemoryPart("workspace", int(alive * MASTER_BYTES) - at_end.bytes, formula)
 
 
 def _arrays_of_update(ask: Ask) -> tuple[float, float]:

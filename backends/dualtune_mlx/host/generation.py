@@ -13,11 +13,11 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, ma
 from dualtune.engine.decoding import CannotBatch
 
 
-def crop_on_device(held: list[Any], excess: int) -> bool:
+def crop_on_device(cache: list[Any], excess: int) -> bool:
     """Remove this many tokens from the end. False where a rotating cache has forgotten what would be needed again."""
-    if not can_trim_prompt_cache(held):
+    if not can_trim_prompt_cache(cache):
         return False
-    trim_prompt_cache(held, excess)
+    trim_prompt_cache(cache, excess)
     return True
 
 
@@ -49,8 +49,8 @@ class MlxDecoding:
         if not self._cache:
             self._cache = entered
             return logits
-        for held, layer in zip(self._cache, entered, strict=True):
-            held.extend(layer)
+        for present, layer in zip(self._cache, entered, strict=True):
+            present.extend(layer)
         return MlxNextLogits(logits.logits_BV)
 
     def advance(self, tokens_B: np.ndarray) -> MlxNextLogits:

@@ -52,12 +52,12 @@ class FrozenLayers:
         self.found = []
         try:
             run()
-            found = self.found
+            outputs = self.found
         finally:
             self.found = None
-        if len(found) != 1 or not isinstance(found[0], mx.array):
+        if len(outputs) != 1 or not isinstance(outputs[0], mx.array):
             raise returns_more_than_states(type(self._layers[-1]).__module__)
-        return to_numpy(found[0])
+        return to_numpy(outputs[0])
 
     def is_last(self, layer: object) -> bool:
         return layer is self._layers[-1]

@@ -64,7 +64,7 @@ def _followed(model: nn.Module, base: BaseWeights, modules: list[str]) -> dict[s
     ones = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(mx.array(1.0), shape)))
     tensors = _sanitized(model, _marks(base, lambda number, shape: mx.broadcast_to(mx.array(float(number)), shape)))
     rows = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(_counted(shape[0])[:, None], shape)))
-    stored, found = list(base.tensors), dict[str, FilePlace]()
+    stored, places = list(base.tensors), dict[str, FilePlace]()
     for module in modules:
         name = f"{module}.weight"
         if rows[name].ndim != 2 or not _is_all(ones[name], 1.0):
@@ -74,8 +74,8 @@ def _followed(model: nn.Module, base: BaseWeights, modules: list[str]) -> dict[s
             continue
         place = _place(stored[int(number)], base, rows[name])
         if place is not None:
-            found[module] = place
-    return found
+            places[module] = place
+    return places
 
 
 def _counted(length: int) -> mx.array:

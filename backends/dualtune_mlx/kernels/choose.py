@@ -90,9 +90,9 @@ def _add_loss(model: nn.Module, chosen: Kernels) -> None:
 
 
 def _add_attention(model: nn.Module, chosen: Kernels) -> None:
-    found = Attention()
-    if attention.install(model, found):
-        chosen.attention = found
+    attend = Attention()
+    if attention.install(model, attend):
+        chosen.attention = attend
         chosen.used.append("attention")
     else:
         chosen.plain.append("attention plain: this model does not call mlx-lm's function")

@@ -29,12 +29,12 @@ def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     base = memory.trained_model(counted, ask) if ask.trains_model else weights(counted, ask)
     own = () if ask.trains_model else (memory.adapter(counted, ask),)
-    kept = activations(counted, ask)
-    moments = [memory.loss(counted, ask), workspace(counted, ask), recomputation(counted, ask, kept.bytes)]
+    at_end = activations(counted, ask)
+    moments = [memory.loss(counted, ask), workspace(counted, ask), recomputation(counted, ask, at_end.bytes)]
     if ask.averages or ask.optimizer in memory.CHUNK_ARRAYS:
-        moments.append(memory.update(counted, ask, kept.bytes))
+        moments.append(memory.update(counted, ask, at_end.bytes))
     most = max(moments, key=lambda part: part.bytes)
-    return (base, *own, optimizer(counted, ask), kept, most, memory.reserve(counted, ask, kept.bytes + most.bytes))
+    return (base, *own, optimizer(counted, ask), at_end, most, memory.reserve(counted, ask, at_end.bytes + most.bytes))
 
 
 # --- what is always there ---------------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
 
 def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
     """Bytes that a layer keeps besides its adapters."""
-    kept = _kept(layer, ask, compiled=compiled)
+    saved = _kept(layer, ask, compiled=compiled)
     rearranged = layer.has_state and ask.packing and ask.max_length < ask.cells
-    return int((REARRANGED if rearranged else 1) * ask.cells * (kept.token + _pair(kept, ask) * _row(ask)))
+    return int((REARRANGED if rearranged else 1) * ask.cells * (saved.token + _pair(saved, ask) * _row(ask)))
 
 
 def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
@@ -103,8 +103,8 @@ def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
     return layer.kept[variant(ask.item_bytes, code)]
 
 
-def _pair(kept: Kept, ask: Ask) -> int:
-    return kept.scores if kept.scores and ask.device == "cpu" else kept.pair
+def _pair(saved: Kept, ask: Ask) -> int:
+    return saved.scores if saved.scores and ask.device == "cpu" else saved.pair
 
 
 def _row(ask: Ask) -> int:
@@ -121,14 +121,14 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
         return 0
     chosen = selected(counted, ask.targets)
     adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
-    T, c, kept = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
+    T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
     ranks = c * ask.rank * len(adapted)
     if ask.kernels == "reference" and ask.dropout:  # the input after dropout and a mask, for each module
         return T * (ranks + (c + 1) * sum(linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)
     needed = [
-        in_ for reads, in_ in inputs.items() if reads not in kept.inputs or (drops and reads not in kept.recomputed)
+        in_ for reads, in_ in inputs.items() if reads not in saved.inputs or (drops and reads not in saved.recomputed)
     ]
     return T * (ranks + c * sum(needed))
 
@@ -147,14 +147,14 @@ def workspace(counted: Counted, ask: Ask) -> MemoryPart:
 def _moment(counted: Counted, ask: Ask, layer: CountedLayer) -> int:
     T, c = ask.cells, ask.item_bytes
     compiled = _compiled(counted, ask)
-    kept = _kept(layer, ask, compiled=compiled)
+    saved = _kept(layer, ask, compiled=compiled)
     number_bytes = 3 * c
     if memory.drops(counted, ask):  # the input of an adapter again, before and after dropout
         number_bytes = 5 * c if compiled else 2 * c + 12
     matrix = max((matrices.out * matrices.in_ for matrices in layer.matrices), default=0)
     unpacked = c * matrix if ask.quantization != "none" or ask.trains_model else 0
-    plain = SCORES * max(0, _pair(kept, ask) - kept.masks) * _row(ask)
-    return T * (number_bytes * kept.largest // c + plain) + unpacked + _attention(counted, ask)
+    plain = SCORES * max(0, _pair(saved, ask) - saved.masks) * _row(ask)
+    return T * (number_bytes * saved.largest // c + plain) + unpacked + _attention(counted, ask)
 
 
 def _attention(counted: Counted, ask: Ask) -> int:
@@ -165,8 +165,8 @@ def _attention(counted: Counted, ask: Ask) -> int:
     return counted.heads * min(L, ATTENTION_BLOCK) * L * (2 * c + 16)
 
 
-def recomputation(counted: Counted, ask: Ask, kept: int) -> MemoryPart:
-    """What recomputing a segment takes above what the forward pass has `kept`: the layers after it are freed then."""
+def recomputation(counted: Counted, ask: Ask, kept_bytes: int) -> MemoryPart:
+    """What recomputing a segment takes above the `kept_bytes` of the forward pass: the layers after it are freed."""
     T, c = ask.cells, ask.item_bytes
     backward = workspace(counted, ask).bytes
     needed = [
@@ -175,7 +175,7 @@ def recomputation(counted: Counted, ask: Ask, kept: int) -> MemoryPart:
         + backward
         for place, segment in enumerate(memory.segments(counted, ask), start=1)
     ]
-    size = max(0, max(needed, default=0) - kept)
+    size = max(0, max(needed, default=0) - kept_bytes)
     return MemoryPart(
         "recomputation", size, "the layers of a segment and the backward pass of one, minus what is freed"
     )

@@ -61,14 +61,14 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     trained = (trained_model(decoder, ask),) if ask.trains_model else (weights(decoder, ask), adapter(decoder, ask))
     always = (*trained, optimizer(decoder, ask))
-    kept = activations(decoder, ask)
-    moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
+    at_end = activations(decoder, ask)
+    moments = [loss(decoder, ask), recomputation(decoder, ask, at_end.bytes)]
     if kept_layers(decoder, ask):
         moments += [attention(decoder, ask), feed_forward(decoder, ask)]
     if ask.averages or ask.optimizer in CHUNK_ARRAYS:  # torch's own optimizers have no temporaries
-        moments.append(update(decoder, ask, kept.bytes))
+        moments.append(update(decoder, ask, at_end.bytes))
     most = max(moments, key=lambda part: part.bytes)
-    return (*always, kept, most, reserve(decoder, ask, kept.bytes + most.bytes))
+    return (*always, at_end, most, reserve(decoder, ask, at_end.bytes + most.bytes))
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -77,9 +77,9 @@ def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
         return whole_base(decoder, ask)
     base, N = whole_base(decoder, ask), ask.resident_layers
     layer = layer_bytes(decoder, ask)
-    left = base.bytes if ask.device == "cpu" else base.bytes - decoder.layers * layer
+    outside = base.bytes if ask.device == "cpu" else base.bytes - decoder.layers * layer
     where = f"{N} of {decoder.layers} layers × {layer:,} B on the device, all of them in host memory"
-    return MemoryPart("weights", left + N * layer, f"{base.formula}; {where}")
+    return MemoryPart("weights", outside + N * layer, f"{base.formula}; {where}")
 
 
 def layer_bytes(decoder: Decoder, ask: Ask) -> int:
@@ -204,35 +204,39 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of the fused kernels: what every product and every norm needs, once."""
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
+    token_bytes = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
     if not _norms_are_recomputed(decoder, ask):
-        kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
-    kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
-    kept += c * q * ("heads" in reads and drops(decoder, ask) and not ask.checkpointing.adapter_inputs)
+        token_bytes += (
+            c * d * (("before attention" in reads) + ("before feed-forward" in reads))
+        )  # their input, dropped
+    token_bytes += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
+    token_bytes += c * q * ("heads" in reads and drops(decoder, ask) and not ask.checkpointing.adapter_inputs)
     if decoder.is_gpt2:
-        kept += c * i * (GELU + ("inner" in reads))
+        token_bytes += c * i * (GELU + ("inner" in reads))
     else:
-        kept += c * i * (1 + decoder.gated)  # gate and up
+        token_bytes += c * i * (1 + decoder.gated)  # gate and up
         if not is_compiled(decoder, ask):
-            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both…
+            token_bytes += (
+                c * i * (1 + ("inner" in reads))
+            )  # act(gate), and the product; compiled code recomputes both…
         elif ask.trains_model:
-            kept += c * i  # …but not for a layer whose weight has a gradient
-    return kept + c * ask.rank * len(adapted_by(decoder, ask).inside)
+            token_bytes += c * i  # …but not for a layer whose weight has a gradient
+    return token_bytes + c * ask.rank * len(adapted_by(decoder, ask).inside)
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of transformers' own code and plain LoRA: an input after dropout and a mask for every module."""
     on, c = adapted_by(decoder, ask), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * len(adapted_by(decoder, ask).inside)
-    kept += c * 2 * q + 4 * decoder.heads
+    token_bytes = _norms(decoder, ask, is_compiled=False) + c * ask.rank * len(adapted_by(decoder, ask).inside)
+    token_bytes += c * 2 * q + 4 * decoder.heads
     # Packed rows need a mask, and with a mask keys and values are repeated for every head.
-    kept += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
-    kept += c * i * (GELU if decoder.is_gpt2 else 1 + 2 * decoder.gated)  # gate, act(gate) and up
+    token_bytes += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
+    token_bytes += c * i * (GELU if decoder.is_gpt2 else 1 + 2 * decoder.gated)  # gate, act(gate) and up
     if ask.dropout:
-        return kept + (c + 1) * sum(layer.in_ for name, layer in decoder.linears().items() if name in on.inside)
-    kept += c * d * (("before attention" in on.reads) + ("before feed-forward" in on.reads))
-    return kept + c * i * ("inner" in on.reads)
+        return token_bytes + (c + 1) * sum(layer.in_ for name, layer in decoder.linears().items() if name in on.inside)
+    token_bytes += c * d * (("before attention" in on.reads) + ("before feed-forward" in on.reads))
+    return token_bytes + c * i * ("inner" in on.reads)
 
 
 def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
@@ -291,8 +295,8 @@ def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     return MemoryPart("loss", size, formula + f" + the head's gradient of {head:,} B" * bool(head))
 
 
-def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
-    """What recomputing a segment takes above what the forward pass has `kept`: the layers after it are freed then."""
+def recomputation(decoder: Decoder, ask: Ask, kept_bytes: int) -> MemoryPart:
+    """What recomputing a segment takes above the `kept_bytes` of the forward pass: the layers after it are freed."""
     c, d, T, layer = ask.item_bytes, decoder.hidden, ask.cells, _layer(decoder, ask)
     backward = max(attention(decoder, ask).bytes, feed_forward(decoder, ask).bytes)
     # The inputs so far, the output of the segment, and its gradient.
@@ -300,7 +304,7 @@ def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
         T * (len(segment) * layer + (num_inputs(ask, number) + 2) * c * d + _angles(decoder, ask)) + backward
         for number, segment in enumerate(segments(decoder, ask), start=1)
     ]
-    size = max(0, max(needed, default=0) - kept)
+    size = max(0, max(needed, default=0) - kept_bytes)
     return MemoryPart("recomputation", size, f"layers × {layer:,} B and the backward pass of one, minus what is freed")
 
 
@@ -338,11 +342,11 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("workspace", T * i * number_bytes + matrix, formula)
 
 
-def update(decoder: Shape, ask: Ask, kept: int) -> MemoryPart:
-    """The step of an optimizer of our own, or with an average, when what the forward pass has `kept` is freed."""
+def update(decoder: Shape, ask: Ask, kept_bytes: int) -> MemoryPart:
+    """The step of an optimizer of our own, or with an average, when what the forward pass has `kept_bytes` is freed."""
     n = num_trained(decoder, ask)
     arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * min(n, UPDATE_CHUNK[ask.device])
     size, before = math.ceil(arrays * MASTER_BYTES), MASTER_BYTES * n * ask.averages
     parts = [f"update in chunks of {size:,} B"] * (size > 0) + [f"the weights before it, {before:,} B"] * (before > 0)
     formula = f"{' + '.join(parts)}, minus the activations, freed by then"
-    return MemoryPart("workspace", size + before - kept, formula)
+    return MemoryPart("workspace", size + before - kept_bytes, formula)

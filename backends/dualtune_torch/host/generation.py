@@ -57,13 +57,13 @@ class TextContinuation:
         with self._computing():
             return continuation_of(self._model)
 
-    def next_logits(self, tokens: list[int], held: Any) -> tuple[np.ndarray, Any]:
+    def next_logits(self, tokens: list[int], state: Any) -> tuple[np.ndarray, Any]:
         """Return the logits after the last of these tokens, float32 [V], and what is held of the text with them."""
         way = self._way
         (tokens_1T,) = to_device([np.array([tokens])], self._model.device)
         with self._computing():
-            (logits_V,), held = way(tokens_1T, held)
-        return logits_V.float().cpu().numpy().copy(), held
+            (logits_V,), state = way(tokens_1T, state)
+        return logits_V.float().cpu().numpy().copy(), state
 
     def check_batchable(self) -> None:
         """Raise CannotBatch unless a cache of keys and values is all that the model needs."""
@@ -87,26 +87,26 @@ def _arguments(takes: Any) -> list[tuple[str, bool, bool]]:
 
 
 def _by_cache(model: PreTrainedModel, name: str, positions: bool, single: bool) -> Continue:
-    def way(tokens_1T: Tensor, held: Any) -> tuple[Tensor, Any]:
+    def way(tokens_1T: Tensor, state: Any) -> tuple[Tensor, Any]:
         # Some layers with a state take several tokens for a new text.
-        parts = tokens_1T.split(1, dim=1) if single and held else [tokens_1T]
-        held = held or _CachedText(DynamicCache(config=model.config))
+        parts = tokens_1T.split(1, dim=1) if single and state else [tokens_1T]
+        state = state or _CachedText(DynamicCache(config=model.config))
         logits_1V = torch.empty(0)
         for part in parts:
-            begin, held.length = held.length, held.length + part.shape[1]
-            options: dict[str, Any] = {name: held.cache, "use_cache": True}
+            begin, state.length = state.length, state.length + part.shape[1]
+            options: dict[str, Any] = {name: state.cache, "use_cache": True}
             if positions:
-                options["position_ids"] = torch.arange(begin, held.length, device=part.device)[None]
+                options["position_ids"] = torch.arange(begin, state.length, device=part.device)[None]
             logits_1V = _last_logits(model, part, **options)
-        return logits_1V, held
+        return logits_1V, state
 
     way.is_usual = name == "past_key_values" and not positions and not single  # type: ignore[attr-defined]
     return way
 
 
 def _recomputed(model: PreTrainedModel) -> Continue:
-    def way(tokens_1T: Tensor, held: Any) -> tuple[Tensor, Any]:
-        all_1T = tokens_1T if held is None else torch.cat([held, tokens_1T], dim=1)
+    def way(tokens_1T: Tensor, state: Any) -> tuple[Tensor, Any]:
+        all_1T = tokens_1T if state is None else torch.cat([state, tokens_1T], dim=1)
         return _last_logits(model, all_1T, use_cache=False), all_1T
 
     return way
@@ -126,11 +126,11 @@ def _agrees(model: PreTrainedModel, way: Continue, without: Continue) -> bool:
     embedding: Any = model.get_input_embeddings()
     V = embedding.weight.shape[0]
     tokens_1T = (torch.arange(sum(TRIAL), device=model.device) * 37 % HIGHEST_TOKEN % V)[None]
-    held, before = None, None
+    state, before = None, None
     for part in tokens_1T.split(TRIAL, dim=1):
         expected_1V, before = without(part, before)
         try:
-            found_1V, held = way(part, held)
+            found_1V, state = way(part, state)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             if allocator.is_out_of_memory(error):
                 raise
@@ -140,15 +140,15 @@ def _agrees(model: PreTrainedModel, way: Continue, without: Continue) -> bool:
     return True
 
 
-def crop_on_device(held: Any, excess: int) -> bool:
+def crop_on_device(state: Any, excess: int) -> bool:
     """Remove this many tokens from the end. False if the cache has forgotten what would be needed again."""
-    if isinstance(held, Tensor):
+    if isinstance(state, Tensor):
         return False  # computed again anyway
     try:
-        held.cache.crop(-excess)
+        state.cache.crop(-excess)
     except (RuntimeError, AttributeError, ValueError):
         return False
-    held.length -= excess
+    state.length -= excess
     return True
 
 
@@ -180,10 +180,10 @@ class GrowingLayer(DynamicLayer):
         """Keys and values of all tokens."""
         return cast(Tensor, self.keys), cast(Tensor, self.values)
 
-    def put_after(self, held: GrowingLayer, width: int) -> None:
+    def put_after(self, present: GrowingLayer, width: int) -> None:
         """Put the rows of another layer before these, all with so many columns: zeros stand before their texts."""
         rooms = list[Tensor]()
-        for old, new in zip(held.tensors, self.tensors, strict=True):
+        for old, new in zip(present.tensors, self.tensors, strict=True):
             room = _room(new, len(old) + len(new), width)
             room[:, :, :width] = 0
             rooms.append(_written(_written(room, old, 0, width), new, len(old), width))
@@ -255,8 +255,8 @@ class TorchDecoding:
         logits = self._next_logits(tokens_BT, lengths_B, width, entered)
         width = max(width, self._width)
         if self._cache is not None:  # those that are there stay before those that have entered
-            for held, layer in zip(_layers(self._cache), _layers(entered), strict=True):
-                layer.put_after(held, width)
+            for present, layer in zip(_layers(self._cache), _layers(entered), strict=True):
+                layer.put_after(present, width)
         self._cache, self._width = entered, width
         self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
         return logits

@@ -48,16 +48,16 @@ class FrozenLayers:
 
     def computed(self, run: Callable[[], object]) -> np.ndarray:
         """Return the hidden states that leave the last of these layers while `run` runs the model."""
-        found: list[Any] = []
-        hook = self._layers[-1].register_forward_hook(lambda layer, args, output: found.append(output))
+        outputs: list[Any] = []
+        hook = self._layers[-1].register_forward_hook(lambda layer, args, output: outputs.append(output))
         try:
             with _passing(self._above):  # nobody needs what they would compute
                 run()
         finally:
             hook.remove()
-        if len(found) != 1 or not isinstance(found[0], Tensor):
+        if len(outputs) != 1 or not isinstance(outputs[0], Tensor):
             raise returns_more_than_states(type(self._layers[-1]).__name__)
-        return _to_numpy(found[0])
+        return _to_numpy(outputs[0])
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class StreamedLayers:
     def _fetch(self, number: int, needed: Sequence[int]) -> None:
         """Start to copy a layer to the device, in place of the one whose use is longest ago."""
         if len(self._at) == len(self._slots):
-            self._take_from(next(held for held in self._at if held not in needed))
+            self._take_from(next(resident for resident in self._at if resident not in needed))
         slot = next(slot for slot in self._slots if slot not in self._at.values())
         slot.written = self.transfers.copy(self._layers[number].copies_to(slot.buffer), after=slot.read)
         self._at[number] = slot
@@ -142,8 +142,8 @@ class _HostCopy:
         self._host = [tensor.data for tensor in self.tensors]
         if self._flat is not None:
             self._host = views(self._flat, self._host)
-            for kept, tensor in zip(self._host, self.tensors, strict=True):
-                kept.copy_(tensor.data)
+            for copy, tensor in zip(self._host, self.tensors, strict=True):
+                copy.copy_(tensor.data)
             self.bind_to_host()  # frees the tensors as they were loaded
 
     def copies_to(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -140,8 +140,8 @@ def _varlen(
 @cache  # it is asked in every layer of every step
 def _lacking(varlen_attn: Callable[..., Any]) -> list[str]:
     """Return the arguments that this torch's function does not have."""
-    known = inspect.signature(varlen_attn).parameters
-    return [name for name in VARLEN_OPTIONS if name not in known]
+    parameters = inspect.signature(varlen_attn).parameters
+    return [name for name in VARLEN_OPTIONS if name not in parameters]
 
 
 def reference(

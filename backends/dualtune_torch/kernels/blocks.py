@@ -83,9 +83,9 @@ def gated(activation: nn.Module, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 def rotated(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
     """Rotate the first r channels, channel i with channel i + r/2. Su et al., RoFormer, arXiv 2104.09864."""
     r = cos_Nr.shape[-1]
-    a, b, rest = x_NHd[..., : r // 2], x_NHd[..., r // 2 : r], x_NHd[..., r:]
+    a, b, unrotated = x_NHd[..., : r // 2], x_NHd[..., r // 2 : r], x_NHd[..., r:]
     cos, sin = cos_Nr[:, None, : r // 2], sin_Nr[:, None, : r // 2]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), dim=-1)
 
 
 def rotated_back(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ def rotate_both(
     return Rotate.apply(q_BHTd, cos_Nr, sin_Nr, maybe_compile), Rotate.apply(k_BGTd, cos_Nr, sin_Nr, maybe_compile)
 
 
-def _rotates_alike(theirs: Callable[..., Any]) -> bool:
+def _rotates_alike(function: Callable[..., Any]) -> bool:
     """Whether a model's rotary function computes the same as `rotate_both`: some are interleaved."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(*s, generator=generator) for s in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 4), (1, 3, 4)))
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    ours = rotate_both(q, k, cos, sin, maybe_compile=lambda function: function)
+    rotated_here = rotate_both(q, k, cos, sin, maybe_compile=lambda function: function)
     try:
-        return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs(q, k, cos, sin), strict=True))
+        return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(rotated_here, function(q, k, cos, sin), strict=True))
     except (TypeError, ValueError, RuntimeError) as error:  # it takes other arguments
         if allocator.is_out_of_memory(error):
             raise

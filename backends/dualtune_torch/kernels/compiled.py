@@ -79,11 +79,11 @@ def _compiled(function: Any, dynamic: bool | None) -> Any:
     A size of 1 and a dtype are not symbolic: each combination is compiled separately, which takes a second.
     """
     options = {"fullgraph": True, "recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters
-    if "recompile_limit" not in known:
+    parameters = inspect.signature(torch.compile).parameters
+    if "recompile_limit" not in parameters:
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     compile_: Any = torch.compile  # its overloads lack its newest options
-    return compile_(function, dynamic=dynamic, **{name: options[name] for name in options if name in known})
+    return compile_(function, dynamic=dynamic, **{name: options[name] for name in options if name in parameters})
 
 
 def why_not(device: torch.device) -> str | None:

@@ -83,10 +83,10 @@ class TensorReader:
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
-        asked, name = name, self._stored_name(name)
+        own_name, name = name, self._stored_name(name)
         if name not in self._tensors:
             raise EnvironmentFault(
-                f"model.name: the weights in {self.model_dir} have no tensor '{asked}', which transformers' model "
+                f"model.name: the weights in {self.model_dir} have no tensor '{own_name}', which transformers' model "
                 "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
                 "--platform mlx, or use the plain model"
             )
@@ -116,11 +116,11 @@ class TensorReader:
 
     def check_all_read(self, unused: set[str]) -> None:
         """Raise EnvironmentFault if a tensor was not read: the model would not be the stored one."""
-        left = sorted(name for name in self._unread - unused if not name.endswith(IGNORED))
-        if left:
+        unread = sorted(name for name in self._unread - unused if not name.endswith(IGNORED))
+        if unread:
             raise EnvironmentFault(
-                f"model.name: the weights in {self.model_dir} have {len(left)} tensors that transformers' model does "
-                f"not have, such as '{left[0]}'. Load it with --platform mlx, or use the plain model"
+                f"model.name: the weights in {self.model_dir} have {len(unread)} tensors that transformers' model does "
+                f"not have, such as '{unread[0]}'. Load it with --platform mlx, or use the plain model"
             )
 
 

@@ -63,10 +63,10 @@ def _parameters(
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
-    known = dict.fromkeys((*model.state_dict(), *(f"{module}.weight" for module in shapes)), True)
+    parameters = dict.fromkeys((*model.state_dict(), *(f"{module}.weight" for module in shapes)), True)
     places: dict[str, FilePlace] = {}
     for name in base.tensors:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         if pattern is None:
             places[target] = FilePlace(name)
         else:

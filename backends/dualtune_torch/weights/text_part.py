@@ -53,13 +53,13 @@ def text_model(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrai
 def _writing_part(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config within a config of the only model with a class that writes text. ConfigError if not one is."""
     parts = [getattr(config, name) for name in config.sub_configs]
-    known = [part for part in parts if any(class_of(type(part), auto) for auto in AUTO_CLASSES)]
-    if len(known) != 1:
+    writing = [part for part in parts if any(class_of(type(part), auto) for auto in AUTO_CLASSES)]
+    if len(writing) != 1:
         raise ConfigError(
-            f"model.name: a model of model_type '{config.model_type}' is {len(parts)} models, of which {len(known)} "
+            f"model.name: a model of model_type '{config.model_type}' is {len(parts)} models, of which {len(writing)} "
             "write text. Allowed: one model that writes text; give the files of one of them"
         )
-    return known[0]
+    return writing[0]
 
 
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

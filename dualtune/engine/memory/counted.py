@@ -174,8 +174,8 @@ def _counted(config: Mapping[str, Any], backend: str, why: UnknownShape) -> Coun
             f"{why}; {card} counts the shapes of any other model, but is not installed: {card.package.command}"
         )
     file = _file(config, backend)
-    if (known := _read(file)) is not None:
-        return known
+    if (cached := _read(file)) is not None:
+        return cached
     module, _, function = card.memory.count.partition(":")
     try:
         counted: Counted = getattr(importlib.import_module(module), function)(config)
@@ -204,7 +204,7 @@ def _write(file: Path, counted: Counted) -> None:
 
 def _as_json(counted: Counted) -> dict[str, Any]:
     kinds = list(dict.fromkeys(counted.by_layer))
-    own = {each.name: getattr(counted, each.name) for each in fields(counted) if each.name != "by_layer"}
+    own = {field.name: getattr(counted, field.name) for field in fields(counted) if field.name != "by_layer"}
     layers = {"kinds": [asdict(kind) for kind in kinds], "order": [kinds.index(layer) for layer in counted.by_layer]}
     return own | {"outside": asdict(counted.outside)} | layers
 
@@ -222,15 +222,15 @@ def _read(file: Path) -> Counted | None:
 
 
 def _layer(table: Mapping[str, Any]) -> CountedLayer:
-    kept = {
-        name: Kept(token, pair, largest, tuple(inputs), tuple(recomputed), *rest)
-        for name, (token, pair, largest, inputs, recomputed, *rest) in table["kept"].items()
+    kept_by_variant = {
+        name: Kept(token, pair, largest, tuple(inputs), tuple(recomputed), *optional)
+        for name, (token, pair, largest, inputs, recomputed, *optional) in table["kept"].items()
     }
     return CountedLayer(
-        linears=tuple(CountedLinear(*each) for each in table["linears"]),
-        matrices=tuple(Matrices(*each) for each in table["matrices"]),
+        linears=tuple(CountedLinear(*values) for values in table["linears"]),
+        matrices=tuple(Matrices(*values) for values in table["matrices"]),
         parameters=table["parameters"],
         active=table["active"],
         has_state=table["has_state"],
-        kept=kept,
+        kept=kept_by_variant,
     )

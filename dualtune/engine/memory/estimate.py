@@ -224,9 +224,9 @@ def has_plain_loss(decoder: Shape, ask: Ask) -> bool:
     return ask.kernels == "reference" or not decoder.fused_loss or adapted_by(decoder, ask).head
 
 
-def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
+def tokens_at_once(configured: int | Literal["auto"], max_length: int) -> int:
     """Return train.micro_batch_tokens with `auto` resolved."""
-    return max(AUTO_MICRO_BATCH_TOKENS, max_length) if given == "auto" else given
+    return max(AUTO_MICRO_BATCH_TOKENS, max_length) if configured == "auto" else configured
 
 
 def padded(length: int) -> int:

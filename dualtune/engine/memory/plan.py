@@ -244,8 +244,8 @@ class _Stage:
 def _cheapest_savings(decoder: Shape, ask: Ask, has: Budget) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
     for stages in _sequences(decoder, ask, has.bytes):
-        here = stages[-1].ask
-        if _needs(decoder, here) <= has.bytes and _has_room(decoder, here, has.host_bytes):
+        last = stages[-1].ask
+        if _needs(decoder, last) <= has.bytes and _has_room(decoder, last, has.host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
 
@@ -279,8 +279,8 @@ def _sequences(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stag
     bases = [[], *(stages for stages in (_eight_bit_moments(ask), _four_bit(ask)) if stages)]
     for ways in (_with_same_documents, _with_streamed_layers, _with_shorter_documents):
         for base in bases:
-            here = base[-1].ask if base else ask
-            yield from ([*base, *tail] for tail in ways(decoder, here, have_bytes) if base or tail)
+            start = base[-1].ask if base else ask
+            yield from ([*base, *tail] for tail in ways(decoder, start, have_bytes) if base or tail)
 
 
 def _with_same_documents(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
@@ -302,22 +302,22 @@ def _with_streamed_layers(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator
         return
     *_, start = _with_same_documents(decoder, ask, have_bytes)
     before = start[-1].ask if start else ask
-    here = replace(before, checkpointing=replace(FULL_CHECKPOINTING, offload=before.checkpointing.offload))
+    recomputing = replace(before, checkpointing=replace(FULL_CHECKPOINTING, offload=before.checkpointing.offload))
 
     def fits(layers: int) -> bool:
-        return _needs(decoder, replace(here, resident_layers=layers)) <= have_bytes
+        return _needs(decoder, replace(recomputing, resident_layers=layers)) <= have_bytes
 
     if fits(1):
         layers = last_that_fits(fits, 1, ask.resident_layers or decoder.layers)
-        settings = {RESIDENT: layers} if here == before else {RESIDENT: layers, CHECKPOINTING: "full"}
-        yield [*start, _Stage(replace(here, resident_layers=layers), settings, None, SAME)]
+        settings = {RESIDENT: layers} if recomputing == before else {RESIDENT: layers, CHECKPOINTING: "full"}
+        yield [*start, _Stage(replace(recomputing, resident_layers=layers), settings, None, SAME)]
 
 
 def _with_shorter_documents(decoder: Shape, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     strongest = _recomputing(decoder, ask)[-1:]
-    here = strongest[-1].ask if strongest else ask
-    if length := longest_that_fits(decoder, here, have_bytes) // GRANULE * GRANULE:
-        cut = replace(here, max_length=length, micro_batch_tokens=length)
+    before = strongest[-1].ask if strongest else ask
+    if length := longest_that_fits(decoder, before, have_bytes) // GRANULE * GRANULE:
+        cut = replace(before, max_length=length, micro_batch_tokens=length)
         yield [*strongest, _Stage(cut, {LENGTH: length, TOKENS: length}, None, CUT)]
 
 

@@ -198,17 +198,17 @@ def any_decoder(config: Mapping[str, Any]) -> Decoder:
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """Return the value of the first of these keys in config.json. UnknownShape if it is no number."""
-    found = next((config[name] for name in names if config.get(name)), default)
-    if not isinstance(found, int):
+    value = next((config[name] for name in names if config.get(name)), default)
+    if not isinstance(value, int):
         raise UnknownShape(f"its config.json has no {names[0]}, or one for each layer")
-    return found
+    return value
 
 
 # --- published models -------------------------------------------------------------------------------------------------
 
 
 def _config(
-    kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **rest: Any
+    kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **others: Any
 ) -> Mapping[str, Any]:
     """A whole config.json: enough to build the model with random weights."""
     classes = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -231,7 +231,7 @@ def _config(
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
-        | rest
+        | others
     )
 
 
@@ -294,7 +294,7 @@ def published(name: str) -> Mapping[str, Any] | None:
     table = _published()
     owner, _, short = name.partition("/")
     if owner == "unsloth":
-        name = next((known for known in (*KNOWN, *table) if known.partition("/")[2] == short), name)
+        name = next((listed for listed in (*KNOWN, *table) if listed.partition("/")[2] == short), name)
     return KNOWN.get(name) or table.get(name)
 
 

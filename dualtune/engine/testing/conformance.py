@@ -111,12 +111,12 @@ def check_weighted_gradients_add_up(case: Case) -> None:
 def check_weighted_and_plain_micro_batches_share_a_step(case: Case) -> None:
     batch = case.batch()
     is_first_BT = np.broadcast_to(np.arange(len(batch.labels_BT))[:, None] < 2, batch.labels_BT.shape)
-    first, rest = (
+    first, others = (
         replace(batch, labels_BT=np.where(mine_BT, batch.labels_BT, IGNORE_INDEX))
         for mine_BT in (is_first_BT, ~is_first_BT)
     )
     together = gradient(case.engine(), replace(batch, weights_BT=np.where(is_first_BT, np.float32(0.5), np.float32(1))))
-    assert_close(gradient(case.engine(), weighted(first, 0.5), rest), together, tolerances.GRADIENT)
+    assert_close(gradient(case.engine(), weighted(first, 0.5), others), together, tolerances.GRADIENT)
 
 
 def check_target_logprobs(case: Case) -> None:

@@ -236,8 +236,10 @@ def check_packed_equals_separate(case: Case) -> None:
     assert abs(total - loss_of(expected, packed)) <= tolerances.LOGPROBS * packed.num_targets
     for b, row in enumerate(ROWS):
         for number, document in enumerate(row, start=1):
-            there = (packed.segments_BT == number) & (np.arange(len(ROWS)) == b)[:, None]
-            shared = engine.evaluate(replace(packed, labels_BT=np.where(there, packed.labels_BT, IGNORE_INDEX)))
+            is_document_BT = (packed.segments_BT == number) & (np.arange(len(ROWS)) == b)[:, None]
+            shared = engine.evaluate(
+                replace(packed, labels_BT=np.where(is_document_BT, packed.labels_BT, IGNORE_INDEX))
+            )
             alone = engine.evaluate(row_of(batch, document))
             assert shared.num_targets == alone.num_targets
             gap = abs(shared.loss_sum - alone.loss_sum) / alone.num_targets

@@ -144,10 +144,10 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
     for b, row in enumerate(rows):
         start = 0
         for number, document in enumerate(row, start=1):
-            there, here = (b, slice(start, start + lengths[document])), (document, slice(lengths[document]))
+            target, source = (b, slice(start, start + lengths[document])), (document, slice(lengths[document]))
             for name, values in _arrays(batch).items():
-                getattr(packed, name)[there] = values[here]
-            packed.segments_BT[there] = number
+                getattr(packed, name)[target] = values[source]
+            packed.segments_BT[target] = number
             start += lengths[document]
     return packed
 

@@ -196,12 +196,12 @@ def check_extras(method: Method, extras: Tensors, pairs: Pairs, where: object) -
             raise FormatError(f"{where}: {name}: got shape {[*extras[name].shape]}, must be {[*expected[name]]}")
 
 
-def extras_distance(ours: Tensors, theirs: Tensors) -> float:
+def extras_distance(a: Tensors, b: Tensors) -> float:
     """Return the largest relative difference of the tensors other than A and B; 1 if only one adapter has a tensor."""
-    if ours.keys() != theirs.keys():
+    if a.keys() != b.keys():
         return 1.0
-    sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
-    return max((float(np.linalg.norm(ours[n] - theirs[n]) / size) for n, size in sizes.items() if size), default=0.0)
+    sizes = {name: max(np.linalg.norm(x), np.linalg.norm(b[name])) for name, x in a.items()}
+    return max((float(np.linalg.norm(a[n] - b[n]) / size) for n, size in sizes.items() if size), default=0.0)
 
 
 def value_problems(tensors: Tensors) -> list[str]:
@@ -231,9 +231,9 @@ def delta_norm(pair: Pair, scale: float) -> float:
     return abs(scale) * float(np.sqrt(np.maximum(square, 0.0)))  # rounding may give −1e-20; NaN stays NaN
 
 
-def delta_distance(ours: Pair, our_scale: float, theirs: Pair, their_scale: float) -> float:
+def delta_distance(a: Pair, scale_a: float, b: Pair, scale_b: float) -> float:
     """Return ‖ΔW₁ − ΔW₂‖ / max(‖ΔW₁‖, ‖ΔW₂‖), exact to about 1e-8: the difference is a product of stacked factors."""
-    A_rI = np.concatenate([ours.A_rI, theirs.A_rI])
-    B_Or = np.concatenate([np.float64(our_scale) * ours.B_Or, np.float64(-their_scale) * theirs.B_Or], axis=1)
-    size = max(delta_norm(ours, our_scale), delta_norm(theirs, their_scale))
+    A_rI = np.concatenate([a.A_rI, b.A_rI])
+    B_Or = np.concatenate([np.float64(scale_a) * a.B_Or, np.float64(-scale_b) * b.B_Or], axis=1)
+    size = max(delta_norm(a, scale_a), delta_norm(b, scale_b))
     return delta_norm(Pair(A_rI, B_Or), 1.0) / size if size else 0.0

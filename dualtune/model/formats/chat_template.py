@@ -83,8 +83,8 @@ def mismatch(trained: str | None, used: str) -> str | None:
         )
     if trained is None or trained == used:
         return None
-    here = "none is used here" if used == NONE else f"used here is {used}"
-    return f"the adapter was trained with the chat template {fields.shown(trained)}, and {here}"
+    usage = "none is used here" if used == NONE else f"used here is {used}"
+    return f"the adapter was trained with the chat template {fields.shown(trained)}, and {usage}"
 
 
 def write_training_template(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:

@@ -200,14 +200,14 @@ def _as_recorded(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
 def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
     """Return where mlx-lm's file of a dual directory computes another function than the adapter from PEFT's file."""
     other = _parse(contents, "mlx")
-    ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
-    theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
-    problems = [f"{module} is adapted in one weight file only" for module in sorted(ours.keys() ^ theirs.keys())]
-    for module in sorted(ours.keys() & theirs.keys()):
-        if ours[module].delta_shape != theirs[module].delta_shape:
+    in_peft = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
+    in_mlx = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
+    problems = [f"{module} is adapted in one weight file only" for module in sorted(in_peft.keys() ^ in_mlx.keys())]
+    for module in sorted(in_peft.keys() & in_mlx.keys()):
+        if in_peft[module].delta_shape != in_mlx[module].delta_shape:
             problems.append(f"{module}: the weight files adapt matrices of different shapes")
             continue
-        distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
+        distance = canonical.delta_distance(in_peft[module], adapter.spec.scale, in_mlx[module], other.spec.scale)
         if distance > SAME_FUNCTION:
             problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
     extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]

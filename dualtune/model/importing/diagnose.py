@@ -230,15 +230,17 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
     names = [t for t in cast("list[object]", targets if isinstance(targets, list) else []) if isinstance(t, str)]
     layers = _selected_layers(config, layout, pairs)
     if base and targets == ALL_LINEAR:
-        known = {m for m in base if m.rpartition(".")[2] != OUTPUT_HEAD}
+        selected = {m for m in base if m.rpartition(".")[2] != OUTPUT_HEAD}
     elif base and names:
-        known = {m for m in base if is_target(m, names)}
+        selected = {m for m in base if is_target(m, names)}
     else:
         analogous = _by_analogy(pairs, names, first=None if layers else 0)
-        known = analogous & base.keys() if base else analogous
+        selected = analogous & base.keys() if base else analogous
     # transformers 5 fuses the experts that a file stores one by one, so that PEFT does not find them.
-    known = {m for m in known if ".experts." not in m}
-    expected = {m for m in known if m in names or layers is None or (p := position_of(m)) is None or p.layer in layers}
+    selected = {m for m in selected if ".experts." not in m}
+    expected = {
+        m for m in selected if m in names or layers is None or (p := position_of(m)) is None or p.layer in layers
+    }
     missing: list[Finding] = []
     if lost := sorted(expected - pairs.keys()):
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -310,11 +312,11 @@ def _is_namesake(module: str, other: str) -> bool:
 
     Outside of layers, compare the ends of the paths.
     """
-    ours, theirs = position_of(module), position_of(other)
-    if ours is None or theirs is None:
-        return ours is theirs and (module.endswith("." + other) or other.endswith("." + module))
-    same_stack = ours.stack.rpartition(".")[2] == theirs.stack.rpartition(".")[2]
-    return same_stack and (ours.layer, ours.name) == (theirs.layer, theirs.name)
+    a, b = position_of(module), position_of(other)
+    if a is None or b is None:
+        return a is b and (module.endswith("." + other) or other.endswith("." + module))
+    same_stack = a.stack.rpartition(".")[2] == b.stack.rpartition(".")[2]
+    return same_stack and (a.layer, a.name) == (b.layer, b.name)
 
 
 def rename_in_config(config: Config, renamed: Mapping[str, str]) -> Config:

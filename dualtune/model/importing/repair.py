@@ -168,15 +168,17 @@ def _agreeing(
     [second] = by_layout.keys() - {main}
     if any(not reading.changes for reading in _options(config, by_layout[second], shapes)):
         options[second].append(unscrambled(by_layout[second]))
-    ours, theirs = (
+    candidates, other_candidates = (
         [(reading, _parse(config, weights[name], reading)) for reading in options[name]] for name in (main, second)
     )
-    same = [pair for pair in product(ours, theirs) if _distance(pair[0][1], pair[1][1]) <= SAME_FUNCTION]
+    same = [
+        pair for pair in product(candidates, other_candidates) if _distance(pair[0][1], pair[1][1]) <= SAME_FUNCTION
+    ]
     if not same:
-        gap = _distance(ours[0][1], theirs[0][1])
+        gap = _distance(candidates[0][1], other_candidates[0][1])
         fault = f"{weights[main].file.name} and {weights[second].file.name} hold different adapters"
         findings.append(Finding(f"{fault}: their updates differ by {gap:.1e} of their norm. Remove the wrong file"))
-        return "dual", ours[0][1]
+        return "dual", candidates[0][1]
     (reading, parts), (other_reading, other) = same[0]
     if any(_distance(parts, also) > SAME_FUNCTION for (_, also), _ in same[1:]):
         findings.append(_ambiguous(weights[main], options[main]))
@@ -206,11 +208,11 @@ def _parse(config: dict[str, Any], weights: WeightFile, reading: Reading) -> Par
     return read(config, tensors, weights.file.parent)
 
 
-def _distance(ours: Parts, theirs: Parts) -> float:
+def _distance(a: Parts, b: Parts) -> float:
     """Return the largest relative difference of ΔW over the common modules; infinite if shapes differ."""
-    pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (ours, theirs))
+    pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (a, b))
     gaps = [
-        canonical.delta_distance(pairs[m], ours.spec.scale, others[m], theirs.spec.scale)
+        canonical.delta_distance(pairs[m], a.spec.scale, others[m], b.spec.scale)
         if pairs[m].delta_shape == others[m].delta_shape
         else np.inf
         for m in pairs.keys() & others.keys()

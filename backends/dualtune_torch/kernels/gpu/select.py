@@ -47,11 +47,11 @@ def choice() -> str:
 
 def why_not(device: torch.device) -> str | None:
     """Return why no Triton kernel is used on this device, or None. Raises ConfigError if they were asked for there."""
-    asked = choice()
-    if asked == "torch":
+    wish = choice()
+    if wish == "torch":
         return f"{VARIABLE}=torch"
     reason = _why_impossible(device)
-    if reason and asked == "triton":
+    if reason and wish == "triton":
         raise ConfigError(f"{VARIABLE}: got triton, but {reason}. Set {VARIABLE}=auto, or torch")
     return reason
 
