@@ -195,6 +195,7 @@ def _layer(
     packed = Counter(shape for path, shape in linears.items() if path != head)
     for number, out, in_ in experts:
         packed[out, in_] += number
+    # Attention keeps scores of whole rows, or those of documents that are no longer than a chunk.
     whole, by_document = heads
     changes = bool(text.get(SOFT_CAP)) or any(SINKS in module for module in modules.values())
     scores = whole * (CHANGED_SCORES if changes else 1)

@@ -70,6 +70,7 @@ class MlxEngine:
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+        # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
         paths = linear_layers(model)
         places = find_places(model, weights, paths) if weights is not None else {}
         names = canonical_names(places)
@@ -77,6 +78,7 @@ class MlxEngine:
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
         if weights is not None:
             check_places(self._layers, self._places, "mlx-lm")
+        # The adapter lies in one flat array, which the optimizer updates as a whole.
         fresh = self.neutral_state()
         self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
         self.adapter_shapes = self._layout.shapes
@@ -96,6 +98,7 @@ class MlxEngine:
         self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
+        # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
         self._update = self._kernels.wrap(self._updated)
         self.description = EngineDescription(
             **description,

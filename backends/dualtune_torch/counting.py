@@ -151,6 +151,7 @@ def _watched(
     def ends(*_: Any) -> None:
         trace.after.clear()
 
+    # The base is frozen: without a gradient at the embedding autograd would keep nothing.
     hooks = [model.get_input_embeddings().register_forward_hook(differentiable)]
     hooks += [layer.register_forward_pre_hook(enter(number), with_kwargs=True) for number, layer in enumerate(layers)]
     hooks += [layer.register_forward_hook(leave) for layer in layers]

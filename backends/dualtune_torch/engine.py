@@ -77,6 +77,8 @@ class TorchEngine:
         self._dropout_seeds = DropoutSeeds()
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._is_full = request.adapter.trains_model
+        # Layers are adapted before they are streamed, and streamed before the adapter's buffer is made on the device of
+        # the rest of the model.
         self._streamed: StreamedLayers | None = None
         if self._is_full:
             self._layers = dict[str, AdaptedLayer]()
@@ -88,13 +90,16 @@ class TorchEngine:
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self.adapter_shapes = self._adapter.shapes
+        # Documents are separated before kernels are tried, because the trials read packed rows.
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
+        # What changes how layers are called comes after the kernels, whose trials compare with the plain calls.
         self._recomputation = Recomputation(model, groups)
         self._frozen_layers = FrozenLayers(model, self._layers.values())
+        # A full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0

@@ -44,6 +44,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             f"adapter.method: got full, but the base is stored quantized ({quantization}), and packed weights cannot "
             "be trained. Use the plain model, or adapter.method: lora"
         )
+    # All processes decide alike before any of them reads a weight.
     weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {
@@ -69,6 +70,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             model = _pretrained(place, weights, loaded_as, place_on, **by_module.loading_options(config))
         else:
             model = _module_by_module(request, place, weights, dtype, device, quantization)
+    # Loading has returned what it freed; training keeps freed blocks, but not where memory is short.
     if sharding == "full" or request.resident_layers is not None:
         allocator.return_memory()  # whole layers are allocated and freed in every step, or memory is what is short
     model.requires_grad_(False)
@@ -214,6 +216,7 @@ def _module_by_module(
     if weights is not None and is_packed:
         affine_model.load(model, weights, dtype, place_on)
         return model
+    # The weights are plain from here on: read or drawn module by module, and quantized one by one.
     finish = _finish(quantization, dtype, model.get_output_embeddings())
     if request.resident_layers is not None:
         finish = streaming.kept_on_host(finish, model)

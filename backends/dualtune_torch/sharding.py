@@ -61,6 +61,7 @@ def decide(
         return "none", "one process"
     if device.type == "cpu":
         return "none", "processes on CPUs share memory or run on separate machines; set full to shard anyway"
+    # Each process sees its own device; the one with the least free memory decides for all.
     needed, free = _base_bytes(request, dtype, quantization), torch.cuda.mem_get_info(device)[0]
     fits = torch.tensor(float(needed <= LARGEST_SHARE * free))
     dist.all_reduce(fits, dist.ReduceOp.MIN)

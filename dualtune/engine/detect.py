@@ -147,6 +147,7 @@ NVIDIA_VENDOR = "0x10de"
 
 def detect() -> Machine:
     """Inspect this machine. Never raises: what cannot be detected is reported as unknown."""
+    # The driver is asked, and no framework: importing one takes seconds, and may fail for what is looked for.
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     answer = nvidia.query(visible_devices)
     name, features = linux_cpu()

@@ -224,6 +224,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     read_keys = {key for key, _ in _NUMBERS.values()} | _OTHERS
     if unknown := sorted(key for key, value in own.items() if key not in read_keys and value):
         raise file.refused(f"its key {shown(f'{family}.{unknown[0]}')} is not read")
+    # A key that is not understood was refused above, so that what is written now says all that the file says.
     config: dict[str, Any] = {"model_type": family, "architectures": [CLASSES[family]], "hidden_act": "silu"}
     for key, (name, default) in _NUMBERS.items():
         config[key] = own.get(name, default)

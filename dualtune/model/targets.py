@@ -81,6 +81,7 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
     chosen = tuple(targets)
     if lacks(available, chosen):
         chosen = (ALL_LINEAR,)
+    # Each target has to select something: a misspelt one would silently train less.
     selected: dict[str, tuple[int, int]] = {}
     for target in chosen:
         matches = [module for module in available if _selects(target, module)]

@@ -59,6 +59,7 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
         _add_attention(model, chosen)
         if gated_delta.install(model):
             chosen.used.append("gated delta rule")
+    # Compiling comes last: it compiles what was chosen before.
     if "compiled step" in names:
         reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()
         if streams:

@@ -109,6 +109,7 @@ def target_loss(
         losses, *slopes_NH = zip(*done, strict=True)
         return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH)
 
+    # The gradient is computed with the loss, so that no logits are kept for the backward pass.
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
     if not slopes:
         return chunks(rows_NH)[0]

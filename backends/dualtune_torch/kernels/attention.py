@@ -99,6 +99,7 @@ def attend(
     if documents is None or any(needed.values()):
         missing = ", ".join(name for name, is_needed in needed.items() if is_needed) or "a cache"
         raise NotCovered(f"{type(module).__name__} needs more than causal attention ({missing})")
+    # The trial of a model looks at the windows that it has used.
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:

@@ -65,6 +65,7 @@ def choose(
         return chosen
     if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
+    # Whether anything is compiled is decided first: the pieces are tried in the form in which they will run.
     names = CARD.pieces if pieces is None else pieces
     if kernels != "fused" and pieces is None and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
@@ -72,6 +73,7 @@ def choose(
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
         chosen.maybe_compile = compiled.compile_function
+    # The model's own results come before the first change to it.
     expected = own_results(model)
     if "lora" in names and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         chosen.groups = True
@@ -80,6 +82,7 @@ def choose(
         _try_attention(model, chosen, expected)
     if "loss" in names:
         _try_head(model, chosen, expected)
+    # Blocks are tried last, on top of the attention and the loss that were chosen.
     if chosen.maybe_compile is compiled.compile_function:
         for name, install in BLOCKS.items():
             if name in names:

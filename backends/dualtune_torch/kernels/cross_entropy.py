@@ -154,6 +154,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             labels_R = labels_M[rows]
             R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
+            # Evaluation needs no gradient; in training it takes the place of the logits.
             if grad_MD is None:
                 loss += maybe_compile(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
             else:

@@ -90,6 +90,7 @@ def llama_oracle(path: Path) -> Oracle:
         gate, up = x @ w[f"{layer}.mlp.gate_proj.weight"].T, x @ w[f"{layer}.mlp.up_proj.weight"].T
         return (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
 
+    # The adapter is merged into the weights: a second path, so that no engine's code of adapters is repeated here.
     def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
         w = _merged(weights, adapter, scale)
         x = w["model.embed_tokens.weight"][batch.tokens_BT]

@@ -242,6 +242,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         canonical.check_rank(module, pair, spec.rank, "adapter")
     canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
     tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
+    # What is written is what is checked: the alpha is made an integer first.
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
@@ -262,6 +263,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     files[CONFIG_FILE] = json_bytes(config)
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
+    # dualtune.json is last, because it lists the others with their hashes.
     facts: dict[str, Any] = {"adapter": _recorded(spec, config)}
     if naming != PLAIN:
         facts["naming"] = naming.as_json()

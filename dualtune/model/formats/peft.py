@@ -114,6 +114,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
+    # Patterns of regular expressions give modules other ranks and alphas, which one rank and one scale replace.
     ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)

@@ -140,6 +140,7 @@ def repair_scale(config: Config, layout: str, findings: list[Finding]) -> Config
         alpha = settings.scale * (math.sqrt(settings.r) if config.get("use_rslora") else settings.r)
         findings.append(Finding("lora_alpha: missing", f"writes {alpha:g}, from lora_parameters.scale"))
         return config | {"lora_alpha": alpha, "peft_type": config.get("peft_type", "LORA")}
+    # A scale that is missing follows from the keys of the other tool.
     if has_mlx_keys(config):
         if "dropout" not in config["lora_parameters"]:
             findings.append(Finding("lora_parameters.dropout: missing", "writes 0.0, which only matters in training"))

@@ -105,6 +105,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
     if not shapes:
         raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
+    # Packed weights have another shape in the file than the layer has.
     described = config_of(model_dir)
     packing = fields.subtable(described, "quantization", model_dir / "config.json")
     group = fields.rank(packing, "group_size", model_dir / "config.json") if "group_size" in packing else 0
@@ -179,6 +180,7 @@ def _read_names(
             "lack .weight at the end": layout == "peft" and not small and not match["end"],
         }.items():
             deviations[deviation] += deviates
+        # One tensor may be there twice, under an old name and a new one.
         key = (module, match["part"].upper())
         matrix = tensor.T if small else tensor
         if key in halves and not np.array_equal(halves[key], matrix):
@@ -301,6 +303,7 @@ def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> lis
         undone = {name: Pair(*undo(*pairs[module])) for name, undo in CHANGES.items()}
         return [name for name, pair in undone.items() if _fits(pair, ranks[module], expected.get(module), name)]
 
+    # First what fits the names, then one change for all modules, and only then each module by itself.
     fitting_changes = {module: fitting(module, base) for module in pairs}
     common = [change for change in CHANGES if all(change in changes for changes in fitting_changes.values())]
     if AS_NAMED in common:

@@ -60,12 +60,14 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
+    # The base comes first, where it is given: its names and shapes decide what the adapter leaves open.
     shapes = base_shapes(base) if base is not None else {}
     notes = tuple[str, ...]()
     if base is not None:
         config, weights, notes = without_copies(config, weights, base, findings)
     repaired, pairs_by_layout = _repair(config, weights, shapes, findings)
     _refuse(directory, findings, repair=True)  # faults without a repair
+    # Only a config without open faults can be read strictly; what the matrices say is decided by that reading.
     layout, parts = _agreeing(repaired, weights, pairs_by_layout, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
     if not any(pair.B_Or.any() for pair in pairs.values()):
@@ -165,6 +167,7 @@ def _agreeing(
             findings.append(_ambiguous(weights[main], options[main]))
         _report_changes(weights[main], options[main][0], findings)
         return main, _parse(config, weights[main], options[main][0])
+    # With two files every reading of one is compared with every reading of the other.
     [second] = by_layout.keys() - {main}
     if any(not reading.changes for reading in _options(config, by_layout[second], shapes)):
         options[second].append(unscrambled(by_layout[second]))
