@@ -1,8 +1,7 @@
 """The shapes of a model without a memory formula, counted on its class without any weights.
 
-The model is built on the device `meta` and reads a few tokens in three rows of different length: what
-autograd keeps for any other length follows. Of equal layers only the first computes, so that this takes seconds for the
-largest models.
+The model is built on the device `meta` and reads a few tokens in three rows of different length: what autograd keeps
+for any other length follows. Of equal layers only the first computes: seconds for the largest models.
 """
 
 from __future__ import annotations
@@ -50,17 +49,8 @@ from dualtune_torch.weights.text_part import empty_model
 EXPERTS = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
 # What a model may do to the hidden states and to its logits if the loss computes them in parts (`kernels.choose`).
 NO_ARITHMETIC = {
-    "__getitem__",
-    "linear",
-    "__get__",
-    "__set__",
-    "size",
-    "dim",
-    "to",
-    "float",
-    "numel",
-    "untyped_storage",
-}
+    "__getitem__", "linear", "__get__", "__set__", "size", "dim", "to", "float", "numel", "untyped_storage",
+}  # fmt: skip
 SOFT_CAP = {"div", "mul", "tanh", "__mul__", "__rmul__", "__truediv__", "true_divide"}
 
 
@@ -72,13 +62,12 @@ class Trace:
     kept: list[dict[int, int]]  # storage -> bytes
     active: Counter[int] = field(default_factory=Counter)  # multiplications by layer
     reads: dict[str, int] = field(default_factory=lambda: {})  # linear layer -> storage of its input
-    given: set[int] = field(default_factory=lambda: set())  # storages that all layers are given: positions, masks
+    shared: set[int] = field(default_factory=lambda: set())  # storages that all layers are given: positions, masks
     after: set[str] = field(default_factory=lambda: set())  # functions that were called after the last layer
     alive: list[Any] = field(default_factory=lambda: [])  # so that no address is used twice
     layer: int = -1
-    windows: set[int | None] = field(
-        default_factory=lambda: set()
-    )  # with which the attention of this package was called
+    # With which the attention of this package was called.
+    windows: set[int | None] = field(default_factory=lambda: set())
     unequal: Counter[int] = field(default_factory=Counter)  # bytes of scores that a CPU keeps, by layer
     masks: Counter[int] = field(default_factory=Counter)  # bytes of the masks of torch's attention, by layer
 
@@ -92,7 +81,7 @@ def traced(
 
     def note(tensor: Tensor) -> Tensor:
         if (key := key_of(tensor)) not in frozen:
-            place = len(layers) if key in trace.given else trace.layer
+            place = len(layers) if key in trace.shared else trace.layer
             trace.kept[place][key] = tensor.untyped_storage().nbytes()
             trace.alive.append(tensor)
         return tensor
@@ -127,7 +116,7 @@ def _watched(
         def hook(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             trace.layer = number
             others = [*args[1:], *(value for name, value in options.items() if args or name != "hidden_states")]
-            trace.given.update(key_of(tensor) for tensor in _tensors_in(others))
+            trace.shared.update(key_of(tensor) for tensor in _tensors_in(others))
 
         return hook
 

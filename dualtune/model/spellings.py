@@ -24,35 +24,23 @@ MAMBA_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def translate(config: Keys) -> dict[str, Any]:
     """Return the keys that this model needs beside its own: those of any family, and those of this one."""
-    general = _head_size(config) | _pattern(config)
+    general: dict[str, Any] = {}
+    # The size of heads, where it is left to follow from the hidden size.
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        general["head_dim"] = hidden // heads
+    # The period of layers with full attention, where the layers are listed one by one.
+    kinds: list[str] = config.get("layer_types") or []
+    if "full_attention" in kinds and len(set(kinds)) > 1:
+        period = kinds.index("full_attention") + 1
+        general |= {"sliding_window_pattern": period, "full_attention_interval": period}
     make = TRANSLATIONS.get(config.get("model_type", ""))
     return general | (make(dict(config) | general) if make else {})
 
 
-def _head_size(config: Keys) -> dict[str, Any]:
-    """Return the size of heads where it is left to follow from the hidden size."""
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads):
-        return {}
-    return {"head_dim": hidden // heads}
-
-
-def _pattern(config: Keys) -> dict[str, Any]:
-    """Return the period of layers with full attention where the layers are listed one by one."""
-    kinds: list[str] = config.get("layer_types") or []
-    if "full_attention" not in kinds or len(set(kinds)) == 1:
-        return {}
-    period = kinds.index("full_attention") + 1
-    return {"sliding_window_pattern": period, "full_attention_interval": period}
-
-
 def _renamed_layers(key: str) -> Callable[[Keys], dict[str, Any]]:
     """Return the translation of a list with the kinds of layers."""
-    return lambda config: {key: [MAMBA_NAMES.get(kind, kind) for kind in _texts(config, key)]}
-
-
-def _texts(config: Keys, key: str) -> list[str]:
-    return config.get(key) or []
+    return lambda config: {key: [MAMBA_NAMES.get(kind, kind) for kind in config.get(key) or ()]}
 
 
 def _minimax_m2(config: Keys) -> dict[str, Any]:

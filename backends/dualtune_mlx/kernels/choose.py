@@ -35,7 +35,12 @@ class Kernels:
         compiled = Compiled(function, state=lambda: self.attention and self.attention.reach)
         if not self.follows_documents:
             return compiled
-        return lambda *arrays: (function if any(map(_is_packed, arrays)) else compiled)(*arrays)
+
+        def call(*arrays: Any) -> Any:
+            is_packed = any(isinstance(array, dict) and "segments_BT" in array for array in arrays)
+            return (function if is_packed else compiled)(*arrays)
+
+        return call
 
     def __str__(self) -> str:
         """Return one line for logs."""
@@ -54,9 +59,19 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
     if "lora" in names:
         chosen.used.append("lora")
     if "loss" in names:
-        _add_loss(model, chosen)
+        parts = cross_entropy.split(model)
+        if isinstance(parts, str):
+            chosen.plain.append(f"loss plain: {parts}")
+        else:
+            chosen.loss = parts
+            chosen.used.append("loss")
     if "attention" in names:
-        _add_attention(model, chosen)
+        by_document = Attention()
+        if attention.install(model, by_document):
+            chosen.attention = by_document
+            chosen.used.append("attention")
+        else:
+            chosen.plain.append("attention plain: this model does not call mlx-lm's function")
         if gated_delta.install(model):
             chosen.used.append("gated delta rule")
     # Compiling comes last: it compiles what was chosen before.
@@ -75,25 +90,3 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
             f"{'; '.join(chosen.plain)}. Set auto to use those that work"
         )
     return chosen
-
-
-def _is_packed(arrays: Any) -> bool:
-    return isinstance(arrays, dict) and "segments_BT" in arrays
-
-
-def _add_loss(model: nn.Module, chosen: Kernels) -> None:
-    parts = cross_entropy.split(model)
-    if isinstance(parts, str):
-        chosen.plain.append(f"loss plain: {parts}")
-    else:
-        chosen.loss = parts
-        chosen.used.append("loss")
-
-
-def _add_attention(model: nn.Module, chosen: Kernels) -> None:
-    attend = Attention()
-    if attention.install(model, attend):
-        chosen.attention = attend
-        chosen.used.append("attention")
-    else:
-        chosen.plain.append("attention plain: this model does not call mlx-lm's function")

@@ -12,7 +12,6 @@ last one, whose backward pass follows its forward pass. All else stays on the de
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,7 +45,7 @@ class StreamedLayers:
         self._at: dict[int, _Slot] = {}  # where layers are; the one used last is at the end
         self._current = 0
         for number, module in enumerate(modules):
-            module.register_forward_pre_hook(partial(self._before, number))
+            module.register_forward_pre_hook(lambda module, args, number=number: self._use(number))
 
     def describe(self) -> Mapping[str, int]:
         return {
@@ -75,9 +74,6 @@ class StreamedLayers:
         """Take all layers from the device: their tensors are then those of the host."""
         for number in list(self._at):
             self._take_from(number)
-
-    def _before(self, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._use(number)
 
     def _use(self, number: int) -> None:
         """Bind the layer to its slot, and let the next ones come while it computes."""
@@ -138,7 +134,9 @@ class _HostCopy:
         self.module = module
         self.tensors = list(_frozen_matrices(module))
         self.num_bytes = flat_size(self.tensors)
-        self._flat = _pinned(self.num_bytes, device)
+        # From pinned memory a device copies by itself; torch rounds it to a power of two.
+        is_cpu = device.type == "cpu"
+        self._flat = None if is_cpu else torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         self._host = [tensor.data for tensor in self.tensors]
         if self._flat is not None:
             self._host = views(self._flat, self._host)
@@ -161,11 +159,6 @@ class _HostCopy:
     def _bind(self, places: Sequence[Tensor]) -> None:
         for tensor, place in zip(self.tensors, places, strict=True):
             tensor.data = place
-
-
-def _pinned(num_bytes: int, device: torch.device) -> Tensor | None:
-    """Return a host buffer from which a device copies by itself; None on a CPU. torch rounds it to a power of two."""
-    return None if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _layers_of(model: PreTrainedModel, num_slots: int) -> Iterable[nn.Module]:

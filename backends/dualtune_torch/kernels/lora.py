@@ -120,7 +120,10 @@ class _GroupedLoRA(torch.autograd.Function):
         if seeds_M is not None:
             check_tokens(len(x_MI), len(seeds_M))
         kept_MI = _after_dropout(x_MI, group, seeds_M)
-        u_MS = _down(kept_MI, group, seeds_M)
+        if seeds_M is None or group.gpu.down is None:
+            u_MS = kept_MI @ group.A_SI.T
+        else:
+            u_MS = group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
@@ -153,7 +156,10 @@ class _GroupedLoRA(torch.autograd.Function):
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
-        _add_dA(v_MS, kept_MI, group, seeds_M)
+        if seeds_M is None or group.gpu.add_dA is None:
+            add_product(group.dA_SI, v_MS.T, kept_MI)
+        else:
+            group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:
@@ -170,19 +176,6 @@ def _after_dropout(x_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Te
     if seeds_M is None or group.gpu.down is not None:
         return x_MI
     return group.maybe_compile(dropped)(x_MI, *_mask(group, seeds_M))
-
-
-def _down(kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
-    if seeds_M is None or group.gpu.down is None:
-        return kept_MI @ group.A_SI.T
-    return group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
-
-
-def _add_dA(v_MS: Tensor, kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> None:
-    if seeds_M is None or group.gpu.add_dA is None:
-        add_product(group.dA_SI, v_MS.T, kept_MI)
-    else:
-        group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
 
 
 def _mask(group: LoRAGroup, seeds_M: Tensor) -> tuple[Tensor, Tensor, int, float]:

@@ -158,15 +158,22 @@ def time_lora_backward(
     device: torch.device, batch: int, tokens: int, features: int, rank: int, rounds: int
 ) -> dict[str, list[float]]:
     """Return the seconds of one call in each round, by name; on a GPU also those of autograd on the CPU."""
-    works = {
-        "ours": _ours(_inputs(device, batch, tokens, features, rank)),
-        "autograd": _autograd(_inputs(device, batch, tokens, features, rank)),
+
+    def inputs(device: torch.device) -> tuple[Tensor, ...]:
+        """Return grad_out, x, lora_down and lora_up in float32."""
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((batch, tokens, features), (batch, tokens, features), (rank, features), (features, rank))
+        return tuple(torch.randn(*shape, generator=generator).to(device) for shape in shapes)
+
+    grad_out, x, down, up = inputs(device)
+    works: dict[str, Callable[[], object]] = {
+        "ours": lambda: lora_backward(grad_out, x, down, up, SCALE, need_grad_x=True),
+        "autograd": _autograd(inputs(device)),
     }
     seconds = _in_turns(works, device, rounds)
     if device.type == "cuda":
         cpu = torch.device("cpu")
-        work = {"autograd on the CPU": _autograd(_inputs(cpu, batch, tokens, features, rank))}
-        seconds |= _in_turns(work, cpu, rounds)
+        seconds |= _in_turns({"autograd on the CPU": _autograd(inputs(cpu))}, cpu, rounds)
     return seconds
 
 
@@ -186,18 +193,6 @@ def _in_turns(works: dict[str, Callable[[], object]], device: torch.device, roun
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _inputs(device: torch.device, batch: int, tokens: int, features: int, rank: int) -> tuple[Tensor, ...]:
-    """grad_out, x, lora_down, lora_up in float32."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, tokens, features), (batch, tokens, features), (rank, features), (features, rank))
-    return tuple(torch.randn(*shape, generator=generator).to(device) for shape in shapes)
-
-
-def _ours(inputs: tuple[Tensor, ...]) -> Callable[[], object]:
-    grad_out, x, down, up = inputs
-    return lambda: lora_backward(grad_out, x, down, up, SCALE, need_grad_x=True)
 
 
 def _autograd(inputs: tuple[Tensor, ...]) -> Callable[[], object]:
