@@ -7,6 +7,7 @@ lie across a border.
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,53 @@ def open_backend():
             pytest.skip(str(error))
 
     return open_
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-wording", action="store_true", help="write the golden texts of these files' messages anew"
+    )
+
+
+WORDING = {}  # the texts of a golden file by their test
+
+
+def wording_in(file: Path, tests: str) -> dict[str, str]:
+    """The sections of a golden file whose tests still are in the source."""
+    if file not in WORDING:
+        sections = file.read_text(encoding="utf-8").split("\n=== ")[1:] if file.exists() else []
+        texts = dict(section.split("\n", 1) for section in sections)
+        WORDING[file] = {name: text for name, text in texts.items() if f"def {re.match(r'\w+', name)[0]}(" in tests}
+    return WORDING[file]
+
+
+@pytest.fixture
+def wording(request, tmp_path, tmp_path_factory):
+    """Compare a message with its golden text in tests/golden/wording, where all texts of a file of tests lie together.
+
+    A message has been changed on purpose: run the tests with --write-wording, and read what git shows.
+    """
+    place = request.path.relative_to(ROOT / "tests")
+    file = ROOT / "tests" / "golden" / "wording" / place.with_suffix(".txt")
+    texts = wording_in(file, request.path.read_text(encoding="utf-8"))
+    names = {tmp_path: "HERE", tmp_path_factory.getbasetemp(): "TMP", ROOT: "REPO"}
+    count = iter(range(1, 1000))
+
+    def compare(message: str) -> None:
+        for path, short in names.items():
+            message = message.replace(str(path), short)
+        message = re.sub(r"TMP/(\w+?)\d+", r"TMP/\1", message)
+        message = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z|\b[\d.]+ s\b", "TIME", message)
+        message = re.sub(r"\b\d+\.\d+\.\d+(\+\w+)?\b", "VERSION", message)
+        message = "\n".join(line.rstrip() for line in message.splitlines()).strip("\n")
+        name = f"{request.node.name} {next(count)}"
+        if request.config.getoption("--write-wording"):
+            texts[name] = message + "\n"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"\n=== {name}\n{text}" for name, text in texts.items()), encoding="utf-8")
+        assert message == texts[name].rstrip("\n")
+
+    return compare
 
 
 @pytest.fixture
