@@ -191,7 +191,7 @@ def wording_in(file: Path, tests: str) -> dict[str, str]:
     if file not in WORDING:
         sections = file.read_text(encoding="utf-8").split("\n=== ")[1:] if file.exists() else []
         texts = dict(section.split("\n", 1) for section in sections)
-        WORDING[file] = {name: text for name, text in texts.items() if f"def {name.replace('[', ' ').split()[0]}(" in tests}
+        WORDING[file] = {name: texts[name] for name in texts if f"def {re.split('[ [(]', name)[0]}(" in tests}
     return WORDING[file]
 
 
