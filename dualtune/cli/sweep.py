@@ -59,10 +59,10 @@ def command(
     from dualtune.train.sweep.sweep import Attempts, carry_out, check_plan, make_plan, ranked, result_of
 
     def make(all_overrides: Sequence[str]) -> Config:
-        made = load_config(config, all_overrides) if config else config_from_options(all_overrides)
-        if made is None:
+        settings = load_config(config, all_overrides) if config else config_from_options(all_overrides)
+        if settings is None:
             raise click.UsageError("Give a config file, or --model and --data.")
-        return made
+        return settings
 
     plan = make_plan(with_short_options(short, overrides), make, directory, trials, halving)
     backend = backend_for(platform)

@@ -104,8 +104,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     The last lines say what the result is; they have no time, for scripts.
     """
     from dualtune.cli.progress import progress_hook, reading
-    from dualtune.show.run import run
-    from dualtune.show.summary import summary
+    from dualtune.show.run import run, summary
     from dualtune.train.hooks import Hook, RunInfo
     from dualtune.train.state.run_dir import CONFIG
 
@@ -136,8 +135,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import reading
-    from dualtune.show.run import DISPLAY
-    from dualtune.show.summary import summary
+    from dualtune.show.run import DISPLAY, summary
     from dualtune.train.prepare import prepare
     from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 

@@ -186,7 +186,7 @@ class RunMemory:
         """Describe the plan for the start of a run."""
         if self.plan is None:
             return [f"memory      not estimated: {self.why_no_plan}"]
-        lines = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
+        lines = [f"memory      estimated: {self.plan.compare()}"]
         if not self.plan.fits:
             lines.append(f"warning     it may run out of memory. {self.plan.smaller}")
         return lines
@@ -264,7 +264,7 @@ def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, 
         decoder, reason = None, f"the base is sharded among {num_processes} processes"
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
-    plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)
+    plan = plan_of(config, decoder, backend.name, device.kind, has, evaluated)
     return RunMemory(plan.ask.checkpointing, has, plan)
 
 

@@ -216,8 +216,8 @@ def _place(config: Path, overrides: tuple[str, ...], platform: str, steps: int) 
     except UnknownShape as reason:
         raise EnvironmentFault(f"model.name: {loaded.model.name}: {reason}") from reason
     has = budget(machine, choice.platform if device.kind == "cuda" else device.kind)
-    here = replace(card, devices=(device,))
-    return _Place(config, overrides, choice.platform, steps, here, decoder, has.bytes)
+    device_card = replace(card, devices=(device,))
+    return _Place(config, overrides, choice.platform, steps, device_card, decoder, has.bytes)
 
 
 def _planned_scale(place: _Place) -> Scale:
