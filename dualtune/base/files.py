@@ -117,14 +117,13 @@ def json_bytes(table: Mapping[str, Any]) -> bytes:
 
 def listing(files: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
     """Return the manifest entry of each file: its size and sha256."""
-    return {name: _entry(content) for name, content in files.items()}
-
-
-def _entry(content: Content) -> dict[str, Any]:
-    sha256 = hashlib.sha256()
-    for piece in _pieces(content):
-        sha256.update(piece)
-    return {"bytes": sum(map(len, _pieces(content))), "sha256": sha256.hexdigest()}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        sha256 = hashlib.sha256()
+        for piece in _pieces(content):
+            sha256.update(piece)
+        entries[name] = {"bytes": sum(map(len, _pieces(content))), "sha256": sha256.hexdigest()}
+    return entries
 
 
 def _pieces(content: Content) -> Pieces:

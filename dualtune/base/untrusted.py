@@ -252,8 +252,8 @@ def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_BYTES for n in (*shape, begin, end)):
         got = f"shape {str(shape)[:100]} and offsets {str(begin)[:50]}..{str(end)[:50]}"
         raise FormatError(f"{where}: got {got}, must be a few integers >= 0")
-    num_bytes, rest = divmod(math.prod(shape) * dtype_bits[dtype], 8)
-    if rest or end - begin != num_bytes:
+    num_bytes, spare_bits = divmod(math.prod(shape) * dtype_bits[dtype], 8)
+    if spare_bits or end - begin != num_bytes:
         raise FormatError(
             f"{where}: offsets {begin}..{end} hold {end - begin} bytes, "
             f"shape {tuple(shape)} of {dtype} needs {num_bytes}"

@@ -109,10 +109,10 @@ def missing(chunks: Chunks, present: Chunks | None) -> list[range]:
 
 def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
     """Yield the bytes of a run of chunks of an open file."""
-    left = chunks.bytes_in(run)
+    remaining = chunks.bytes_in(run)
     file.seek(run.start * chunks.chunk_bytes)
-    while left and (piece := file.read(min(PIECE_BYTES, left))):
-        left -= len(piece)
+    while remaining and (piece := file.read(min(PIECE_BYTES, remaining))):
+        remaining -= len(piece)
         yield piece
 
 
