@@ -97,6 +97,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         table = {"runs": [asdict(run) for run in summaries], "differs": differs, "losses": curves}
         return say_json(table)
+    # A letter stands for a run in the curves, where its name would not fit.
     letters = [chr(ord("A") + i % 26) for i in range(len(runs))]
     names = names_apart(runs)
     rows = [("", *letters), ("run", *map(shown, names))]
