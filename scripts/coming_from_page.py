@@ -9,6 +9,7 @@ from pathlib import Path
 from dualtune.config.importing.table import Rule
 from dualtune.config.importing.translate import TRAINERS
 
+MOST_NAMES = 8  # of a row
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -35,7 +36,8 @@ def _is_lost(rule: Rule) -> bool:
 
 def _row(rule: Rule) -> tuple[str, str, str]:
     word = "not translated: " if _is_lost(rule) else ""
-    return _in_code(", ".join(rule.names)), _in_code(rule.ours), word + rule.note
+    more = ", …" if len(rule.names) > MOST_NAMES else ""
+    return _in_code(", ".join(rule.names[:MOST_NAMES])) + more, _in_code(rule.ours), word + rule.note
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
