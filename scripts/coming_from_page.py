@@ -21,11 +21,11 @@ def with_tables(page: str) -> str:
 
 
 def _table(name: str) -> str:
-    rows = (_row(rule) for rule in sorted(TRAINERS[name].RULES, key=_is_lost) if _has_ours(rule))
+    rows = (_row(rule) for rule in sorted(TRAINERS[name].RULES, key=_is_lost) if _is_shown(rule))
     return "\n".join([f"| {name} | dualtune | |", "|---|---|---|", *_lines(rows)])
 
 
-def _has_ours(rule: Rule) -> bool:
+def _is_shown(rule: Rule) -> bool:
     """Whether a page names the rule: `dualtune config import` reports the others, with their reason."""
     return bool(rule.convert or (rule.keys and not rule.is_needless))
 
