@@ -157,7 +157,7 @@ def _sample(
     original: str | None,
 ) -> Sample:  # fmt: skip
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
-    lost = int(documents.row_lengths()[i]) - len(document.tokens) if documents.is_cut()[i] else 0
+    lost = documents.row_length(i) - len(document.tokens) if documents.is_cut()[i] else 0
     turns = turns_of(document, examples.get(document.where), tokenizer)
     return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original)
 

@@ -212,10 +212,13 @@ class _Turn:
     two: str
     plain: tuple[str, str]  # what stands before and after the content of another answer: it belongs to no call
 
+    def without_tail(self, after: str) -> str:
+        """Return a text without the end that it shares with what follows any answer."""
+        return after[: len(after) - len(common_prefix(after[::-1], self.plain[1][::-1]))]
+
     def around(self, begin: int, end: int) -> tuple[str, str, str, str]:
         """Return (preamble, opening, closing, ending) of the call that stands there in the turn with one."""
-        after = self.one[end:]
-        after = after[: len(after) - len(common_prefix(after[::-1], self.plain[1][::-1]))]
+        after = self.without_tail(self.one[end:])
         head = self.plain[0].strip()
         opening = before = self.one[:begin].lstrip().removeprefix(head)
         closing = after
@@ -348,7 +351,7 @@ def _split(turn: str, arguments: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _last(after: str, turn: _Turn) -> str:
     """Return what stands behind the last value of each call, of all that does behind that of the only one."""
-    after = after[: len(after) - len(common_prefix(after[::-1], turn.plain[1][::-1]))]
+    after = turn.without_tail(after)
     if turn.two.count(NAME) == 2:
         value = [*_TEXTS.values()][-1]
         middle = turn.two.rpartition(NAME)[0].rpartition(value)[2]

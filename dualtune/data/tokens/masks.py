@@ -24,6 +24,7 @@ from html import escape
 from typing import Any, cast
 
 from dualtune.base.errors import DataError
+from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.chat.row_values import FOLDED, KEYS_OF_REASONING, sentence
@@ -222,7 +223,7 @@ class _Chat:
             return None
         if through.startswith(head):
             return len(head)
-        return len(_UNFINISHED_MARK.sub("", _common_prefix(through, head, prompt)))
+        return len(_UNFINISHED_MARK.sub("", common_prefix(through, head, prompt)))
 
     def _by_own_text(self, i: int) -> Range | None:
         """Find a turn with tool calls or reasoning: its text without later turns, around a sentinel in the text."""
@@ -327,11 +328,6 @@ def _with_mark(message: Message, mark: str) -> Message:
         return replace(message, content=mark + message.content.lstrip())
     function = {**calls[0]["function"], "name": mark + calls[0]["function"]["name"]}
     return replace(message, extra={**message.extra, "tool_calls": [{**calls[0], "function": function}, *calls[1:]]})
-
-
-def _common_prefix(first: str, *others: str) -> str:
-    same = (i for i in range(len(first) + 1) if not all(text.startswith(first[: i + 1]) for text in others))
-    return first[: next(same, len(first))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

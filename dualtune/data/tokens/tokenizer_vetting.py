@@ -3,7 +3,7 @@
 A few hundred bytes can make it allocate gigabytes: chained normalizers and decoders each lengthen a text, a template
 repeats it, and a failed allocation ends the process. So the file is checked here first: only known parts are allowed,
 and their growth per character is computed. What cannot be computed, above all the time of a regular expression, is
-tried in a process with limits (`tokenizer_trial.py`); the verdict is cached by content.
+tried in a process with limits (`answer`); the verdict is cached by content.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from tokenizers import Tokenizer
 
 from dualtune.base.errors import DiskError, FormatError
 from dualtune.base.files import cache_dir, write_file
@@ -41,7 +44,7 @@ MAX_HERE = 4 << 20  # bytes of a file to check in this process; a larger one goe
 MEMORY_BYTES, MEMORY_FOR_A_BYTE = 256 << 20, 12
 CPU_S, BYTES_A_SECOND = 5, 4 << 20
 REMEDY = "Use the file that the model was published with"
-TRIAL = "texts of 3,000 characters"
+LENGTH = 3000  # characters of a text of the trial: quadratic time shows, and a good tokenizer takes a second for all
 GOOD_PATTERNS = {QWEN2, QWEN3_5, QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")}  # the last is Llama 3's
 RULES = 1  # increase it when the accepted content changes, to invalidate cached verdicts
 
@@ -93,9 +96,9 @@ def vet(data: bytes, path: Path) -> None:
 def _run_trial(data: bytes) -> None:
     limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
     try:
-        refusal = run("dualtune.data.tokens.tokenizer_trial", data, limits)
+        refusal = run(__name__, data, limits)
     except Exceeded as error:
-        raise Refused(f"a trial on {TRIAL} took more than {error}") from None
+        raise Refused(f"a trial on texts of {LENGTH:,} characters took more than {error}") from None
     if refusal:
         raise Refused(refusal)
 
@@ -287,3 +290,36 @@ def _object(value: Any, name: str) -> Table:
 
 def _shown(value: Any) -> str:
     return ascii(value)[:50]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trial, in the process with limits that `dualtune.base.limits` starts.
+#
+# The texts are long runs of one kind of character that end differently. On these a badly written regular expression
+# takes quadratic time or never ends.
+
+CHARACTERS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "_", "<", "é", "語", "\u0301", "\ufdfa", "👪", "▁")
+ENDS = ("", "!", "\0", "a")
+MAX_TOKENS_OF_ONE = 200  # of a character
+
+
+def answer(data: bytes) -> str:
+    """Return the reason why this content must not be used, or ""."""
+    try:
+        check(parse_object(data, "tokenizer.json", strict=False, allowance=MAX_STRUCTURES))
+        with rust_errors("tokenizer.json"):
+            rust = Tokenizer.from_buffer(data)
+            rust.no_truncation()
+            rust.no_padding()
+            for run_of in (*CHARACTERS, *map("".join, itertools.pairwise(CHARACTERS))):
+                for end in ENDS:
+                    text = run_of * (LENGTH // len(run_of)) + end
+                    ids = rust.encode(text).ids
+                    if len(ids) > MAX_TOKENS_OF_ONE * len(text):
+                        return f"it splits {len(text)} characters into {len(ids)} tokens"
+                    rust.decode(ids[:LENGTH])
+    except Refused as refusal:
+        return str(refusal)
+    except FormatError as error:
+        return str(error).removeprefix("tokenizer.json: ").removesuffix(f". {REMEDY}")
+    return ""
