@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,9 +49,6 @@ class Guards:
     def stops_early(self) -> bool:
         limit = self._config.early_stopping
         return limit is not None and self.state.evals_since_best >= limit
-
-    def saved_state(self) -> dict[str, Any]:
-        return asdict(self.state)
 
     def on_step(self, record: StepRecord) -> Event | None:
         """Return an event if the step is unusual."""

@@ -27,7 +27,7 @@ from dualtune.model.config_file import read_config
 from dualtune.train.evaluation import layout_of
 from dualtune.train.hooks import Event
 from dualtune.train.profiler.snapshot import each_snapshot
-from dualtune.train.recovery import Recovery, WatchedLimit, explanation
+from dualtune.train.recovery import Recovery, explanation
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.run_dir import TIMELINE, RunDir, read_restart, write_restart
@@ -57,12 +57,16 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
     config, data = prepared.config, prepared.data
 
     def explain(recovery: Recovery, reason: str) -> str:
-        return explanation(prepared.backend, _with(config, recovery, data.longest), reason)
+        """Explain the memory of what was tried last."""
+        checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
+        tried = with_real_lengths(config, data.longest, recovery.layout.max_tokens)
+        tried = tried.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": checkpointing})})
+        return explanation(prepared.backend, tried, reason)
 
     recovery = Recovery(
         prepared.backend, engine, data.layout, data.longest, team=prepared.team,
         recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
-        limit=WatchedLimit(prepared.backend, prepared.memory.watched_bytes),
+        limit_bytes=prepared.memory.watched_bytes,
     )  # fmt: skip
     if _before(config, prepared.checkpoint).get("checkpointing") == "full":
         recovery.recompute_all()
@@ -107,15 +111,6 @@ def _before(config: Config, saved: Checkpoint | None) -> dict[str, Any]:
     trained_with = saved.state["config"].get("train", {}).get("micro_batch_tokens")
     is_same = trained_with == config.train.micro_batch_tokens
     return saved.state.get(KEY) or {} if is_same else {}
-
-
-def _with(config: Config, recovery: Recovery, longest: int) -> Config:
-    """Return the config with what was tried last, and with the length of the longest document that there is."""
-    train = config.train.model_copy(update={"micro_batch_tokens": recovery.layout.max_tokens})
-    checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
-    memory = config.memory.model_copy(update={"checkpointing": checkpointing})
-    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
-    return config.model_copy(update={"train": train, "memory": memory, "data": data})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

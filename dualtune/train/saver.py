@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,7 @@ class Saver:
         """Write a checkpoint of the complete state of the run."""
         state = {"place": position_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         policy = self._policy.state()
-        state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
+        state |= {"guards": asdict(self._guards.state)} | entry_of(self._policy, policy)
         state |= memory.entry_of(self._recovery, self._prepared)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 

@@ -102,10 +102,6 @@ class Team:
         """Raise PeerFailed if another process has failed."""
         self.agree(False)
 
-    def stop_if(self, wish: bool) -> None:
-        """Raise Preempted if any process has been asked to stop."""
-        self.poll(wish)
-
     def poll(self, stop: bool, too_many: int = 0) -> int:
         """Raise Preempted if any process has been asked to stop; else return the largest `too_many` of all processes.
 

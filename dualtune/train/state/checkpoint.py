@@ -75,10 +75,11 @@ class Checkpoint:
 class CheckpointEntry:
     """A checkpoint in a listing."""
 
-    path: Path
+    path: str
     step: int
     num_bytes: int
     problem: str | None  # what is wrong with it
+    is_best: bool = False  # it has the best evaluation; where that is asked
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -140,7 +141,9 @@ def total_bytes(directory: Path) -> int:
 
 def entries(directory: Path) -> list[CheckpointEntry]:
     """Return every checkpoint of a directory, verified, newest first."""
-    return [CheckpointEntry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
+    return [
+        CheckpointEntry(str(path), step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)
+    ]
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
