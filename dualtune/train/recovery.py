@@ -122,8 +122,8 @@ def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
 #
 # On backends that cannot enforce `memory.limit`, a peak above it counts as a shortage. The peak is read after each
 # micro-batch, without synchronizing. Where the device still computes the micro-batch then, as MLX does, an excess is
-# seen one micro-batch later, or in the next step. That is late, but never missed: the peak only grows until it is reset,
-# and the smaller cut gives the same result from any step on.
+# seen one micro-batch later, or in the next step. Late, but never missed: the peak grows until it is reset, and
+# the smaller cut gives the same result from any step on.
 
 IN_ANOTHER = "in another process"
 ALL_LAYERS = ActivationCheckpointing("all", reason="memory ran out")
