@@ -105,8 +105,8 @@ def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ..
         if len(pair) != 2:
             raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
         for role, content in zip(("user", "assistant"), pair, strict=True):
-            said = "" if content is None else text_of(content, at, reading)
-            turns += [Message(role, said)] if said.strip() else []
+            turn = "" if content is None else text_of(content, at, reading)
+            turns += [Message(role, turn)] if turn.strip() else []
     return tuple(turns)
 
 
@@ -196,9 +196,9 @@ def _is_repeated(message: Message, following: Message) -> bool:
 
 def _can_join(message: Message, following: Message) -> bool:
     """Return whether nothing but the border between two turns is lost if they are joined."""
-    rest = {key: value for key, value in following.extra.items() if key != "tool_calls"}
+    extra = {key: value for key, value in following.extra.items() if key != "tool_calls"}
     same = message.role == "user" or (message.train, message.weight) == (following.train, following.weight)
-    return same and all(key in message.extra and message.extra[key] == value for key, value in rest.items())
+    return same and all(key in message.extra and message.extra[key] == value for key, value in extra.items())
 
 
 def _joined(message: Message, following: Message) -> Message:
@@ -343,7 +343,8 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
     train, weight = fields.get("train"), fields.get("weight")
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{at}: train: got {shown(train)}, allowed: true or false")
-    if weight is not None and not _is_weight(weight):
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0 <= weight <= MAX_WEIGHT):
         raise RowError(f"{at}: weight: got {shown(weight)}, allowed: a number from 0 to {MAX_WEIGHT:g}")
     if train is not None and weight is not None and train != (weight != 0):
         raise RowError(f"{at}: train and weight contradict each other; keep one of them")
@@ -352,10 +353,6 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
     if weight not in (None, 0, 1):
         raise RowError(f"{at}: weight: got {weight:g}, allowed in a {role} message: 0 or 1; it is not trained on")
     return 1.0
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
 
 
 def _tool_call(value: Any, at: str) -> dict[str, Any]:

@@ -206,14 +206,20 @@ def listed(names: Iterable[Any]) -> str:
 
 def check_texts(value: Any, at: str) -> None:
     """Raise RowError for a lone surrogate in any string of a JSON value."""
+    for string in strings_in(value):
+        text(string, at)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value, keys included."""
     if isinstance(value, str):
-        text(value, at)
+        yield value
     elif isinstance(value, Mapping):
-        for item in cast(Mapping[Any, Any], value).items():
-            check_texts(item, at)
+        for pair in cast(Mapping[Any, Any], value).items():
+            yield from strings_in(pair)
     elif isinstance(value, list | tuple):
         for item in cast(Sequence[Any], value):
-            check_texts(item, at)
+            yield from strings_in(item)
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
@@ -227,15 +233,15 @@ def column_of(
     `keys` are all keys of the format, `aliases` other names of a key, used where a row has none of its own name.
     """
     name = columns.get(key) or key
-    taken = {column for column in columns.values() if column}
+    mapped = {column for column in columns.values() if column}
     if columns.get(key):
         return name
     if key == REASONING:
         others = (alias for other in keys if other != key for alias in (other, *aliases.get(other, ())))
-        return _column_of_reasoning(fields, taken.union(others)) or name
+        return _column_of_reasoning(fields, mapped.union(others)) or name
     if has_value(fields, name):
         return name
-    return next((alias for alias in aliases.get(key, ()) if alias not in taken and has_value(fields, alias)), name)
+    return next((alias for alias in aliases.get(key, ()) if alias not in mapped and has_value(fields, alias)), name)
 
 
 def has_value(fields: Mapping[str, Any], key: str) -> bool:
@@ -263,9 +269,9 @@ def check_columns(
         raise DataError(f"data.columns: got null for '{missing[0]}', which {owner.removesuffix(' has')} needs")
 
 
-def _column_of_reasoning(fields: Mapping[str, Any], taken: Collection[str]) -> str | None:
+def _column_of_reasoning(fields: Mapping[str, Any], others: Collection[str]) -> str | None:
     """Return the column with the reasoning of an answer, going by its name; None if there is none, or several."""
-    names = [name for name, value in fields.items() if name not in taken and _is_named_so(name) and _is_said(value)]
+    names = [name for name, value in fields.items() if name not in others and _is_named_so(name) and _is_said(value)]
     return next((name for name in _NAMES if name in names), names[0] if len(names) == 1 else None)
 
 

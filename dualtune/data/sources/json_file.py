@@ -225,10 +225,10 @@ class _Window:
                 at = part.end()
                 if depth <= 0:
                     return at
-            held, before = len(self._text) - self._at, self._at
-            if held > MAX_LINE:
+            length, before = len(self._text) - self._at, self._at
+            if length > MAX_LINE:
                 raise self._too_large()
-            if not self._more(min(held, MAX_LINE + 1 - held)):
+            if not self._more(min(length, MAX_LINE + 1 - length)):
                 return len(self._text)
             at -= before - self._at
 

@@ -218,8 +218,8 @@ def read_text(file: DataFile) -> Rows:
 
     A longer line is cut between two characters.
     """
-    line, rest = 1, b""
-    while block := rest + file.stream.read(TEXT_BLOCK - len(rest)):
+    line, uncut = 1, b""
+    while block := uncut + file.stream.read(TEXT_BLOCK - len(uncut)):
         at_end = len(block) < TEXT_BLOCK
         cut = len(block) if at_end else _end_of_paragraph(block)
         piece = block[:cut] if cut else block
@@ -235,7 +235,7 @@ def read_text(file: DataFile) -> Rows:
         elif text.strip():
             yield RawRow(file.name, line, {"text": text.replace("\r\n", "\n")})
         line += piece.count(b"\n", 0, used)
-        rest = block[used:]
+        uncut = block[used:]
 
 
 def _end_of_paragraph(block: bytes) -> int:

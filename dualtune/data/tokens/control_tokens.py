@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from dualtune.data.chat.row_values import strings_in
 from dualtune.data.sources.rows import RowError
 
 Policy = Literal["error", "text", "allow"]
@@ -42,7 +43,7 @@ class ControlTokens:
 
     def first_in(self, value: Any) -> str | None:
         """Return the first control token in the strings of a JSON value."""
-        for text in _texts(value):
+        for text in strings_in(value):
             for form in (text, self._normalize(text)) if self._normalize else (text,):
                 for _, token in self._tokens.matches(form):
                     return token
@@ -174,14 +175,3 @@ class _Finder:
             pieces += text[done:at], table[match]
             done = at + len(match)
         return "".join([*pieces, text[done:]])
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in cast(Mapping[Any, Any], value).items():
-            yield from _texts(pair)
-    elif isinstance(value, list | tuple):
-        for item in cast(Sequence[Any], value):
-            yield from _texts(item)

@@ -189,8 +189,8 @@ class _Chat:
         start, text = turn
         content = self.messages[i].content
         if not self.text.startswith(text, start):
-            said = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
-            text = next((rest for part in said if (rest := _suffix_at(self.text, start, text, part))), "")
+            contents = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
+            text = next((suffix for part in contents if (suffix := _suffix_at(self.text, start, text, part))), "")
         return (start, start + _end(text, content)) if text else None
 
     def _turn_alone(self, i: int) -> tuple[int, str] | None:
@@ -296,9 +296,9 @@ def _suffix_at(text: str, start: int, turn: str, content: str) -> str:
     """Return the longest suffix of `turn` that is in the text at `start` and contains the whole content, or ""."""
     head = text[start : start + min(HEAD, max(1, len(content)))]
     at = turn.find(head) if head else -1
-    while at >= 0 and content in (rest := turn[at:]):
-        if text.startswith(rest, start):
-            return rest
+    while at >= 0 and content in (suffix := turn[at:]):
+        if text.startswith(suffix, start):
+            return suffix
         at = turn.find(head, at + 1)
     return ""
 
@@ -363,17 +363,17 @@ def lost_in(message: Message, turn: str, *, is_earlier: bool) -> set[str]:
     `is_earlier`: a question follows, before which many templates leave out reasoning.
     """
     before, end, answer = message.content.rpartition(THOUGHT_END)
-    said = {CONTENT: answer, THOUGHT: before.replace("<think>", "") if end else ""}
+    parts = {CONTENT: answer, THOUGHT: before.replace("<think>", "") if end else ""}
     key = next((key for key in KEYS_OF_REASONING if message.extra.get(key) is not None), None)
     if key is not None:
-        said[key] = "\n".join(_leaves(message.extra[key]))
+        parts[key] = "\n".join(_leaves(message.extra[key]))
     lost: set[str] = set()
-    for kind, text in sorted(said.items(), key=lambda item: -len(item[1])):  # a short text may be a part of a long one
-        rest = _without(turn, text)
-        if rest is None:
+    for kind, text in sorted(parts.items(), key=lambda item: -len(item[1])):  # a short text may be a part of a long one
+        without = _without(turn, text)
+        if without is None:
             lost.add(EARLIER if is_earlier and kind != CONTENT else kind)
         else:
-            turn = rest
+            turn = without
     return lost
 
 

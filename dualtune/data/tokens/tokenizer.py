@@ -328,8 +328,8 @@ class Tokenizer:
         tools = [tool] if "tool_calls" in answer.extra else []
         for before in ((question,), (system, question)):
             with contextlib.suppress(RowError):
-                _, probe, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
-                return rest if probe else ""
+                _, probe, after = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
+                return after if probe else ""
         return ""
 
     def _before_answer(self) -> str:

@@ -141,8 +141,8 @@ def check(table: Table) -> bool:
     if sum(len(str(token.get("content"))) for token in tokens) > MAX_ADDED_BYTES:
         raise Refused(f"the added tokens have more than {MAX_ADDED_BYTES} characters")
     needs_trial = False
-    for name, (known, key) in SEQUENCES.items():
-        parts = _parts(table.get(name), known, key, name)
+    for name, (kinds, key) in SEQUENCES.items():
+        parts = _parts(table.get(name), kinds, key, name)
         growth = math.prod(_growth(part, name) for part in parts)
         if growth > MAX_GROWTH:
             raise Refused(
@@ -162,7 +162,7 @@ def _is_one_of(value: Any, names: Container[str]) -> bool:
     return isinstance(value, str) and value in names
 
 
-def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> list[Table]:
+def _parts(value: Any, kinds: set[str], key: str, name: str, depth: int = 0) -> list[Table]:
     """Return the flattened chain of parts; a Sequence may contain Sequences."""
     if value is None:
         return []
@@ -170,12 +170,12 @@ def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> 
     kind = part.get("type")
     if kind == "Sequence" and depth < 4:
         inner = _items(part.get(key), f"{name}.{key}")
-        parts = [leaf for item in inner[: MAX_PARTS + 1] for leaf in _parts(item, known, key, name, depth + 1)]
+        parts = [leaf for item in inner[: MAX_PARTS + 1] for leaf in _parts(item, kinds, key, name, depth + 1)]
         if max(len(inner), len(parts)) > MAX_PARTS:
             raise Refused(f"its {name} has more than {MAX_PARTS} parts")
         return parts
-    if not _is_one_of(kind, known):
-        raise Refused(f"{name}: got type {_shown(kind)}, allowed: Sequence, {', '.join(sorted(known))}")
+    if not _is_one_of(kind, kinds):
+        raise Refused(f"{name}: got type {_shown(kind)}, allowed: Sequence, {', '.join(sorted(kinds))}")
     return [part]
 
 
