@@ -187,7 +187,7 @@ UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 class Change(NamedTuple):
     """One line of the table of differences."""
 
-    what: str
+    what: str  # a key of the config, or the name of a fingerprint
     before: str
     now: str
     rule: Rule
