@@ -93,14 +93,14 @@ def read_messages(
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
 
 
-def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ...]:
+def read_history(value: Any, reading: RowReading) -> tuple[Message, ...]:
     """Read the turns before a question: a list of messages, or of [question, answer], of which either may be blank."""
-    history = from_json(value, key)
-    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, key)):
-        return read_messages(history, key, reading, f"{key}: message")
+    history = from_json(value, "history")
+    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, "history")):
+        return read_messages(history, "history", reading, "history: message")
     turns: list[Message] = []
-    for number, item in enumerate(as_list(history, key), start=1):
-        at = f"{key}: turn {number}"
+    for number, item in enumerate(as_list(history, "history"), start=1):
+        at = f"history: turn {number}"
         pair = as_list(item, at)
         if len(pair) != 2:
             raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")

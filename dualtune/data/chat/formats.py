@@ -219,7 +219,7 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
         answer = with_reasoning(answer, fields[REASONING], reading)
     messages = _not_trained_on(before) + answer
     if "history" in fields:
-        messages = read_history(fields["history"], "history", reading) + messages
+        messages = read_history(fields["history"], reading) + messages
     return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
@@ -331,7 +331,7 @@ def _pair(
     if REASONING in fields:
         turns = with_reasoning(turns, fields[REASONING], reading)
     if "history" in fields:
-        turns = read_history(fields["history"], "history", reading) + turns
+        turns = read_history(fields["history"], reading) + turns
         return _chat(row, fields, turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
