@@ -65,18 +65,17 @@ def without_adapter(engine: Engine) -> AbstractContextManager[None]:
 
 
 def _entry(prompt: str, ids: np.ndarray, dtype: str, logprobs_PV: np.ndarray) -> Entry:
-    *earlier, top = [_top(logprobs_V) for logprobs_V in logprobs_PV]
-    if not np.isfinite([logprob for likely in (*earlier, top) for _, logprob in likely]).all():
+    tops: list[list[list[int | float]]] = []
+    for logprobs_V in logprobs_PV:
+        likely = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
+        tops.append([[int(i), round(float(logprobs_V[i]), 6)] for i in likely])
+    *earlier, top = tops
+    if not np.isfinite([logprob for pairs in tops for _, logprob in pairs]).all():
         raise NonFiniteError(
             f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
             "Lower train.learning_rate, or use model.dtype: float32"
         )
     return {"prompt": prompt, "tokens": ids.tolist(), "dtype": dtype, "top": top, "earlier": earlier}
-
-
-def _top(logprobs_V: np.ndarray) -> list[list[int | float]]:
-    ids = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
-    return [[int(i), round(float(logprobs_V[i]), 6)] for i in ids]
 
 
 Text = Sequence[int] | np.ndarray  # token ids [T]

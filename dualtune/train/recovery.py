@@ -56,10 +56,13 @@ def explanation(backend: Backend, config: Config, where: str) -> str:
     """Return the message: what was done, what takes the memory, and three settings that take less."""
     planned = _planned(backend, config)
     if planned is None:
-        memory, ways = backend.memory(), _without_plan(backend, config)
+        memory, ways = backend.memory(), [*_without_plan(backend, config)]
         parts = f"The peak so far is {in_bytes(memory.peak_bytes)} of {in_bytes(memory.total_bytes)}"
     else:
-        estimated, ways = estimate(*planned), _from_plan(*planned)
+        estimated, ways = estimate(*planned), list[tuple[str, str]]()
+        for saving in savings_alone(*planned):
+            effect = SAME_RUN if saving.remark == SAME else f"{saving.remark}; {NEW_RUN}"
+            ways.append((" ".join(saving.as_json()["set"]), f"saves {in_bytes(saving.saved_bytes)}; {effect}"))
         listed = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in estimated.parts)
         parts = f"By estimate it needs {in_bytes(estimated.total_bytes)}: {listed}"
     shown = [*ways, *_last_resorts(backend, config)][:NUM_WAYS]
@@ -77,13 +80,6 @@ def _planned(backend: Backend, config: Config) -> tuple[Shape, Ask] | None:
         return decoder, ask
     except (DualtuneError, UnknownShape, MemoryError):
         return None
-
-
-def _from_plan(decoder: Shape, ask: Ask) -> Iterator[tuple[str, str]]:
-    """Yield the planner's settings, with the bytes that each saves and what it means for the run."""
-    for saving in savings_alone(decoder, ask):
-        effect = SAME_RUN if saving.remark == SAME else f"{saving.remark}; {NEW_RUN}"
-        yield " ".join(saving.as_json()["set"]), f"saves {in_bytes(saving.saved_bytes)}; {effect}"
 
 
 def _without_plan(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:

@@ -148,16 +148,13 @@ def _declared(schema: Mapping[str, Any]) -> set[str]:
     for entry in [*_items(schema, "anyOf"), *_items(schema, "oneOf")]:
         types |= _declared(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else set()
     values = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-    return types or {_name(value) for value in values}
+    names = ("boolean", *_TYPES)
+    return types or {next((name for name in names if _fits(value, name)), "string") for value in values}
 
 
 def _items(schema: Mapping[str, Any], key: str) -> list[Any]:
     items: Any = schema.get(key)
     return cast("list[Any]", items) if isinstance(items, list) else []
-
-
-def _name(value: Any) -> str:
-    return next((name for name in ("boolean", *_TYPES) if _fits(value, name)), "string")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

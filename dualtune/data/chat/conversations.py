@@ -159,7 +159,9 @@ def arranged(
         if not turns or not _is_repeated(turns[-1], message):
             turns.append(message)
         elif reading.consecutive == "join" and _can_join(turns[-1], message):
-            turns[-1] = _joined(turns[-1], message)
+            contents = [turn.content for turn in (turns[-1], message) if turn.content.strip()]
+            extra = {**turns[-1].extra, **message.extra}
+            turns[-1] = replace(turns[-1], content="\n\n".join(contents), extra=extra)
             reading.notices.add(JOINED)
         else:
             turns.append(message)
@@ -199,11 +201,6 @@ def _can_join(message: Message, following: Message) -> bool:
     extra = {key: value for key, value in following.extra.items() if key != "tool_calls"}
     same = message.role == "user" or (message.train, message.weight) == (following.train, following.weight)
     return same and all(key in message.extra and message.extra[key] == value for key, value in extra.items())
-
-
-def _joined(message: Message, following: Message) -> Message:
-    contents = [turn.content for turn in (message, following) if turn.content.strip()]
-    return replace(message, content="\n\n".join(contents), extra={**message.extra, **following.extra})
 
 
 def asked_nulls(

@@ -82,7 +82,9 @@ def unread(
         if name in _INDEX_NAMES:
             kinds.add(f"{INDEX_COLUMN}: {name}")
             continue
-        leaves = list(_texts_of(value)) if _is_content(name) or _holds_messages(value) else []
+        words = words_of(name)
+        is_content = bool(words & CONTENT) and not words & ABOUT
+        leaves = list(_texts_of(value)) if is_content or _holds_messages(value) else []
         if not leaves:
             continue
         if whole is None:
@@ -98,11 +100,6 @@ def unread(
 def words_of(name: str) -> frozenset[str]:
     """Return the words of a column's name in lower case: {complex, cot} of Complex_CoT."""
     return frozenset(word.lower() for word in _WORD.findall(name.replace("CoT", "Cot")))
-
-
-def _is_content(name: str) -> bool:
-    words = words_of(name)
-    return bool(words & CONTENT) and not words & ABOUT
 
 
 def _holds_messages(value: Any) -> bool:
@@ -271,15 +268,11 @@ def check_columns(
 
 def _column_of_reasoning(fields: Mapping[str, Any], others: Collection[str]) -> str | None:
     """Return the column with the reasoning of an answer, going by its name; None if there is none, or several."""
-    names = [name for name, value in fields.items() if name not in others and _is_named_so(name) and _is_said(value)]
+    names: list[str] = []
+    for name, value in fields.items():
+        words = words_of(name) if isinstance(name, str) else frozenset[str]()  # pyright: ignore[reportUnnecessaryIsInstance]
+        texts = cast(list[Any], value) if isinstance(value, list) else [value]
+        is_named_so = name not in others and words & REASONING_WORDS and not words & _OTHER
+        if is_named_so and all(isinstance(text, str) for text in texts) and any(text.strip() for text in texts):
+            names.append(name)
     return next((name for name in _NAMES if name in names), names[0] if len(names) == 1 else None)
-
-
-def _is_named_so(name: Any) -> bool:
-    words = words_of(name) if isinstance(name, str) else frozenset[str]()
-    return bool(words & REASONING_WORDS) and not words & _OTHER
-
-
-def _is_said(value: Any) -> bool:
-    texts = cast(list[Any], value) if isinstance(value, list) else [value]
-    return all(isinstance(text, str) for text in texts) and any(text.strip() for text in texts)

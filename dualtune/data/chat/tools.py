@@ -61,7 +61,8 @@ def calls_without_nulls(
     calls: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return calls that have only the nulls that their tools ask for, and whether there were others."""
-    schemas = {function.get("name"): _mapping(function, "parameters") for function in map(_function, tools)}
+    functions = [_mapping(tool, "function") or tool for tool in tools]
+    schemas = {function.get("name"): _mapping(function, "parameters") for function in functions}
     bare: list[dict[str, Any]] = []
     has_dropped = False
     for call in calls:
@@ -71,10 +72,6 @@ def calls_without_nulls(
         bare.append({**call, "function": {**function, "arguments": CallArguments(arguments, text)}})
         has_dropped |= dropped
     return bare, has_dropped
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(tool, "function") or tool
 
 
 def _mapping(value: Schema | None, key: str) -> Mapping[str, Any]:

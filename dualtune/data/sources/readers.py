@@ -72,7 +72,14 @@ def open_source(
     """
     location, kind = _locate(path)
     if kind == "nothing" and _may_be_in_the_hub(path):
-        return _open_hub(path, role, subset, split)
+        if split is not None:
+            return HubSource(path, _load(path, subset, split))
+        splits = _load(path, subset, None)
+        name = _split_for(role, list(splits))
+        if name is None:
+            names = ", ".join(splits)
+            raise DataError(f"{path}: has no split for the role {role}; it has: {names}. Name one with split")
+        return HubSource(path, splits[name])
     if kind == "nothing":
         raise DataError(f"{location}: no such file or directory")
     if subset is not None:
@@ -365,17 +372,6 @@ class HubSource:
 def is_hub_name(name: str) -> bool:
     """Return whether a name has the form owner/name."""
     return _NAME.fullmatch(name) is not None
-
-
-def _open_hub(name: str, role: str, subset: str | None, split: str | None) -> HubSource:
-    """Load a dataset from the hub or the library's cache, and select the named split or the one for the role."""
-    if split is not None:
-        return HubSource(name, _load(name, subset, split))
-    splits = _load(name, subset, None)
-    chosen = _split_for(role, list(splits))
-    if chosen is None:
-        raise DataError(f"{name}: has no split for the role {role}; it has: {', '.join(splits)}. Name one with split")
-    return HubSource(name, splits[chosen])
 
 
 def _split_for(role: str, splits: Sequence[str]) -> str | None:

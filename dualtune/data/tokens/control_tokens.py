@@ -36,6 +36,8 @@ class ControlTokens:
         self._ids = {self._added[id].content: id for id in sorted(special_ids) if id in self._added}
         self._hidden = {token: chr(FIRST_PLACEHOLDER + n) * len(token) for n, token in enumerate(self._ids)}
         self._shown = {hidden: token for token, hidden in self._hidden.items()}
+        self._tokens, self._placeholders = _Finder(self._hidden), _Finder(self._shown)
+        self._either = _Finder([*self._hidden, *self._shown])
         folds = any(self._added[id].normalized for id in self._ids.values())  # then other strings match a token too
         self._normalize: Callable[[str], str] | None = (
             getattr(rust.normalizer, "normalize_str", None) if folds else None
@@ -123,18 +125,6 @@ class ControlTokens:
     def _meant(self) -> dict[int, int]:
         """The id of each placeholder -> the id of its control token."""
         return {self._literal.token_to_id(hidden): self._ids[token] for token, hidden in self._hidden.items()}
-
-    @cached_property
-    def _tokens(self) -> _Finder:
-        return _Finder(self._hidden)
-
-    @cached_property
-    def _placeholders(self) -> _Finder:
-        return _Finder(self._shown)
-
-    @cached_property
-    def _either(self) -> _Finder:
-        return _Finder([*self._hidden, *self._shown])
 
 
 def control_token_warning(number: int, first: str, policy: Policy) -> str:

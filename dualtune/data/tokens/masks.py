@@ -183,23 +183,15 @@ class _Chat:
         return turn
 
     def _by_prefix(self, i: int) -> Range | None:
-        turn = self._turn_alone(i)
-        if turn is None:
+        rendered = self._rendered_until(i)
+        if rendered is None or not self.text.startswith(rendered[1][: rendered[0]]):  # the text begins differently
             return None
-        start, text = turn
+        start, text = rendered[0], rendered[1][rendered[0] :]  # the turn, if no other follows
         content = self.messages[i].content
         if not self.text.startswith(text, start):
             contents = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
             text = next((suffix for part in contents if (suffix := _suffix_at(self.text, start, text, part))), "")
         return (start, start + _end(text, content)) if text else None
-
-    def _turn_alone(self, i: int) -> tuple[int, str] | None:
-        """Return where message `i` starts, and its text if no other follows; None if the text begins differently."""
-        rendered = self._rendered_until(i)
-        if rendered is None:
-            return None
-        start, through = rendered
-        return (start, through[start:]) if self.text.startswith(through[:start]) else None
 
     def _rendered_until(self, i: int) -> tuple[int, str] | None:
         """Render the conversation through message `i`; return where that message starts, and the whole text."""

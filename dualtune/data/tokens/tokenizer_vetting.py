@@ -79,28 +79,25 @@ def vet(data: bytes, path: Path) -> None:
     """Raise FormatError if this content of a tokenizer.json must not be loaded."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{path}: more than {MAX_FILE_BYTES} bytes, which no tokenizer has. {REMEDY}")
-    verdict = _verdict_file(data)
+    digest = hashlib.sha256(json.dumps([RULES, versions_of(("tokenizers",))]).encode())
+    digest.update(data)
+    verdict = cache_dir() / "tokenizers" / digest.hexdigest()[:32]
     with contextlib.suppress(OSError):
         if verdict.read_text(encoding="ascii") == "ok":
             return
     try:
         if len(data) > MAX_HERE or check(parse_object(data, path, strict=False)):
-            _run_trial(data)
+            limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
+            if reason := run(__name__, data, limits):
+                raise Refused(reason)
+    except Exceeded as error:
+        reason = f"a trial on texts of {LENGTH:,} characters took more than {error}"
+        raise FormatError(f"{path}: {reason}. {REMEDY}") from None
     except Refused as refusal:
         raise FormatError(f"{path}: {refusal}. {REMEDY}") from None
     with contextlib.suppress(OSError, DiskError):
         verdict.parent.mkdir(parents=True, exist_ok=True)
         write_file(verdict, "ok")
-
-
-def _run_trial(data: bytes) -> None:
-    limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
-    try:
-        refusal = run(__name__, data, limits)
-    except Exceeded as error:
-        raise Refused(f"a trial on texts of {LENGTH:,} characters took more than {error}") from None
-    if refusal:
-        raise Refused(refusal)
 
 
 @contextlib.contextmanager
@@ -113,14 +110,6 @@ def rust_errors(path: object) -> Generator[None]:
             raise
         reason = reason_of(error)
         raise FormatError(f"{path}: the tokenizer is damaged: {reason}. {REMEDY}") from None
-
-
-def _verdict_file(data: bytes) -> Path:
-    """Return the path of the cached verdict for a content."""
-    version = versions_of(("tokenizers",))
-    digest = hashlib.sha256(json.dumps([RULES, version]).encode())
-    digest.update(data)
-    return cache_dir() / "tokenizers" / digest.hexdigest()[:32]
 
 
 def reason_of(error: BaseException) -> str:

@@ -131,6 +131,10 @@ def _read_summary(path: Path) -> RunSummary:
     saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
     note, is_held = read_note(path)
     state, reason = state_of(path, note, is_held, newest)
+    # The best evaluation may be later than the newest checkpoint, or be only in the checkpoint.
+    evals = [record.eval_loss for step, record in history.evals.items() if step > 0]
+    evals = [*evals, _number(saved, "guards", "best_loss", float)]
+    spent = [row["step_s"] for row in rows if type(row.get("step_s")) is float]
     config = read_flat(path)
     model, rate = config.get("model.name"), config.get("train.learning_rate")
     return RunSummary(
@@ -142,12 +146,12 @@ def _read_summary(path: Path) -> RunSummary:
         num_steps=_number(saved, "schedule", "num_steps", int),
         loss=history.loss,
         eval_loss=history.eval_loss,
-        best_eval_loss=_best(history, _number(saved, "guards", "best_loss", float)),
+        best_eval_loss=min((loss for loss in evals if loss is not None and math.isfinite(loss)), default=None),
         model=model if isinstance(model, str) else None,
         learning_rate=float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None,
         start=_start(note, rows),
         date=_date(path, note),
-        seconds=_seconds(rows) if is_complete else None,
+        seconds=math.fsum(spent) if spent and is_complete else None,
         checkpoint=newest,
     )
 
@@ -176,17 +180,6 @@ def rows_of(run_dir: Path) -> tuple[list[dict[str, Any]], bool]:
     return (read_rows(path), True) if is_short else (main_rows(path), False)
 
 
-def _best(history: History, remembered: float | None) -> float | None:
-    """Return the best evaluation: of the newest checkpoint, or a later one in the rows."""
-    later = [record.eval_loss for step, record in history.evals.items() if step > 0]
-    return min((x for x in (*later, remembered) if x is not None and math.isfinite(x)), default=None)
-
-
-def _seconds(rows: list[dict[str, Any]]) -> float | None:
-    spent = [row["step_s"] for row in rows if type(row.get("step_s")) is float]
-    return math.fsum(spent) if spent else None
-
-
 def _start(note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
     """Return when it began: a run that is over has replaced the note, so its first row says it."""
     written: Any = rows[0].get("time") if rows else None
@@ -206,13 +199,9 @@ def _date(path: Path, note: LockRecord | None) -> str | None:
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:
-    value: Any = _inner(table, section).get(key)
+    inner = table.get(section)
+    value: Any = cast("dict[str, Any]", inner).get(key) if isinstance(inner, dict) else None
     return kind(value) if type(value) in (int, kind) else None
-
-
-def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = table.get(key)
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _table(path: Path) -> dict[str, Any]:
