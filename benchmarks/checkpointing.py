@@ -33,7 +33,7 @@ MODEL, DTYPE, TOKENS, QUICK_TOKENS = "SmolLM2-135M", "float32", 2048, 1024
 ROUNDS = 3
 SETTINGS = {
     "none": KEEP_ALL,
-    "remade": ActivationCheckpointing(remade=True),
+    "remade": ActivationCheckpointing(adapter_inputs=True),
     "{layers: 15}": ActivationCheckpointing(15),
     "full": ActivationCheckpointing("all"),
     "full, every: 2": ActivationCheckpointing("all", every=2),

@@ -132,7 +132,7 @@ def asked(variant: str) -> ActivationCheckpointing:
         case "none":
             return KEEP_ALL
         case "remade":
-            return ActivationCheckpointing(remade=True)
+            return ActivationCheckpointing(adapter_inputs=True)
         case "full" | "mx.checkpoint":
             return ActivationCheckpointing("all")
         case _:

@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # befo
 import hybrid_claims
 import record
 
+from dualtune.cli.hybrid import digits_text
 from dualtune.doctor.bench.digits import STEPS, config_of, digits, losses, read_digits, split, train
 
 RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
@@ -31,7 +32,7 @@ def main() -> None:
     seeds = parser.parse_args().seeds
     tried = tried_rates(seeds)
     result = digits(seeds, lambda text: print(text, file=sys.stderr, flush=True))
-    print(*result.lines(), sep="\n")
+    print(digits_text(result))
     print(record.write("digits", {"seeds": seeds, "tried_rates": tried, **result.as_json()}))
     hybrid_claims.main()
 

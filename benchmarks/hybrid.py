@@ -24,7 +24,8 @@ import page_tables
 import record
 from stories_gsm8k import base_config
 
-from dualtune.doctor.bench.hybrid import ARMS, Comparison, compare, lines, plot
+from dualtune.cli.hybrid import table
+from dualtune.doctor.bench.hybrid import ARMS, Comparison, compare, plot
 from dualtune.engine.choose import choose, open_backend
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ def recorded_tables() -> dict[str, str]:
 
 def as_table(found: Comparison) -> str:
     """Return the command's table in Markdown."""
-    head, *rows = lines(found)
+    head, *rows = table(found)
     return page_tables.table(head, rows)
 
 

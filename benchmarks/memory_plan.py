@@ -106,7 +106,7 @@ class Case:
         targets = "all-linear" if self.decoder.is_gpt2 else spec.targets
         half = ActivationCheckpointing(self.decoder.layers // 2)
         dial = {
-            "none": KEEP_ALL, "remade": ActivationCheckpointing(remade=True), "half": half,
+            "none": KEEP_ALL, "remade": ActivationCheckpointing(adapter_inputs=True), "half": half,
             "full": ActivationCheckpointing("all"),
         }  # fmt: skip
         return Ask(

@@ -78,7 +78,9 @@ GRID = {  # first the cases of results/memory_estimate.md, then its formats and 
     "SmolLM2-135M int8 1k": Case(SMOLLM, "int8", 1024),
     "SmolLM2-135M affine4 1k": Case(SMOLLM, "affine4", 1024),
     "SmolLM2-135M affine8 1k": Case(SMOLLM, "affine8", 1024),
-    "SmolLM2-135M bf16 2k, remade": Case(SMOLLM, "none", 2048, checkpointing=ActivationCheckpointing(remade=True)),
+    "SmolLM2-135M bf16 2k, remade": Case(
+        SMOLLM, "none", 2048, checkpointing=ActivationCheckpointing(adapter_inputs=True)
+    ),
     "SmolLM2-135M bf16 2k, {layers: 15}": Case(SMOLLM, "none", 2048, checkpointing=ActivationCheckpointing(15)),
     "SmolLM2-135M bf16 2k, full": Case(SMOLLM, "none", 2048, checkpointing=ActivationCheckpointing("all")),
     "SmolLM2-135M bf16 2k, full, every: 2": Case(

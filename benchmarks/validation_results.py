@@ -17,7 +17,7 @@ import page_tables
 import record
 import validation_lines
 
-from dualtune.doctor.bench.hybrid import in_percent
+from dualtune.cli.hybrid import in_percent
 from dualtune.doctor.bench.intervals import Interval
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate

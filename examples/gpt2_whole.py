@@ -27,9 +27,8 @@ SIZES = {
     "1.56B": (48, 1600, 25),
 }  # fmt: skip
 TINY = (2, 64, 2)  # with --smoke
-SHORT = {
-    "data.max_length": 256, "data.eval": 0.02, "train.tokens_per_step": 512, "train.micro_batch_tokens": 256,
-}  # fmt: skip
+SHORT = {"data.max_length": 128, "data.eval": 0.02, "train.tokens_per_step": 512}
+SHORTER = 8  # times fewer tokens in a micro-batch
 FIXED = {
     "adapter.method": "full", "model.init": "random", "data.train": DEMO / "data" / "train.jsonl",
     "data.eval": DEMO / "data" / "heldout.jsonl", "data.max_length": 512, "train.tokens_per_step": 4096,
@@ -71,18 +70,29 @@ class Log(Hook):
         return max(record.peak_bytes for record in self.steps)
 
 
-def main(description, size, settings, *, steps=1000):
-    """Train a size with these keys of a config, by the options of the command line."""
+def main(description, size, settings, *, steps=1000, smoke=None, techniques=None):
+    """Train a size with these keys of a config, by the options of the command line.
+
+    `smoke`: keys that --smoke sets besides. `techniques`: other settings by name, for --technique.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", default="auto", help="cuda, cpu or the name of another backend")
     parser.add_argument("--smoke", action="store_true", help="a tiny GPT-2 and 4 steps, in seconds on a CPU")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--out", type=Path, default=Path("runs") / f"gpt2_{size}")
+    parser.add_argument("--size", choices=SIZES, default=size, help="another size, such as a smaller one that fits")
+    parser.add_argument("--out", type=Path)
+    if techniques:
+        parser.add_argument("--technique", choices=[*techniques, "all"], default="all")
     args = parser.parse_args()
 
-    write_model(args.out / "shape", model_config(*TINY, vocab=868) if args.smoke else model_config(*SIZES[size]))
-    keys = FIXED | settings | (SHORT if args.smoke else {})
-    keys |= {"model.name": args.out / "shape", "run.dir": args.out / "run"}
+    out = args.out or Path("runs") / f"gpt2_{args.size}"
+    write_model(out / "shape", model_config(*TINY, vocab=868) if args.smoke else model_config(*SIZES[args.size]))
+    if techniques and args.technique != "all":
+        settings = techniques[args.technique]
+    keys = FIXED | settings
+    if args.smoke:
+        keys |= SHORT | {"train.micro_batch_tokens": settings["train.micro_batch_tokens"] // SHORTER} | (smoke or {})
+    keys |= {"model.name": out / "shape", "run.dir": out / "run"}
     keys |= {"train.steps": args.steps or (4 if args.smoke else steps)}
     config = parse_config("model: {}", overrides=[f"{key}={json.dumps(keys[key], default=str)}" for key in keys])
     backend = open_backend(choose(args.platform))

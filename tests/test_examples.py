@@ -123,12 +123,13 @@ def test_the_memory_profile_of_a_tiny_model_holds_its_checks(open_backend, monke
 
 
 GPT2 = {  # of each example: compute dtype, and whether all layers but the last are recomputed
-    "gpt2_small_baseline": ("float32", False), "gpt2_memory_optimized": ("bfloat16", True),
+    "gpt2_small_baseline": ("float32", False), "gpt2_small_memory_optimized": ("bfloat16", True),
+    "gpt2_small_hybrid": ("float32", False),
     "gpt2_medium_validation": ("bfloat16", False), "gpt2_1b_validation": ("bfloat16", True),
 }  # fmt: skip
 
 
-ONE = "gpt2_memory_optimized"  # for every push: it recomputes, in bfloat16
+ONE = "gpt2_small_memory_optimized"  # for every push: it recomputes, in bfloat16
 
 
 @pytest.mark.parametrize("name", [ONE, *(pytest.param(each, marks=pytest.mark.long) for each in GPT2 if each != ONE)])
@@ -144,6 +145,17 @@ def test_a_tiny_gpt2_is_trained_whole_beside_its_plan(open_backend, python, tmp_
     assert re.search(r"^measured peak .* \(the process\), \d+ ms for a step", done.stdout, re.M)
     before, after = map(float, re.search(r"held-out loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
     assert after < before and (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_each_technique_is_planned_and_measured_alone(open_backend, python, tmp_path):
+    open_backend("torch")
+    done = python(EXAMPLES / "gpt2_small_memory_optimized.py", "--each", "--smoke", "--platform", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r"  +", line.strip()) for line in done.stdout.splitlines()]
+    names = ["baseline", "bfloat16", "micro-batches", "8-bit optimizer", "recomputed layers", "all"]
+    assert rows[0] == ["technique", "planned", "measured"] and [name for name, *_ in rows[1:]] == names
+    assert len({planned for _, planned, _ in rows[1:]}) == len(names)  # each setting reaches the plan
 
 
 def test_the_sizes_of_gpt2_are_the_published_ones():

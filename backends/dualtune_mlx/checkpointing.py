@@ -32,7 +32,7 @@ class Recomputation:
         self._layers: list[Any] = list(cast(Any, model).layers)
         self._segments: list[Segment] = []
         self._origins = Origins()
-        self._remade = False
+        self._inputs_again = False
         adapter.trace(self._origins)
         for layer in self._layers:
             layer.__class__ = _recomputable(type(layer))
@@ -53,9 +53,9 @@ class Recomputation:
                     f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
                     "than their hidden states, so they cannot be recomputed; allowed: none, adapter_inputs"
                 )
-        if checkpointing.remade:
+        if checkpointing.adapter_inputs:
             self._origins.install(self._model)
-        self._segments, self._remade = segments, checkpointing.remade
+        self._segments, self._inputs_again = segments, checkpointing.adapter_inputs
         return checkpointing
 
     def value_and_grad(
@@ -72,7 +72,7 @@ class Recomputation:
         try:
             for segment in segments:
                 segment.enter()
-            with self._origins.kept() if self._remade else nullcontext():
+            with self._origins.kept() if self._inputs_again else nullcontext():
                 yield
         finally:
             for segment in segments:

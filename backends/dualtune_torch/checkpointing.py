@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import ActivationCheckpointing
-from dualtune_torch.adapter_inputs import KEY, RemadeInputs
+from dualtune_torch.adapter_inputs import KEY, recompute_inputs
 from dualtune_torch.host.transfers import HostInputs
 from dualtune_torch.kernels.lora import LoRAGroup
 from dualtune_torch.sharding import class_of
@@ -30,44 +30,35 @@ class Recomputation:
     def __init__(self, model: PreTrainedModel, groups: Sequence[LoRAGroup]) -> None:
         self._model, self._groups = model, groups
         self._layers = decoder_layers(model)
-        self._remade: RemadeInputs | None = None
         self._segments: Sequence[range] = ()
         self._host: HostInputs | None = None  # where the inputs of segments wait; None: on the device
+        self._keep_inputs: Callable[[], object] | None = None  # ends the recomputation of the adapters' inputs
 
     def set(self, checkpointing: ActivationCheckpointing, trial: Callable[[], object]) -> str:
         """Recompute this from the next forward pass on, and return a description. `trial` runs the model once.
 
         ConfigError if it is impossible; then nothing changes.
         """
-        segments = self._segments_of(checkpointing)
-        if checkpointing.remade and self._remade is None:
-            self._remade = self._remade_inputs(trial)
-        elif self._remade is not None and not checkpointing.remade:
-            self._remade.remove()
-            self._remade = None
-        self._segments, self._host = segments, self._host_for(checkpointing)
-        self._install(segments)
-        return checkpointing.describe(len(self._layers or ()))
-
-    def _remade_inputs(self, trial: Callable[[], object]) -> RemadeInputs:
-        self._install(())  # the trial looks at what layers keep
-        try:
-            return RemadeInputs(self._model, self._groups, trial)
-        finally:
-            self._install(self._segments)
-
-    def _host_for(self, checkpointing: ActivationCheckpointing) -> HostInputs | None:
-        if not checkpointing.offload:
-            return None
-        return self._host or HostInputs(self._model.device)
-
-    def _segments_of(self, checkpointing: ActivationCheckpointing) -> list[range]:
         if self._layers is None and checkpointing.layers:
             raise ConfigError(
                 f"{KEY}: got {checkpointing.layers} layers, but transformers does not list the layers of "
                 f"{type(self._model).__name__}; allowed: none, adapter_inputs"
             )
-        return [] if self._layers is None else checkpointing.segments(len(self._layers))
+        num_layers = len(self._layers or ())
+        segments = checkpointing.segments(num_layers)
+        if checkpointing.adapter_inputs and self._keep_inputs is None:
+            self._install(())  # the trial looks at what layers keep
+            try:
+                self._keep_inputs = recompute_inputs(self._model, self._groups, trial)
+            finally:
+                self._install(self._segments)
+        elif self._keep_inputs is not None and not checkpointing.adapter_inputs:
+            self._keep_inputs()
+            self._keep_inputs = None
+        self._segments = segments
+        self._host = (self._host or HostInputs(self._model.device)) if checkpointing.offload else None
+        self._install(segments)
+        return checkpointing.describe(num_layers)
 
     def _install(self, segments: Sequence[range]) -> None:
         if self._layers is not None:
@@ -137,8 +128,8 @@ class _Segment:
                 f"{KEY}: several layers cannot be recomputed at once, because the model computes between its layers "
                 f"({name}); allowed: every: 1, or none"
             )
-        flat = [part for each in others for part in (each if isinstance(each, tuple) else (each,))]
-        if any(isinstance(part, dict | list) or (isinstance(part, Tensor) and part.requires_grad) for part in flat):
+        parts = [part for other in others for part in (other if isinstance(other, tuple) else (other,))]
+        if any(isinstance(part, dict | list) or (isinstance(part, Tensor) and part.requires_grad) for part in parts):
             raise ConfigError(
                 f"{KEY}: the layers of this model ({name}) exchange more than the hidden states, so they cannot be "
                 "recomputed; allowed: none, adapter_inputs"
@@ -194,9 +185,5 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    stacks = [stack for stack in lists if stack._modules and all(_name(layer) in names for layer in stack.children())]
+    stacks = [stack for stack in lists if stack._modules and {class_of(m).__name__ for m in stack.children()} <= names]
     return stacks[0] if len(stacks) == 1 else None
-
-
-def _name(layer: nn.Module) -> str:
-    return class_of(layer).__name__

@@ -225,20 +225,20 @@ def compile_blocks(model: PreTrainedModel) -> list[Tensor]:
 
     Return a list that will hold what an adapter need not keep, because it computes it again: inputs of down_proj.
     """
-    remade: list[Tensor] = []
+    recomputed: list[Tensor] = []
 
     def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any) -> Tensor:
             result = cast(Tensor, _Compiled.apply(function, *args))
             if function is blocks.gated:
-                remade.append(result)
+                recomputed.append(result)
             return result
 
         return call
 
     for install in (blocks.compile_norms, blocks.compile_mlps, blocks.compile_rotary):
         install(model, compiled)
-    return remade
+    return recomputed
 
 
 class _Compiled(torch.autograd.Function):
@@ -348,7 +348,7 @@ class _Counting:
         for code in CODES:  # what is compiled stays so, and comes last
             self.model.requires_grad_(code == "trained")
             self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
-            remade = compile_blocks(self.model) if code == "compiled" else list[Tensor]()
+            recomputed = compile_blocks(self.model) if code == "compiled" else list[Tensor]()
             for dtype in DTYPES:
                 cast(nn.Module, self.model).to(dtype)
                 try:
@@ -359,11 +359,11 @@ class _Counting:
                     found[variant(dtype.itemsize, code)] = found[variant(dtype.itemsize)]  # nor can the engine use them
                     continue
                 first = first or traces[0]
-                again = {key_of(each) for each in remade}
+                again = {key_of(each) for each in recomputed}
                 found[variant(dtype.itemsize, code)] = [
                     self._kept(number, first, traces, again) for number in range(len(self.layers) + 1)
                 ]
-                remade.clear()
+                recomputed.clear()
         assert first is not None
         return first, found
 
@@ -399,7 +399,7 @@ class _Counting:
         with _passed_on(self.layers, self.twins):
             return traced(self.model, self.linears, self.layers, T, whole=self.whole)
 
-    def _kept(self, number: int, first: Trace, traces: Sequence[Trace], remade: set[int]) -> Kept:
+    def _kept(self, number: int, first: Trace, traces: Sequence[Trace], recomputed: set[int]) -> Kept:
         """Return what a layer keeps, by what it keeps of rows of T, 2 T and 3 T tokens: token · T + pair · T² + …"""
         long, T = traces[-1], traces[0].T
         one, two, three = (sum(trace.kept[number].values()) for trace in traces)
@@ -415,8 +415,8 @@ class _Counting:
             scores=long.unequal[number] // long.T**2,
             masks=long.masks[number] // long.T**2,
             largest=max(long.kept[number].values(), default=0) // long.T,
-            inputs=read_from(long.kept[number].keys() | remade),
-            remade=read_from(remade),
+            inputs=read_from(long.kept[number].keys() | recomputed),
+            recomputed=read_from(recomputed),
         )
 
     def _reads(self, number: int, first: Trace) -> dict[str, int]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dualtune.base.errors import EnvironmentFault
-from dualtune.base.text import in_columns
 
 # fail: it will not work. advice: it works, but could be better. skipped: not checked, `found` says why.
 Level = Literal["ok", "advice", "skipped", "fail"]
@@ -47,11 +46,3 @@ class Check:
 def exit_code(checks: Sequence[Check]) -> int:
     """Return 0, or the lowest exit code of the failed checks: a wrong config explains the later failures."""
     return min((check.exit_code for check in checks if check.level == "fail"), default=0)
-
-
-def table(checks: Sequence[Check]) -> str:
-    """Return a line for each check, with its fix below."""
-    lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
-    indent = " " * (2 + max((len(check.level) for check in checks), default=0))
-    rows = zip(lines, checks, strict=True)
-    return "\n".join(line + (f"\n{indent}-> {check.fix}" if check.fix else "") for line, check in rows)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import json_option, other_base_option, platform_option
+from dualtune.base.errors import FormatError
+from dualtune.base.text import in_columns
+from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option, say_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.model.adapter import Scaling
+    from dualtune.model.inspection import AdapterDifference, AdapterReport
 
 LAYOUTS = click.Choice(["dual", "peft", "mlx"])
+MAX_ROWS = 12  # modules that differ, in a text
 SCALINGS = click.Choice(["standard", "rank_stabilized"])
 
 
@@ -30,14 +36,41 @@ def command() -> None:
 @click.pass_context
 def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """Show what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
-    import json
-
-    from dualtune.base.errors import FormatError
-    from dualtune.model.inspection import inspect_adapter, render_report
+    from dualtune.model.inspection import inspect_adapter
 
     report = inspect_adapter(directory)
-    say(json.dumps(report.to_json(), indent=2) if as_json else render_report(report))
+    if as_json:
+        say_json(report.to_json())
+    else:
+        say(report_text(report))
     ctx.exit(0 if report.ok else FormatError.exit_code)
+
+
+def report_text(report: AdapterReport) -> str:
+    """Return the report as text."""
+    from dualtune.model.inspection import shortened
+
+    verdicts = {True: "yes", False: "NO", None: "not applicable"}
+    rooted = " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
+    lines = [
+        f"adapter     {report.path}",
+        f"layout      {report.layout}",
+        f"base model  {report.base_model or 'not recorded'}",
+        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{rooted}, "
+        f"dropout {report.dropout:g}",
+        f"targets     {shortened(report.targets)}",
+        f"template    {report.template}",
+        f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
+        f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
+        f"hashes ok   {verdicts[report.hashes_ok]}",
+        f"files agree {verdicts[report.files_agree]}",
+        "",
+        f"{'‖scale · B A‖':<28}{'modules':>8}{'mean':>12}{'max':>12}",
+        *(f"{p.name:<28}{p.num_modules:>8}{p.mean_norm:>12.4g}{p.max_norm:>12.4g}" for p in report.projections),
+    ]
+    for title, texts in (("note", report.notes), ("flag", report.flags), ("PROBLEM", report.problems)):
+        lines += [f"{title}: {text}" for text in texts]
+    return "\n".join(lines)
 
 
 @command.command("convert")
@@ -47,8 +80,6 @@ def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
 @click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
 def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
     """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
-    from dataclasses import replace
-
     from dualtune.model.formats.canonical import rescaled
     from dualtune.model.formats.directory import read_adapter, write_adapter
 
@@ -72,9 +103,6 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
 
     Exit code 6 if there is a fault: each one is listed with what --repair would do, and nothing is written.
     """
-    import json
-    from dataclasses import replace
-
     from dualtune.base.fields import shown
     from dualtune.model.base_model import is_elsewhere, plain_name, resolve_model
     from dualtune.model.formats.directory import write_adapter
@@ -98,7 +126,7 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
         report = {"source": imported.source, "out": str(out), "layout": layout, "warnings": warnings}
         fixed = imported.metadata["import"]["fixed"]
         report |= {"fixed": fixed, "mended": fixed, "notes": imported.adapter.notes}  # `mended`: the old name
-        say(json.dumps(report, indent=2))
+        say_json(report)
         return
     for fault, how in imported.repaired:
         say(f"repaired: {fault} -> {how}")
@@ -115,13 +143,44 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
 @click.pass_context
 def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
     """Compare the adapters of directories A and B. Exit code 0: the same function (to 1e-5); 1: not the same."""
-    import json
-
-    from dualtune.model.inspection import diff_adapters, render_difference
+    from dualtune.model.inspection import diff_adapters
 
     difference = diff_adapters(a, b)
-    say(json.dumps(difference.to_json(), indent=2) if as_json else render_difference(difference))
+    if as_json:
+        say_json(difference.to_json())
+    else:
+        say(difference_text(difference))
     ctx.exit(0 if difference.is_same_function else 1)
+
+
+def difference_text(difference: AdapterDifference) -> str:
+    """Return the difference as text, the largest parts first."""
+    from dualtune.model.formats.directory import SAME_FUNCTION
+
+    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in difference.settings.items()]
+    apart = {
+        "only in A": difference.only_in_a,
+        "only in B": difference.only_in_b,
+        "different shape": difference.of_other_shape,
+    }
+    for title, names in apart.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
+    differing = [m for m in difference.modules if m.relative_difference > SAME_FUNCTION]
+    if differing:
+        rows = [("module", "difference", "‖ΔW‖ of A", "‖ΔW‖ of B", "cosine")]
+        for m in differing[:MAX_ROWS]:
+            cosine = "-" if m.cosine is None else f"{m.cosine:.4f}"
+            rows.append((m.module, f"{m.relative_difference:.1e}", f"{m.norm_a:.4g}", f"{m.norm_b:.4g}", cosine))
+        lines += ["", in_columns(rows)]
+        lines += [f"and {len(differing) - MAX_ROWS} more modules"] * (len(differing) > MAX_ROWS)
+    num_shared, largest = len(difference.modules), max((m.relative_difference for m in difference.modules), default=0.0)
+    verdict = (
+        f"same function: no update differs by more than {SAME_FUNCTION:g} of its norm (largest {largest:.1e})"
+        if difference.is_same_function
+        else f"different: {len(differing)} of {num_shared} shared modules (largest difference {largest:.1e})"
+    )
+    return "\n".join([*lines, verdict])
 
 
 @command.command("merge")
@@ -138,8 +197,6 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
     and quantize the result.
     """
-    from dualtune.cli.options import backend_for
-    from dualtune.cli.screen import phases
     from dualtune.model.adapter import modules_of
     from dualtune.model.base_model import resolve_model
     from dualtune.model.formats.directory import read_adapter

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
+from dualtune.cli.options import backend_for
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -49,7 +52,6 @@ def base_of(
     `option`: how the model is given. `plain`: the base is to be merged into, so that a copy in 4 bits does not do.
     ConfigError if an adapter names no base that can be found by its name, or if they name different ones.
     """
-    from dualtune.base.errors import ConfigError
     from dualtune.base.fields import shown
 
     if model is not None:
@@ -66,7 +68,6 @@ def base_of(
 
 
 def _named_base(directory: Path, option: str, plain: bool) -> str:
-    from dualtune.base.errors import ConfigError
     from dualtune.base.fields import shown
     from dualtune.model.base_model import is_elsewhere, plain_name
     from dualtune.model.formats.directory import read_adapter
@@ -109,7 +110,6 @@ def system_messages(
 
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
     """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
-    from dualtune.cli.options import backend_for
     from dualtune.engine.capabilities import check_value
 
     backend = backend_for(platform, err=True)
@@ -122,8 +122,6 @@ def load_adapters(
     model: str, directories: Mapping[str, Path], platform: str, *, dtype: str, quantization: str, template: str
 ) -> tuple[AdapterSet, Backend]:
     """Load a model with its adapters on the backend for --platform, and show what is loaded."""
-    from dualtune.cli.screen import phases
-
     with phases(err=True) as shown:
         backend = backend_that_loads(dtype, quantization, platform)
         from dualtune.use.chat import load_adapter_set

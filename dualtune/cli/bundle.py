@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.base.errors import FormatError
+from dualtune.base.redaction import redact
+from dualtune.cli.options import json_option, say_json
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -92,10 +95,6 @@ def pack_(
 @click.pass_context
 def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, required: RequiredBinding) -> None:
     """Show what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
-    import json
-
-    from dualtune.base.errors import FormatError
-    from dualtune.base.redaction import redact
     from dualtune.use.transfer.bundles.bundle import inspect
 
     try:
@@ -103,9 +102,9 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None,
     except FormatError as error:
         if not as_json:
             raise
-        say(json.dumps({"path": str(file), "ok": False, "problem": redact(str(error))}, indent=2))
+        say_json({"path": str(file), "ok": False, "problem": redact(str(error))})
         ctx.exit(error.exit_code)
-    say(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+    return say_json(report.to_json()) if as_json else say(report.to_text())
 
 
 @command.command("unpack")
@@ -136,8 +135,6 @@ def _trust(signers: Path | None, identity: str | None) -> Trust | None:
 
 
 def next_step(report: BundleReport, dest: Path) -> str:
-    import shlex
-
     from dualtune.use.transfer.bundles.names import TEMPLATE
 
     if report.bundle.step is None:

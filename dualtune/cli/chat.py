@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import DualtuneError, Preempted
 from dualtune.base.files import expanded
 from dualtune.cli.adapter_sets import base_of, load_adapters, model_or_adapter, named_directories, system_messages
 from dualtune.cli.options import (
@@ -20,10 +23,12 @@ from dualtune.cli.options import (
     platform_option,
     quantization_option,
     seed_option,
+    system_option,
     temperature_option,
     template_option,
     top_p_option,
 )
+from dualtune.cli.screen import is_live, width
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
@@ -47,9 +52,7 @@ A message of several lines: paste it, or write three quotation marks before and 
     help="An adapter directory in any layout, or a run directory. Repeatable; the first one answers.",
 )  # fmt: skip
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
-@click.option(
-    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
-)
+@system_option
 @no_system_option
 @click.option(
     "--stdin", "is_one", is_flag=True, help="Read one message from all of standard input, answer it and exit."
@@ -85,13 +88,15 @@ def command(
     from dualtune.use.chat import Chat
 
     model = base_of(model, [*directories.values()])
-    found, _ = load_adapters(model, directories, platform, dtype=dtype, quantization=quantization, template=template)
+    adapter_set, _ = load_adapters(
+        model, directories, platform, dtype=dtype, quantization=quantization, template=template
+    )
     sampling = Sampling(max_tokens, temperature, top_p, seed)
-    names = found.names if compare else found.names[1:2] or found.names
+    names = adapter_set.names if compare else adapter_set.names[1:2] or adapter_set.names
     systems = system_messages(system, directories, no_system=no_system)
-    chats = [Chat(found, name, sampling, systems[name]) for name in names]
-    say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
-    Conversation(chats, found.names).run(_whole_input() if is_one else _typed())
+    chats = [Chat(adapter_set, name, sampling, systems[name]) for name in names]
+    say(f"answering   {', '.join(names)}; there are: {', '.join(adapter_set.names)}. /help, /exit", err=True)
+    Conversation(chats, adapter_set.names).run(_whole_input() if is_one else _typed())
 
 
 class Conversation:
@@ -102,8 +107,6 @@ class Conversation:
 
     def run(self, inputs: Iterable[Typed]) -> None:
         """Answer until the end of the input or /exit."""
-        from dualtune.base.errors import DualtuneError, Preempted
-
         for typed in inputs:
             word, _, rest = typed.text.partition(" ")
             if typed.is_command and word == "/exit":
@@ -120,15 +123,15 @@ class Conversation:
             except DualtuneError as error:  # the conversation goes on
                 say(f"Error: {error}", err=True)
 
-    def _obey(self, word: str, rest: str) -> None:
+    def _obey(self, word: str, argument: str) -> None:
         if word == "/reset":
             for chat in self._chats:
                 chat.reset()
             say("the conversation is forgotten", err=True)
         elif word == "/save":
-            self._save(rest)
+            self._save(argument)
         elif word in ("/base", "/adapter"):
-            self._switch("base" if word == "/base" else rest)
+            self._switch("base" if word == "/base" else argument)
         else:
             say(HELP if word == "/help" else f"{word}: there is no such command\n{HELP}", err=True)
 
@@ -187,8 +190,6 @@ def _shown(names: Sequence[str], width: int) -> Generator[Callable[[str, str], N
         yield _BelowEachOther().show
         pass_on("\n")
         return
-    import shutil
-
     from rich.live import Live
     from rich.text import Text
 
@@ -225,7 +226,6 @@ class _BelowEachOther:
 
 def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Return the lines of named texts in columns."""
-    import textwrap
     from itertools import zip_longest
 
     column = _column(len(answers), width)
@@ -242,8 +242,6 @@ def _column(count: int, width: int) -> int:
 
 
 def _width() -> int:
-    from dualtune.cli.screen import is_live, width
-
     return width() if is_live(sys.stdout) else 0
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import config_argument, json_option, platform_option, set_option
+from dualtune.base.checks import exit_code
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import config_argument, json_option, platform_option, set_option, to_json
+from dualtune.cli.screen import check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.doctor.check_config import MemoryNeed
+    from dualtune.engine.memory.plan import MemoryPlan
 
 
 @click.command("check-config")
@@ -29,12 +34,6 @@ def command(
     Exit code 0 if nothing prevents a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the model) or 5
     (the disk): the lowest of the problems found.
     """
-    import json
-
-    from dualtune.base.checks import exit_code, table
-    from dualtune.base.redaction import redact
-    from dualtune.cli.screen import phases, tell
-
     with phases(err=as_json) as shown:
         shown.begin("checking", "config, machine, model and data")
         from dualtune.doctor.check_config import check_config
@@ -44,28 +43,24 @@ def command(
     if as_json:
         checks = [check.to_json() for check in report.checks]
         memory = _described(report.memory) if report.memory else None
-        say(redact(json.dumps({"ok": code == 0, "checks": checks, "memory": memory}, indent=2)))
+        say(redact(to_json({"ok": code == 0, "checks": checks, "memory": memory})))
     else:
-        tell(redact(table(report.checks)))
+        tell(redact(check_table(report.checks)))
         if report.memory:
             tell(f"\n{_by_part(report.memory)}")
     ctx.exit(code)
 
 
-def _described(memory: MemoryNeed) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _described(plan: MemoryPlan) -> dict[str, Any]:
     return {
-        "total_bytes": memory.estimate.total_bytes,
-        "parts": [asdict(part) for part in memory.estimate.parts],
-        "budget_bytes": memory.budget.bytes,
-        "budget": memory.budget.reason,
+        "total_bytes": plan.estimate.total_bytes,
+        "parts": [asdict(part) for part in plan.estimate.parts],
+        "budget_bytes": plan.budget.bytes,
+        "budget": plan.budget.reason,
     }
 
 
-def _by_part(memory: MemoryNeed) -> str:
-    from dualtune.base.text import in_bytes, in_columns
-
-    parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in memory.estimate.parts]
-    total = ("", in_bytes(memory.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
+def _by_part(plan: MemoryPlan) -> str:
+    parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in plan.estimate.parts]
+    total = ("", in_bytes(plan.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
     return in_columns([*parts, total])

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
+from dualtune.base.errors import DataError
 from dualtune.base.redaction import redact
-from dualtune.cli.options import json_option
+from dualtune.base.text import one_line
+from dualtune.cli.options import json_option, say_json
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -75,9 +77,6 @@ def command(
 
     With a config, its template and length limit are checked too. Exit code 3 if a row cannot be used.
     """
-    import json
-
-    from dualtune.base.errors import DataError
 
     configs = [target for target in targets if target.lower().endswith((".yaml", ".yml"))]
     if configs and (format != "auto" or columns):
@@ -91,7 +90,7 @@ def command(
             if not as_json:
                 say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
     if as_json:
-        say(json.dumps({"sources": reports}, indent=2))
+        say_json({"sources": reports})
     ctx.exit(
         DataError.exit_code if any(report[key] for report in reports for key in ("bad", "error", "refused")) else 0
     )
@@ -154,8 +153,6 @@ def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
-    from dualtune.base.errors import DataError
-    from dualtune.base.text import one_line
     from dualtune.data.chat.formats import Example
     from dualtune.data.documents import REASONS
     from dualtune.data.sources.rows import BadRow, advice_for
@@ -226,8 +223,6 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
 
 def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:
     """Print how many rows of each kind were not shown."""
-    from dualtune.base.text import one_line
-
     hidden = {kind: number - (0 if kind == OTHER_KINDS else MOST_OF_A_KIND) for kind, number in kinds.items()}
     for kind, number in hidden.items():
         if number > 0:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from dualtune.cli.options import json_option
-from dualtune.cli.screen import phases, tell
-from dualtune.cli.terminal import say
+from dualtune.base.checks import exit_code
+from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import check_table, phases, tell
 
 KINDS = ("auto", "h100", "m4", "rtx", "cpu")  # those of `environment.TARGETS`, which --help does not import
 METAVAR = "|".join((*KINDS, "BACKEND"))
@@ -27,10 +27,6 @@ def command(ctx: click.Context, target: str, config: Path | None, as_json: bool)
 
     Exit code 0 if nothing is missing, otherwise 4; advice does not count.
     """
-    import json
-
-    from dualtune.base.checks import exit_code, table
-
     with phases(err=as_json) as shown:
         shown.begin("checking", "the machine")
         from dualtune.config import load_config
@@ -43,9 +39,9 @@ def command(ctx: click.Context, target: str, config: Path | None, as_json: bool)
         checks = check_environment(name, machine, settings)
     code = exit_code(checks)
     if as_json:
-        say(json.dumps({"ok": code == 0, "for": name, "checks": [check.to_json() for check in checks]}, indent=2))
+        say_json({"ok": code == 0, "for": name, "checks": [check.to_json() for check in checks]})
     else:
-        tell(table(checks))
+        tell(check_table(checks))
         failed = sum(check.level == "fail" for check in checks)
         tell(
             f"\nfor {name}: " + (f"{failed} of {len(checks)} checks failed" if failed else "everything needed is here")

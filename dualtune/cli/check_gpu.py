@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
-from dualtune.cli.terminal import say
+from dualtune.base.checks import Check
+from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import check_table, phases, tell
 
 if TYPE_CHECKING:
-    from dualtune.base.checks import Check
     from dualtune.doctor.check_gpu import MachineReport, Question
     from dualtune.engine.machine import Machine
 
@@ -35,11 +36,6 @@ def command(
     Exit code 0 if there is a GPU or Apple silicon with enough memory and its framework is installed, otherwise 4.
     With --require-memory or --for: 0 if that fits, otherwise 4.
     """
-    import json
-
-    from dualtune.base.checks import table
-    from dualtune.cli.screen import phases, tell
-
     if memory and config:
         raise click.UsageError("Give --require-memory or --for, not both.")
     if probe and name:
@@ -53,9 +49,9 @@ def command(
         machine = named(name) if name else detect()
         report = judge(machine, _question(machine, memory, config), _probed(machine) if probe else None)
     if as_json:
-        say(json.dumps(_described(report, machine), indent=2))
+        say_json(_described(report, machine))
     else:
-        tell(table(report.checks))
+        tell(check_table(report.checks))
         tell(f"\nverdict: {'ok' if report.exit_code == 0 else 'not ok'}: {report.sentence}")
     ctx.exit(report.exit_code)
 
@@ -75,8 +71,6 @@ def _probed(machine: Machine) -> Check:
 
 
 def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
-    from dataclasses import asdict
-
     largest, question = report.largest, report.question
     return {
         "ok": report.exit_code == 0,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.base.errors import FormatError
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import json_option, say_json
 
 
 @click.command("checkpoints")
@@ -17,17 +20,12 @@ def command(run_dir: Path, as_json: bool) -> None:
 
     Exit code 6 if one of them is damaged.
     """
-    import json
-    from dataclasses import asdict
-
-    from dualtune.base.errors import FormatError
-    from dualtune.base.text import in_bytes, in_columns
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_checkpoints
 
     checkpoints = list_checkpoints(run_dir)
     if as_json:
-        say(json.dumps([asdict(entry) for entry in checkpoints], indent=2))
+        say_json([asdict(entry) for entry in checkpoints])
     elif not checkpoints:
         say(f"there is no checkpoint in {run_dir}")
     else:

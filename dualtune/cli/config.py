@@ -7,6 +7,10 @@ from typing import Any
 
 import click
 
+from dualtune.base.errors import ConfigError, DualtuneError
+from dualtune.base.files import write_file
+from dualtune.base.text import in_columns, one_line
+from dualtune.cli.options import say_json
 from dualtune.cli.terminal import pass_on, say
 
 
@@ -33,9 +37,6 @@ def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
 
     With NAME, print an example instead: dualtune config training_config_h100 > config.yaml
     """
-    import json
-
-    from dualtune.base.text import in_columns
     from dualtune.config import default_yaml, json_schema
     from dualtune.config.render import example_names, example_path, title
 
@@ -44,7 +45,7 @@ def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
     if as_list:
         say(in_columns([(name, title(example_path(name))) for name in example_names()]))
     elif schema:
-        say(json.dumps(json_schema(), indent=2))
+        say_json(json_schema())
     elif ctx.invoked_subcommand is None:
         pass_on(default_yaml())
 
@@ -71,9 +72,6 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     Comments in the result show where every line comes from. What cannot be translated is listed with the reason, in the
     config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.
     """
-    from dualtune.base.errors import ConfigError
-    from dualtune.base.files import write_file
-    from dualtune.base.text import one_line
     from dualtune.config.importing.translate import import_config, to_text
 
     if output is not None and output.exists():
@@ -85,13 +83,12 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     else:
         write_file(output, text)
         say(f"written         {output}: {len(imported.settings)} values from {imported.trainer}", err=True)
-    for left in imported.lost:
-        say(one_line(f"not translated  {left.key}: {left.value}. {left.reason[0].upper()}{left.reason[1:]}"), err=True)
+    for lost in imported.lost:
+        say(one_line(f"not translated  {lost.key}: {lost.value}. {lost.reason[0].upper()}{lost.reason[1:]}"), err=True)
 
 
 def _count_layers(model: str) -> int | None:
     """Return the number of decoder layers of a model, if its config.json is a local file or in the hub cache."""
-    from dualtune.base.errors import DualtuneError
     from dualtune.model.base_model import model_here
     from dualtune.model.config_file import read_config
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.text import in_columns, one_line
 from dualtune.cli.check_data import column_option, format_option, named_columns
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -55,11 +58,8 @@ def clean_command(
     rather than its duplicate in train. --pii writes personal.jsonl, with masked mail addresses, phone and card numbers
     and the like; it removes no row.
     """
-    import json
-    from dataclasses import asdict
     from typing import cast
 
-    from dualtune.cli.screen import phases
     from dualtune.data.cleaning import clean, recognizer
     from dualtune.data.similarity import NEAR, Keep
 
@@ -70,7 +70,7 @@ def clean_command(
         recognize = recognizer() if pii else None
         opened = _opened(sources, format, named_columns(format, columns))
         cleaned = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
-    say(json.dumps(asdict(cleaned), indent=2) if as_json else _in_words(cleaned, out))
+    return say_json(asdict(cleaned)) if as_json else say(_in_words(cleaned, out))
 
 
 def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:
@@ -87,9 +87,9 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
         source, name = SourceConfig.model_construct(path=path, format=format, columns=columns), Path(path).name
         kind = kind_of(Path(path))
         stem = name[: name.lower().rindex(kind)] if kind else name
-        held: list[Role] = [role for role in ROLES if has_role(path, role)] if Path(path).is_dir() else []
-        for role in held or ("train",):
-            new = role if held else stem
+        roles: list[Role] = [role for role in ROLES if has_role(path, role)] if Path(path).is_dir() else []
+        for role in roles or ("train",):
+            new = role if roles else stem
             names = chain([f"{new}.jsonl"], (f"{new}-{number}.jsonl" for number in count(2)))
             free = next(candidate for candidate in names if candidate not in (LEFT_OUT, PERSONAL, *opened))
             opened[free] = open_one(source, role)
@@ -97,7 +97,6 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
 
 
 def _in_words(cleaned: Cleaned, out: Path) -> str:
-    from dualtune.base.text import in_columns, one_line
     from dualtune.data.cleaning import LEFT_OUT, PERSONAL
 
     rows, kept = (sum(getattr(source, name) for source in cleaned.sources) for name in ("rows", "kept"))

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError
+from dualtune.base.text import in_columns
 from dualtune.cli.adapter_sets import base_of, system_messages
 from dualtune.cli.options import backend_for, json_option, no_system_option, other_base_option, platform_option
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -75,8 +78,6 @@ def command(
     the program's own tools convert and quantize it, the result is run on fixed prompts, and a table shows what each
     step has cost. OUT/export.json records all of it.
     """
-    from dualtune.base.errors import ConfigError
-    from dualtune.cli.screen import phases
     from dualtune.use.export.export import RECORD, export
     from dualtune.use.export.llama_environment import find_llama_cpp
     from dualtune.use.export.ollama import quoted
@@ -150,8 +151,6 @@ def _losses(exported: Exported) -> str:
 
 def _table(exported: Exported, kind: str) -> str:
     """Return the distances: what the adapter changes, and what each step does to that."""
-    from dualtune.base.text import in_columns
-
     rows = [("", "mean KL, nats", "largest", "same first token")]
     tuned = "the model" if exported.effect is None else "base and adapter"
     for label, distance in (

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DataError
+from dualtune.base.files import write_file
 from dualtune.cli.adapter_sets import backend_that_loads, base_of, system_messages
 from dualtune.cli.options import (
     dtype_option,
@@ -17,10 +19,12 @@ from dualtune.cli.options import (
     platform_option,
     quantization_option,
     seed_option,
+    system_option,
     temperature_option,
     template_option,
     top_p_option,
 )
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
@@ -54,9 +58,7 @@ ASKED = (
     help="The file for the answers to --prompts. If the command is interrupted, the same command continues from the "
     "answers in it. Default: standard output.",
 )  # fmt: skip
-@click.option(
-    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
-)
+@system_option
 @no_system_option
 @click.option(
     "--raw", is_flag=True,
@@ -86,8 +88,6 @@ def command(
     unchanged. With --prompts, each answer is a JSON line with the prompt and its number, the answer, its number of
     tokens, and whether it ended by itself.
     """
-    from dualtune.cli.screen import phases
-
     if raw and system is not None:
         raise click.UsageError("Give --raw or --system, not both.")
     if raw and template != "auto":
@@ -114,10 +114,11 @@ def command(
 
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     chats = loaded.tokenizer.template is not None
-    asked = system_messages(system, {"adapter": adapter} if adapter else {}, no_system=no_system, chats=chats)["base"]
+    trained = {"adapter": adapter} if adapter else {}
+    system_message = system_messages(system, trained, no_system=no_system, chats=chats)["base"]
     if text is None:
-        return _answer_all(backend, model, loaded, rows, asked, sampling, output)
-    ids = _encoded(loaded, "the prompt", {"prompt": text}, asked)
+        return _answer_all(backend, model, loaded, rows, system_message, sampling, output)
+    ids = _encoded(loaded, "the prompt", {"prompt": text}, system_message)
     pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for piece in pieces:
         pass_on(piece)
@@ -134,35 +135,33 @@ def _answer_all(
     output: Path | None,
 ) -> None:
     """Answer the prompts of a file together. With a file for the answers, its rows are in the order of the prompts."""
-    from dualtune.base.files import write_file
-    from dualtune.cli.screen import phases
     from dualtune.use.scoring.answers import KeptAnswers, identity
 
     ids = [_encoded(model, where, row, system) for where, row in rows]
-    kept = KeptAnswers(output, identity([name], model, sampling) if output else {})
+    kept_answers = KeptAnswers(output, identity([name], model, sampling) if output else {})
     lines = dict[int, str]()
     with phases(err=True) as shown:
         shown.begin("generating", "answers")
-        found = kept.continued(
+        continuations = kept_answers.continued(
             "answers", model, ids, sampling, is_shortage=backend.is_out_of_memory,
             tell=lambda text: say(f"answers     {text}", err=True),
         )  # fmt: skip
-        for each in found:
-            asked = {key: value for key, value in rows[each.number][1].items() if key in ASKED}
+        for continuation in continuations:
+            prompt = {key: value for key, value in rows[continuation.number][1].items() if key in ASKED}
             row = {
-                "row": each.number + 1,
-                **asked,
-                "answer": each.text,
-                "tokens": each.num_tokens,
-                "is_whole": each.is_whole,
+                "row": continuation.number + 1,
+                **prompt,
+                "answer": continuation.text,
+                "tokens": continuation.num_tokens,
+                "is_whole": continuation.is_whole,
             }
-            lines[each.number] = json.dumps(row) + "\n"
+            lines[continuation.number] = json.dumps(row) + "\n"
             if output is None:
-                pass_on(lines[each.number])
+                pass_on(lines[continuation.number])
             shown.update(len(lines), len(rows))
     if output is not None:
         write_file(output, "".join(lines[number] for number in sorted(lines)))
-        kept.finish()
+        kept_answers.finish()
         say(f"answers     {len(lines)} in {output}", err=True)
 
 
@@ -171,7 +170,6 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
     DataError for a row that holds no prompt, and for a file without any. Blank lines are passed over.
     """
-    from dualtune.base.errors import DataError
     from dualtune.base.untrusted import open_file, parse_object
 
     with open_file(path, max_bytes=MOST_FILE) as file:
@@ -195,13 +193,12 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
 
     An answer at the end of a conversation is not part of what is asked.
     """
-    from dualtune.base.errors import ConfigError, DataError
     from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
     from dualtune.data.sources.rows import RowError
 
     if model.tokenizer.template is None and ("messages" in row or system is not None):
-        what = "'messages' need" if "messages" in row else "--system needs"
-        raise ConfigError(f"{where}: {what} a chat template. Give --template FILE, or a prompt alone")
+        subject = "'messages' need" if "messages" in row else "--system needs"
+        raise ConfigError(f"{where}: {subject} a chat template. Give --template FILE, or a prompt alone")
     try:
         tools = read_tools(row.get("tools") or [])
         if "messages" in row:

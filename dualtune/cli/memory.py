@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import config_argument, platform_option, set_option, write_json
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import config_argument, json_file_option, platform_option, set_option, write_json
+from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
@@ -32,9 +36,7 @@ def command() -> None:
     help="How many times each technique is timed, in turn.",
 )  # fmt: skip
 @click.option("--only", multiple=True, metavar="NAME", help="Measure only this technique, besides none. Repeatable.")
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the table to FILE as JSON."
-)
+@json_file_option
 @platform_option
 @set_option
 @click.pass_context
@@ -48,7 +50,6 @@ def ablate(
     Each measurement runs in its own process; the run directory is not touched. Exit code 0 if every plan is within 10 %
     of the measurement and, in float32, no loss changes that must not; otherwise 1, and the failures are named.
     """
-    from dualtune.cli.screen import phases
     from dualtune.doctor.bench import ablation
 
     with phases() as shown:
@@ -62,15 +63,27 @@ def ablate(
 
 
 def _as_text(ablation: Ablation) -> str:
-    from dualtune.base.redaction import redact
-    from dualtune.base.text import in_columns
-    from dualtune.doctor.bench.ablation import lines
-
-    blocks = [in_columns([*lines(ablation)]), in_columns(_legend(ablation))]
+    blocks = [in_columns([*_rows(ablation)]), in_columns(_legend(ablation))]
     if ablation.not_offered:
         blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in ablation.not_offered.items()]))
     blocks.append("\n".join(ablation.problems) or "every plan is within 10 % of what was measured")
     return redact("\n\n".join(blocks))
+
+
+def _rows(ablation: Ablation) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table, the header first."""
+    yield "technique", "planned", "measured", "plan is off", "process", "time", "loss", "of none"
+    for row in ablation.rows:
+        time, off = row.time_of(ablation.baseline), row.loss_difference(ablation.baseline)
+        yield (
+            row.technique.name,
+            *("" if size is None else in_bytes(size) for size in (row.planned_bytes, row.peak_bytes)),
+            "" if row.difference is None else f"{row.difference:+.1%}",
+            "" if row.process_bytes is None else in_bytes(row.process_bytes),
+            "" if time is None else f"{time:.2f}",
+            "" if row.loss is None else f"{row.loss:.6f}",
+            "" if off is None else f"{off:+.1e}",
+        )
 
 
 def _legend(ablation: Ablation) -> list[tuple[str, str]]:

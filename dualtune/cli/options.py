@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.cli.screen import Phases
@@ -50,6 +53,9 @@ top_p_option = click.option(
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed of the sampling."
 )
+system_option = click.option(
+    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
+)
 no_system_option = click.option(
     "--no-system", is_flag=True, help="Send no system message, even if the adapter was trained with one."
 )
@@ -64,26 +70,35 @@ resume_option = click.option(
 other_base_option = click.option(
     "--other-base", is_flag=True, help="Accept a base model other than the one that the adapter was trained on."
 )
+retries_option = click.option(
+    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
+    help="Maximum number of consecutive retries without progress.",
+)  # fmt: skip
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+json_file_option = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the result to FILE as JSON.",
+)  # fmt: skip
 
 
 def to_json(value: Any) -> str:
     """Return JSON for other programs, in which a number that is not finite is null."""
-    import json
-
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=2)
 
 
+def say_json(value: Any) -> None:
+    """Print the result of a command with --json."""
+    say(to_json(value))
+
+
 def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
     """Write a command's result to the file of its option --json, if it was given."""
-    import json
-
     from dualtune.base.files import write_file
 
     if path is not None:
-        write_file(path, json.dumps(table, indent=2) + "\n")
+        write_file(path, to_json(table) + "\n")
 
 
 def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> Backend:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dualtune.base import interrupt
-from dualtune.cli.options import config_argument, json_option, set_option
-from dualtune.cli.screen import tell
+from dualtune.base.errors import DataError
+from dualtune.base.files import write_file
+from dualtune.base.text import in_columns
+from dualtune.cli.options import config_argument, json_option, say_json, set_option
+from dualtune.cli.screen import phases, tell
 from dualtune.cli.terminal import say, say_styled
 
 if TYPE_CHECKING:
@@ -40,14 +44,8 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
 
     Targets are green, or between ⟦ and ⟧ where there are no colours. ×0.5 is the loss weight of a message.
     """
-    import json
-    from dataclasses import asdict
-
-    from dualtune.cli.screen import phases
-
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
-        from dualtune.base.files import write_file
         from dualtune.config import load_config
         from dualtune.data.order import Order
         from dualtune.data.preview import first_documents, samples
@@ -74,9 +72,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         markers = bool(tokenizer.template and tokenizer.template.marks_turns)
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
         first = [_as_json(document) for document in documents]
-        return say(
-            json.dumps({**asdict(statistics), "template": template, "warnings": notes, "shown": first}, indent=2)
-        )
+        return say_json({**asdict(statistics), "template": template, "warnings": notes, "shown": first})
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)
@@ -91,7 +87,6 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
 
 def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents, Documents]:
     """Read the data of a config. DataError if there is nothing to train on."""
-    from dualtune.base.errors import DataError
     from dualtune.cli.progress import reading
     from dualtune.data.documents import Data
     from dualtune.data.tokens.tokenizer import Tokenizer
@@ -130,8 +125,6 @@ def _show(document: ShownDocument, coloured: bool) -> None:
 
 
 def _tell(numbers: Sequence[tuple[str, str]], histogram: Sequence[Bar]) -> None:
-    from dualtune.base.text import in_columns
-
     for label, value in numbers:
         tell(f"{label:<12}{value}")
         if label == "lengths":

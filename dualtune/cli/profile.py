@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.base.errors import FormatError
+from dualtune.base.files import write_file
+from dualtune.cli.options import json_option, say_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +38,6 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     A run writes a snapshot at the end of each phase to memory.csv: data, micro-batch, optimizer, evaluation and save.
     The numbers are the allocator's at the time when the phase was queued on the device. 1 MB is 2**20 bytes.
     """
-    import json
-
-    from dualtune.base.files import write_file
     from dualtune.cli.terminal import say
     from dualtune.show.report.memory_page import memory_page
     from dualtune.train.profiler.analysis import against_plan, report
@@ -48,7 +48,10 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     recorded = recorded_memory(run_dir)
     planned = against_plan(snapshots, recorded)
     text = "\n\n".join([report(snapshots, threshold_mb), *([str(planned)] if planned else [])])
-    say(json.dumps(_as_json(snapshots, threshold_mb, recorded, planned), indent=2) if as_json else text)
+    if as_json:
+        say_json(_as_json(snapshots, threshold_mb, recorded, planned))
+    else:
+        say(text)
     if csv_file is not None:
         write_file(csv_file, to_csv(snapshots))
     if html_file is not None:
@@ -57,7 +60,6 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
 
 def recorded_memory(run_dir: Path) -> dict[str, Any]:
     """Return the entry "memory" of a run's environment.json, with the plan and its parts; empty if there is none."""
-    from dualtune.base.errors import FormatError
     from dualtune.show.report.run_files import as_table, recorded_environment
 
     try:
@@ -69,8 +71,6 @@ def recorded_memory(run_dir: Path) -> dict[str, Any]:
 def _as_json(
     snapshots: Sequence[Snapshot], threshold_mb: float, recorded: dict[str, Any], planned: AgainstPlan | None
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from dualtune.train.profiler.analysis import by_phase, find_leak, peak_of, spikes_in
 
     peak, leak = peak_of(snapshots), find_leak(snapshots)

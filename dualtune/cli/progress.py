@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from dualtune.base.redaction import redact
 from dualtune.base.text import fitted, in_time
 from dualtune.cli.screen import REFRESH_HZ, Phases, phases, width
 from dualtune.cli.terminal import say
@@ -73,7 +74,6 @@ def transferring(verb: str, retries: int) -> Generator[Patience]:
     """Yield the `Patience` of a transfer with a progress bar. It starts with the first bytes: before, ssh may ask."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from dualtune.base.redaction import redact
     from dualtune.cli.console import Console
     from dualtune.use.transfer.remotes.retries import Patience
 

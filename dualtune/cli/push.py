@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from dualtune.base.text import in_bytes
+from dualtune.cli.options import retries_option
 from dualtune.cli.terminal import say
 
 
@@ -25,10 +27,7 @@ from dualtune.cli.terminal import say
 )
 @click.option("--force", is_flag=True, help="Replace what TARGET already holds.")
 @click.option("--public", is_flag=True, help="hf:// only: create a public repository instead of a private one.")
-@click.option(
-    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="Maximum number of consecutive retries without progress.",
-)  # fmt: skip
+@retries_option
 def command(
     target: str, source: Path | None, step: int | None, adapter: bool, to_resume: bool, tokenizer: str | None,
     key: Path | None, force: bool, public: bool, retries: int,
@@ -49,7 +48,6 @@ def command(
     The default of SOURCE is the most recently written run in runs/. A TARGET that ends in .tar or .dualtune names
     the bundle; any other is a directory for bundle.tar. To resume an interrupted push, run it again.
     """
-    from dualtune.base.text import in_bytes
     from dualtune.cli.progress import transferring
     from dualtune.use.transfer.carry import PushRequest, newest_run, push, sends_adapter
 

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
-from dualtune.base.files import expanded
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
+from dualtune.base.files import expanded, write_file
+from dualtune.base.redaction import redact
+from dualtune.base.text import in_columns
+from dualtune.cli.options import (
+    backend_for,
+    config_argument,
+    json_option,
+    platform_option,
+    say_json,
+    set_option,
+    to_json,
+)
+from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -45,7 +56,6 @@ def command(
         raise click.UsageError(
             "A base is quantized when it is loaded: set model.quantization. To measure what that costs, give --compare."
         )
-    from dualtune.cli.screen import phases
 
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
@@ -66,19 +76,16 @@ def command(
             )  # fmt: skip
     path = _keep(expanded(settings.run.dir), comparison)
     if as_json:
-        return say(to_json(comparison.as_json()))
+        return say_json(comparison.as_json())
     return say(_as_text(comparison) + (f"\n\nkept in {path}" if path else ""))
 
 
 def _result(measured: FormatLoss) -> str:
-    from dualtune.base.redaction import redact
-
     return redact(f"not: {measured.problem}," if measured.loss is None else f"loss {measured.loss:.4f}")
 
 
 def _keep(run_dir: Path, comparison: FormatComparison) -> Path | None:
     """Write the result beside a run, if there is one. Return the file."""
-    from dualtune.base.files import write_file
     from dualtune.train.state.run_dir import BASE_FORMATS, ENVIRONMENT
 
     if not (run_dir / ENVIRONMENT).is_file():
@@ -88,9 +95,6 @@ def _keep(run_dir: Path, comparison: FormatComparison) -> Path | None:
 
 
 def _as_text(comparison: FormatComparison) -> str:
-    from dualtune.base.redaction import redact
-    from dualtune.base.text import in_columns
-
     rows = [("format", "loss", "above unquantized")]
     for row in comparison.as_json()["formats"]:
         loss, above = row["loss"], row["above"]

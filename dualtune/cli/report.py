@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.files import write_file
+
 
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -24,8 +27,6 @@ def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     """
     import webbrowser
 
-    from dualtune.base.errors import EnvironmentFault
-    from dualtune.base.files import write_file
     from dualtune.cli.terminal import say
     from dualtune.show.report.run_page import run_page
     from dualtune.train.state.listing import runs_at

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option, to_json
+from dualtune.base.fields import shown
+from dualtune.base.text import in_bytes, in_columns
+from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import is_live, width
 from dualtune.cli.suggest import CommandWithOthers
 
 if TYPE_CHECKING:
@@ -30,11 +37,6 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     checkpoint. A run that is running, killed or preempted is left alone, and so are caches, adapters and links. Without
     a terminal, or with --json, nothing is deleted unless --yes is given.
     """
-    import json
-    import sys
-    from dataclasses import asdict
-
-    from dualtune.base.text import in_bytes, in_columns
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import deletable, delete
 
@@ -47,15 +49,15 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
         if not yes and not sys.stdin.isatty():
             return say(f"{total}. Nothing was deleted: give --yes to delete them")
     if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
-        return say(json.dumps({"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}, indent=2)
-                   if as_json else "nothing was deleted")  # fmt: skip
-    deleted, left = delete(deletions)
+        listed = {"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}
+        return say_json(listed) if as_json else say("nothing was deleted")
+    deleted, skipped = delete(deletions)
     if as_json:
         tables = {
             name: [asdict(entry) for entry in entries] for name, entries in (("found", deletions), ("deleted", deleted))
         }
-        return say(json.dumps(tables | {"left": left}, indent=2))
-    for reason in left:
+        return say_json(tables | {"left": skipped})
+    for reason in skipped:
         say(f"left alone  {reason}")
     return say(f"deleted     {len(deleted)} directories, {in_bytes(sum(entry.num_bytes for entry in deleted))}")
 
@@ -78,12 +80,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
 
     Another program gets plain ASCII; NO_COLOR turns colours off.
     """
-    import os
-    import sys
-    from dataclasses import asdict
-
     from dualtune.cli.console import drawn
-    from dualtune.cli.screen import is_live, width
     from dualtune.cli.terminal import say, say_styled
     from dualtune.train.state.listing import runs_at, summary_of
     from dualtune.train.state.metrics import each_row
@@ -98,7 +95,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     curves = [[(row["step"], row["loss"]) for row in each_row(run / METRICS) if "loss" in row] for run in runs]
     if as_json:
         table = {"runs": [asdict(run) for run in summaries], "differs": differs, "losses": curves}
-        return say(to_json(table))
+        return say_json(table)
     say(_table(summaries, differs))
     live = is_live(sys.stdout)
     names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]
@@ -110,9 +107,6 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
 
 def _table(summaries: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
     """Return the table, a column for each run: its letter and name, its numbers, the keys that differ."""
-    from dualtune.base.fields import shown
-    from dualtune.base.text import in_columns
-
     paths = [Path(run.path) for run in summaries]
     rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
     rows += [
@@ -134,11 +128,86 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    from dualtune.base.fields import shown
-
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else shown(str(value), MAX_VALUE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune runs export`: the numbers of a run as a table for other programs.
+
+# Of metrics.jsonl and, in bytes, of memory.csv: the most of all phases of the step.
+FROM_METRICS = (
+    "time", "step", "epoch", "loss", "eval_loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s",
+    "tokens_per_s", "peak_bytes",
+)  # fmt: skip
+FROM_MEMORY = ("used_bytes", "cached_bytes", "process_bytes", "device_bytes")
+COLUMNS: tuple[str, ...] = (*FROM_METRICS, "perplexity", "eval_perplexity", *FROM_MEMORY)
+
+
+@click.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--to", "target", metavar="FILE", type=click.Path(path_type=Path), help="A new file.  [default: standard output]"
+)
+def export(run: Path, target: Path | None) -> None:
+    """Write the numbers of a run directory as CSV: a row for each step, with its evaluation and memory.
+
+    The columns are always the same; a cell without a number is empty. Perplexity is exp(loss) over target tokens. The
+    evaluation before the first step is row 0.
+    """
+    import csv
+    import io
+
+    from dualtune.base.errors import ConfigError
+    from dualtune.base.files import write_file
+    from dualtune.cli.terminal import say
+    from dualtune.train.state.run_dir import check_is_run
+
+    check_is_run(run)
+    if target is not None and target.exists():
+        raise ConfigError(f"--to: {target} exists already. Name a new file")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_exported(run))
+    if target is None:
+        return say(text.getvalue().removesuffix("\n"))
+    write_file(target, text.getvalue())
+    return say(f"exported    {target}")
+
+
+def _exported(run: Path) -> list[dict[str, Any]]:
+    """Return a row for each step, in the order of the file: a step that was repeated after a rollback comes twice."""
+    from dualtune.train.state.metrics import each_row
+    from dualtune.train.state.run_dir import METRICS
+
+    memory, rows = _memory_by_step(run), list[dict[str, Any]]()
+    for row in each_row(run / METRICS):
+        if "eval_loss" in row and rows and rows[-1]["step"] == row["step"]:
+            rows[-1]["eval_loss"] = row["eval_loss"]
+        elif "loss" in row or "eval_loss" in row:
+            rows.append({name: row[name] for name in FROM_METRICS if name in row} | memory.get(row["step"], {}))
+    for row in rows:
+        for name, loss in (("perplexity", "loss"), ("eval_perplexity", "eval_loss")):
+            if loss in row:
+                row[name] = math.inf if row[loss] > 700 else math.exp(row[loss])
+    return rows
+
+
+def _memory_by_step(run: Path) -> dict[int, dict[str, int]]:
+    """Return the most bytes of each column of memory.csv by step; nothing for a run without the file."""
+    from dualtune.train.profiler.snapshot import each_snapshot
+    from dualtune.train.state.run_dir import TIMELINE
+
+    most: dict[int, dict[str, int]] = {}
+    for snapshot in each_snapshot(run / TIMELINE) if (run / TIMELINE).exists() else ():
+        of_step = most.setdefault(snapshot.step, {})
+        for name in FROM_MEMORY:
+            num_bytes: int | None = getattr(snapshot, name)
+            if num_bytes is not None:
+                of_step[name] = max(num_bytes, of_step.get(name, 0))
+    return most
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,7 +233,7 @@ STATES = ("running", "done", "preempted", "killed", "failed", "unreadable")
 NO_LIMIT = 10_000  # columns, for output to a file or another program
 
 
-@click.command("runs", cls=CommandWithOthers, others=[compare, clean])
+@click.command("runs", cls=CommandWithOthers, others=[compare, export, clean])
 @click.argument("directory", type=click.Path(path_type=Path), default="runs")
 @click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
 @click.option(
@@ -186,13 +255,9 @@ def command(
     evaluation, `time` the time spent in steps, `date` the end of the run (its start if it is running or was killed),
     `saved` the step of the last checkpoint.
 
-    `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is no longer
-    needed; see their own --help.
+    `dualtune runs compare A B…` shows runs side by side, `dualtune runs export RUN` writes the numbers of one as CSV,
+    `dualtune runs clean DIRECTORY` deletes what is no longer needed; see their own --help.
     """
-    import sys
-    from dataclasses import asdict
-
-    from dualtune.cli.screen import is_live, width
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_runs
     from dualtune.train.state.resume import Condition, read_flat
@@ -208,7 +273,7 @@ def command(
         and all(condition.holds(configs[run.path]) for condition in filters)
     ]
     if as_json:
-        return say(to_json([asdict(run) for run in summaries]))
+        return say_json([asdict(run) for run in summaries])
     if not summaries:
         such = "such " if states or model or conditions else ""
         absent = [filter_.key for filter_ in filters if not any(map(filter_.concerns, configs.values()))]
@@ -219,11 +284,6 @@ def command(
 
 def table(runs: Sequence[RunSummary], width: int) -> list[str]:
     """Return a line for each run, with the columns that fit and the reason below."""
-    import textwrap
-
-    from dualtune.base.fields import shown
-    from dualtune.base.text import in_columns
-
     columns, dropped = [_cells(run) for run in runs], list[str]()
     while (too_wide := _width(columns) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
         dropped.append(LEAST_IMPORTANT[len(dropped)])
@@ -245,8 +305,6 @@ def table(runs: Sequence[RunSummary], width: int) -> list[str]:
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
-    from dualtune.base.fields import shown
-
     return {
         "run": shown(run.path, 1000),
         "state": run.state,

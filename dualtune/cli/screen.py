@@ -12,18 +12,20 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
-from dualtune.base.text import fitted, in_time, stamped, wrapped
+from dualtune.base.text import fitted, in_columns, in_time, stamped, wrapped
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
+
+    from dualtune.base.checks import Check
 
 LEAST_BAR, MOST_BAR = 8, 30  # columns
 REFRESH_HZ = 2
@@ -43,6 +45,14 @@ def is_live(stream: Any) -> bool:
 def tell(text: str) -> None:
     """Print text or a table: on a terminal wrapped to its width, elsewhere unchanged."""
     say(wrapped(text, width()) if is_live(sys.stdout) else text)
+
+
+def check_table(checks: Sequence[Check]) -> str:
+    """Return a line for each check, with its fix below."""
+    lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
+    indent = " " * (2 + max((len(check.level) for check in checks), default=0))
+    rows = zip(lines, checks, strict=True)
+    return "\n".join(line + (f"\n{indent}-> {check.fix}" if check.fix else "") for line, check in rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import threading
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import EnvironmentFault, Preempted
 from dualtune.cli.adapter_sets import base_of, load_adapters, named_directories, system_messages
 from dualtune.cli.options import dtype_option, no_system_option, platform_option, quantization_option, template_option
 from dualtune.cli.terminal import say
@@ -60,7 +61,6 @@ def command(
     adapter. Requests are answered one at a time; the others wait. A --host other than the default needs a key in
     DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
     """
-    from dualtune.base.errors import EnvironmentFault, Preempted
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
     from dualtune.show.page_server import LOOPBACK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
 
 if TYPE_CHECKING:
@@ -45,9 +47,6 @@ def with_short_options(
 
     UsageError for a key that both have: which of the two counts would be a guess. ConfigError for an empty value.
     """
-    import json
-
-    from dualtune.base.errors import ConfigError
 
     def text(name: str, value: str | Sequence[str]) -> str:
         if isinstance(value, str):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.files import write_file
+from dualtune.base.text import in_columns
 from dualtune.cli.options import backend_for, platform_option
 from dualtune.cli.screen import tell
 from dualtune.cli.settings import config_from_options, short_options, with_short_options
@@ -57,10 +59,10 @@ def command(
     from dualtune.train.sweep.sweep import Attempts, carry_out, check_plan, make_plan, ranked, result_of
 
     def make(all_overrides: Sequence[str]) -> Config:
-        made = load_config(config, all_overrides) if config else config_from_options(all_overrides)
-        if made is None:
+        settings = load_config(config, all_overrides) if config else config_from_options(all_overrides)
+        if settings is None:
             raise click.UsageError("Give a config file, or --model and --data.")
-        return made
+        return settings
 
     plan = make_plan(with_short_options(short, overrides), make, directory, trials, halving)
     backend = backend_for(platform)
@@ -115,7 +117,6 @@ def _trainer(backend: Backend) -> Train:
 
 def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory: Path) -> None:
     """Print the runs, best first, and write the page that compares them."""
-    from dualtune.base.text import in_columns
     from dualtune.train.state.run_dir import ADAPTER, MODEL
     from dualtune.train.sweep.sweep import at_the_edge, have_same_eval
 
@@ -130,7 +131,6 @@ def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory:
 
 def _write_page(runs: Sequence[Path], directory: Path) -> None:
     """Write the page that compares the runs. They are trained, so failing to write it does not fail the sweep."""
-    from dualtune.base.files import write_file
     from dualtune.show.report.run_page import run_page
     from dualtune.train.state.run_dir import REPORT
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from dualtune.base import interrupt
+from dualtune.base.errors import DualtuneError, EnvironmentFault
+from dualtune.base.text import one_line
 from dualtune.cli.terminal import say
 
 NAMES = ("trackio", "wandb", "mlflow", "tensorboard")  # dualtune.show.trackers, which has them too, is imported late
@@ -21,8 +23,6 @@ def command(run: Path, name: str) -> None:
 
     `run.track: [NAME]` in a config does the same while the run trains. W&B is offline unless WANDB_MODE is online.
     """
-    from dualtune.base.errors import DualtuneError, EnvironmentFault
-    from dualtune.base.text import one_line
     from dualtune.show.trackers.send import Sender, only_sender
     from dualtune.show.trackers.tracker import check_installed
     from dualtune.train.state.run_dir import check_is_run

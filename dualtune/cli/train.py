@@ -9,7 +9,7 @@ import click
 
 from dualtune.base import interrupt
 from dualtune.cli.options import backend_for, platform_option, resume_option, set_option
-from dualtune.cli.screen import tell
+from dualtune.cli.screen import phases, tell
 from dualtune.cli.settings import config_from_options, described, short_options, with_short_options
 from dualtune.cli.terminal import say
 
@@ -57,8 +57,6 @@ def command(
     Every config key is an option, such as --adapter.alpha 32. The adapter is saved to <run.dir>/adapter and the config
     to <run.dir>/config.yaml. To resume a run that was stopped, run the same command again.
     """
-    from dualtune.cli.screen import phases
-
     if hybrid is not None:
         overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
     overrides = with_short_options(short, overrides)
@@ -106,9 +104,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     The last lines say what the result is; they have no time, for scripts.
     """
     from dualtune.cli.progress import progress_hook, reading
-    from dualtune.cli.screen import phases
-    from dualtune.show.run import run
-    from dualtune.show.summary import summary
+    from dualtune.show.run import run, summary
     from dualtune.train.hooks import Hook, RunInfo
     from dualtune.train.state.run_dir import CONFIG
 
@@ -139,8 +135,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import reading
-    from dualtune.show.run import DISPLAY
-    from dualtune.show.summary import summary
+    from dualtune.show.run import DISPLAY, summary
     from dualtune.train.prepare import prepare
     from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dualtune.cli.options import PlatformOption, json_option
+from dualtune.base.errors import EnvironmentFault, Preempted
+from dualtune.cli.options import PlatformOption, json_option, say_json, write_json
+from dualtune.cli.screen import Phases, check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.cli.screen import Phases
     from dualtune.doctor.validate.run import TierResult
     from dualtune.doctor.validate.tiers import Tier, ValidationSetup
     from dualtune.engine.machine import Machine
@@ -34,8 +35,8 @@ class TierOptions:
 
 @click.command("validate")
 @click.option(
-    "--tier", metavar="quick|convergence|memory|extended|full|all",
-    help="The tier to run; all runs every tier except full.",
+    "--tier", metavar="selftest|quick|convergence|memory|extended|full|all",
+    help="The tier to run; selftest is `dualtune selftest`, all is quick to extended.",
 )  # fmt: skip
 @click.option(
     "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
@@ -63,15 +64,12 @@ def command(
 ) -> None:  # fmt: skip
     """Test that training works on this machine: train the config of a tier, and judge the run by the tier's criteria.
 
+    The tier before all others, selftest, trains none of these models: it tests what the device computes.
+
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
-    import json
-
-    from dualtune.base.errors import Preempted
-    from dualtune.base.files import write_file
-    from dualtune.cli.screen import phases
     from dualtune.doctor.validate.run import report
-    from dualtune.doctor.validate.tiers import open_setup, tiers_of
+    from dualtune.doctor.validate.tiers import SELFTEST, TIERS, free_directory, open_setup, tiers_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
@@ -79,7 +77,11 @@ def command(
         _write_data(write_data)
         ctx.exit(0)
     if tier is None:
-        raise click.UsageError("Say which tier to run: --tier quick, convergence, memory, extended, full or all.")
+        raise click.UsageError(f"Say which tier to run: --tier {SELFTEST}, {', '.join(TIERS)} or all.")
+    if tier == SELFTEST:
+        if check_memory or keep_going or random_weights:
+            raise click.UsageError(f"--tier {SELFTEST} is one tier without a model: leave out the options for models.")
+        ctx.exit(_selftest(device, free_directory(out), as_json=as_json))
     tiers = tiers_of(tier)
     try:
         with phases(err=as_json) as shown:
@@ -94,10 +96,9 @@ def command(
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
     values = report(results, setup, machine)
-    text = json.dumps(values, indent=2)
-    write_file(setup.out / "report.json", text + "\n")
+    write_json(setup.out / "report.json", values)
     if as_json:
-        say(text)
+        say_json(values)
     options.tell(f"report      {setup.out / 'report.json'}")
     ctx.exit(values["exit_code"])
 
@@ -108,21 +109,35 @@ def _write_data(path: Path) -> None:
     say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
 
 
+def _selftest(device: str, out: Path, *, as_json: bool) -> int:
+    """Run the self-test, and leave its report where those of the other tiers are. Return the exit code."""
+    from dualtune.cli.selftest import run_selftest
+
+    report = run_selftest(device, err=as_json)
+    out.mkdir(parents=True)
+    write_json(out / "report.json", report)
+    if as_json:
+        say_json(report)
+    else:
+        tell("\n" + "\n".join([*report["verdict"], f"report      {out / 'report.json'}"]))
+    return report["exit_code"]
+
+
 def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, options: TierOptions) -> list[TierResult]:
     """Run each tier in turn, up to the first that fails, unless `options` says otherwise."""
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
         results.append(_run_one(tier, setup, machine, options))
-        left = [each.name for each in tiers[index + 1 :]]
-        if results[-1].exit_code and left and not options.keep_going:
-            options.tell(f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them anyway)")
+        remaining = [each.name for each in tiers[index + 1 :]]
+        if results[-1].exit_code and remaining and not options.keep_going:
+            options.tell(
+                f"left out    {', '.join(remaining)}: {tier.name} did not pass (--keep-going runs them anyway)"
+            )
             break
     return results
 
 
 def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
-    from dualtune.base.checks import table
-    from dualtune.base.errors import EnvironmentFault
     from dualtune.doctor.validate.run import missing, not_run, run_tier
     from dualtune.doctor.validate.tiers import check_memory, plan
 
@@ -140,7 +155,7 @@ def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: Tier
         result = run_tier(planned, setup, [_live(tier.name, setup, options)])
     except EnvironmentFault as error:
         return _tell_end(not_run(planned, setup, missing(error)), options)
-    tell(table(result.checks))
+    tell(check_table(result.checks))
     return _tell_end(result, options)
 
 

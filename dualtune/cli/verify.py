@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import FormatError
 from dualtune.cli.adapter_sets import base_of
 from dualtune.cli.bundle import binding_options
-from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
+from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option, say_json
+from dualtune.cli.screen import check_table, phases, tell
 
 if TYPE_CHECKING:
     from dualtune.use.transfer.bundles.manifest import RequiredBinding
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
 @dtype_option
 @quantization_option
 @platform_option
+@click.option(
+    "--with", "library", metavar="LIBRARY",
+    help="Let another library compute (peft or mlx-lm), in float32, as its users load the directory.",
+)  # fmt: skip
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context, directory: Path, base: str | None, required: RequiredBinding, dtype: str, quantization: str,
-    platform: str, as_json: bool,
+    platform: str, library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 
@@ -38,15 +44,11 @@ def command(
     Exit code 0 if it is the same function within the tolerance of the precisions, 6 if it is not or if there is nothing
     to compare with.
     """
-    import json
-
-    from dualtune.base.checks import table
-    from dualtune.base.errors import FormatError
-    from dualtune.cli.screen import phases, tell
-    from dualtune.cli.terminal import say
     from dualtune.model.formats.directory import adapter_directory
     from dualtune.use.transfer.bundles import manifest
 
+    if library is not None and (dtype, quantization, platform) != ("auto", "auto", "auto"):
+        raise click.UsageError("--dtype, --quantization and --platform have no effect with --with; remove them.")
     if base is None:
         path, _ = manifest.find(adapter_directory(directory), required)
         base = base_of(None, [path], option="--base MODEL")
@@ -63,10 +65,12 @@ def command(
             shown.begin("computing", "what was recorded")
             return backend
 
-        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, required=required)
+        result = verify(
+            directory, base, open_backend, dtype=dtype, quantization=quantization, required=required, library=library
+        )
     if as_json:
-        say(json.dumps(result.to_json(), indent=2))
+        say_json(result.to_json())
     else:
-        tell(table(result.checks))
+        tell(check_table(result.checks))
         tell(f"\nverdict: {result.verdict}: {result.sentence}")
     ctx.exit(0 if result.ok else FormatError.exit_code)

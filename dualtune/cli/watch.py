@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.errors import EnvironmentFault
+from dualtune.base.text import in_time
+from dualtune.cli.screen import Phases, phases, width
+
 if TYPE_CHECKING:
-    from dualtune.cli.screen import Phases
     from dualtune.show.view.follow import WatchedRun
 
 
@@ -37,7 +40,6 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
     """
     if once and (wait or serve):
         raise click.UsageError("Give --once alone: --wait and --serve go on.")
-    from dualtune.cli.screen import phases
     from dualtune.show.view.follow import WatchedRun
 
     with phases() as shown:
@@ -58,8 +60,6 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
 
 def _show(watched: WatchedRun, shown: Phases) -> None:
     """Draw the state on a terminal; a pipe gets only the lines that are new, and those are said as they are read."""
-    from dualtune.base.text import in_time
-    from dualtune.cli.screen import width
     from dualtune.show.view.lines import panel
 
     if not shown.is_live:
@@ -67,33 +67,31 @@ def _show(watched: WatchedRun, shown: Phases) -> None:
     view, silent = watched.view, watched.silent_s or 0.0
     shown.panel = tuple(panel(view, width(), time.time()))
     shown.begin("training" if watched.is_running else watched.state, since=time.monotonic() - silent)
-    left = view.seconds_left
+    seconds = view.seconds_left
     fields = (f"last row {in_time(silent)} ago",)
-    remaining = max(0.0, left - silent) if watched.is_running and left is not None else 0.0
+    remaining = max(0.0, seconds - silent) if watched.is_running and seconds is not None else 0.0
     shown.update(view.step, view.num_steps, fields, seconds_left=remaining)
 
 
 def _tell_state(watched: WatchedRun, shown: Phases) -> None:
     """Say what the run has done, and how it ended."""
     from dualtune.base.fields import shown as safe
-    from dualtune.base.text import in_time
     from dualtune.show.view.lines import panel
 
-    view, left = watched.view, watched.view.seconds_left
+    view, seconds = watched.view, watched.view.seconds_left
     of = f"/{view.num_steps}" if view.num_steps else ""
     shown.tell(f"{'run':<11} {watched.path}, step {view.step}{of}")
     for line in panel(view, 120, time.time()):
         shown.tell(line)
     if watched.is_running:
         silent_s = watched.silent_s or 0.0
-        ends = f", {in_time(max(0.0, left - silent_s))} left" if left is not None else ""
+        ends = f", {in_time(max(0.0, seconds - silent_s))} left" if seconds is not None else ""
         return shown.tell(f"{'running':<11} last row {in_time(silent_s)} ago{ends}")
     return shown.tell(f"{watched.state:<11} {safe(watched.reason, 500)}".rstrip())
 
 
 @contextmanager
 def _served(watched: WatchedRun, port: int, shown: Phases) -> Generator[None]:
-    from dualtune.base.errors import EnvironmentFault
     from dualtune.show.page_server import PageServer
 
     try:

@@ -92,14 +92,14 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config, driver_of(kind).name)
     has = within(budget(machine, kind), config.memory.limit_bytes)
-    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes, has.host_bytes)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has)
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
 def _decoder(config: Config, backend: str) -> Shape:
     """Return the shape of a published model, or of one on this machine."""
-    if (known := published(config.model.name)) is not None:
-        return decoder_of(known)
+    if (shape := published(config.model.name)) is not None:
+        return decoder_of(shape)
     from dualtune.doctor.check_config_model import decoder_to_plan  # late: it imports NumPy and tokenizers
 
     return decoder_to_plan(config, backend)
@@ -366,7 +366,7 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
     """Say what the machine is, and why; what fits; which config to start with; what to fix first."""
     text = f"{_subject(machine)} is {kind.meaning}"
     if kind.level != "fail":
-        text += f", which fit with documents up to {longest:,} tokens"
+        text += f": they fit with documents up to {longest:,} tokens"
     fits = "no known model fits"
     if device_of(machine) == "cpu":
         fits = "small models can be trained with --platform cpu"

@@ -35,7 +35,7 @@ class ActivationCheckpointing:
 
     layers: int | Literal["all"] = 0  # "all": all but the last, whose recomputation would save nothing
     every: int = 1
-    remade: bool = False  # recompute only the adapters' inputs, from what other operations keep anyway
+    adapter_inputs: bool = False  # recompute only the adapters' inputs, from what other operations keep anyway
     offload: bool = False  # the inputs of segments wait in host memory
     reason: str = field(default="as configured", compare=False)
 
@@ -57,7 +57,7 @@ class ActivationCheckpointing:
 
     def describe(self, num_layers: int) -> str:
         """Return what is recomputed in a model with `num_layers`, for logs."""
-        if self.remade:
+        if self.adapter_inputs:
             return "the adapters' inputs are recomputed"
         if not (recomputed := self.num_recomputed(num_layers)):
             return "none"
@@ -198,6 +198,8 @@ class Card:
     # "module:function" that tries what PEFT would do with an adapter: (config.json, adapter_config.json,
     # the shapes of the tensors) -> for each auto class of transformers what goes wrong, or "".
     peft_trial: str = ""
+    # Other libraries that load an adapter, by name: "module:class" of an `OtherLibrary` (engine/libraries.py).
+    libraries: Mapping[str, str] = field(default_factory=lambda: {})
 
     def __str__(self) -> str:
         return self.title or self.name

@@ -35,7 +35,7 @@ class Class:
 SEVEN_B = "mistralai/Mistral-7B-Instruct-v0.3"
 # Best first.
 CUDA_CLASSES = (
-    Class(16384, "H100 class", "ok", "of the H100 class"),
+    Class(16384, "H100 class", "ok", "of the H100 class for models of 7B"),
     Class(4096, "adequate", "ok", "adequate for models of 7B"),
     Class(512, "low", "advice", "low on memory for models of 7B"),
     Class(0, "too small", "fail", "too small for models of 7B"),

@@ -89,7 +89,7 @@ ROTARY, ACTIVATION, DROPOUT, UNPACKING = "rotary", "activation", "dropout", "unp
 HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
 RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
 IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING)
-REMADE = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
+RECOMPUTED_INPUTS = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
 PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS)
 
 NF4_BYTES = 4.127 / 8  # of a weight, with its share of the scales: Dettmers et al., QLoRA, arXiv 2305.14314, section 3
@@ -370,8 +370,8 @@ def _recomputed(step: _Step, pieces: list[Piece]) -> Iterator[Piece]:
     """The forward pass of the layers that are not kept, once more."""
     checkpointing, layers = step.ask.checkpointing, step.decoder.layers
     again, share = IN_LAYERS, checkpointing.num_recomputed(layers) / layers
-    if checkpointing.remade:
-        again, share = REMADE, step.on.layers / layers
+    if checkpointing.adapter_inputs:
+        again, share = RECOMPUTED_INPUTS, step.on.layers / layers
     for piece in pieces:
         if share and not piece.is_backward and piece.part in again:
             yield piece.times(share, RECOMPUTATION)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.base.text import in_columns
 from dualtune.model.adapter import Tensors, position_of
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
@@ -40,8 +39,6 @@ from dualtune.model.formats.directory import (
 #
 # ΔW is never formed: norms, inner products and differences come from r×r Gram matrices, which resolve a relative
 # difference down to about 1e-8. Two adapters of different rank, scale or layout can be the same function.
-
-MAX_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +92,6 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     )
 
 
-def render_difference(difference: AdapterDifference) -> str:
-    """Format the difference as plain text, the largest parts first."""
-    lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in difference.settings.items()]
-    apart = {
-        "only in A": difference.only_in_a,
-        "only in B": difference.only_in_b,
-        "different shape": difference.of_other_shape,
-    }
-    for title, names in apart.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
-    differing = [m for m in difference.modules if m.relative_difference > SAME_FUNCTION]
-    if differing:
-        rows = [("module", "difference", "‖ΔW‖ of A", "‖ΔW‖ of B", "cosine")]
-        rows += [
-            (m.module, f"{m.relative_difference:.1e}", f"{m.norm_a:.4g}", f"{m.norm_b:.4g}", _shown(m.cosine))
-            for m in differing[:MAX_ROWS]
-        ]
-        lines += ["", in_columns(rows)]
-        lines += [f"and {len(differing) - MAX_ROWS} more modules"] * (len(differing) > MAX_ROWS)
-    num_shared, largest = len(difference.modules), max((m.relative_difference for m in difference.modules), default=0.0)
-    verdict = (
-        f"same function: no update differs by more than {SAME_FUNCTION:g} of its norm (largest {largest:.1e})"
-        if difference.is_same_function
-        else f"different: {len(differing)} of {num_shared} shared modules (largest difference {largest:.1e})"
-    )
-    return "\n".join([*lines, verdict])
-
-
 def _settings(adapter: Adapter) -> dict[str, Any]:
     spec = adapter.spec
     return {
@@ -157,10 +125,6 @@ def _inner(ours: Pair, theirs: Pair) -> float:
     """Return ⟨B₁ A₁, B₂ A₂⟩ = Σ (B₁ᵀ B₂) ∘ (A₁ A₂ᵀ), from two r×r matrices in float64."""
     B_rr = ours.B_Or.T.astype(np.float64) @ theirs.B_Or.astype(np.float64)
     return float(np.sum(B_rr * (ours.A_rI.astype(np.float64) @ theirs.A_rI.T.astype(np.float64))))
-
-
-def _shown(cosine: float | None) -> str:
-    return "-" if cosine is None else f"{cosine:.4f}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,34 +212,6 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
     )
 
 
-def render_report(report: AdapterReport) -> str:
-    """Format the report as plain text."""
-    verdicts = {True: "yes", False: "NO", None: "not applicable"}
-    lines = [
-        f"adapter     {report.path}",
-        f"layout      {report.layout}",
-        f"base model  {report.base_model or 'not recorded'}",
-        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_scaling_note(report)}, "
-        f"dropout {report.dropout:g}",
-        f"targets     {_shortened(report.targets)}",
-        f"template    {report.template}",
-        f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
-        f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
-        f"hashes ok   {verdicts[report.hashes_ok]}",
-        f"files agree {verdicts[report.files_agree]}",
-        "",
-        f"{'‖scale · B A‖':<28}{'modules':>8}{'mean':>12}{'max':>12}",
-        *(f"{p.name:<28}{p.num_modules:>8}{p.mean_norm:>12.4g}{p.max_norm:>12.4g}" for p in report.projections),
-    ]
-    for title, texts in (("note", report.notes), ("flag", report.flags), ("PROBLEM", report.problems)):
-        lines += [f"{title}: {text}" for text in texts]
-    return "\n".join(lines)
-
-
-def _scaling_note(report: AdapterReport) -> str:
-    return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
-
-
 def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
     norms: dict[str, list[float]] = defaultdict(list)
     for module, pair in pairs.items():
@@ -290,7 +226,7 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     if len(idle) == len(pairs):
         flags.append("B is all zeros (the adapter does nothing)")
     elif idle:
-        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
+        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {shortened(idle)}")
     # The two usual mistakes of converters between scale and alpha; only hints, since both values can be intended.
     if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
         flags.append(
@@ -304,5 +240,5 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     return flags
 
 
-def _shortened(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
+def shortened(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -181,7 +181,7 @@ class RunMemory:
         """Describe the plan for the start of a run."""
         if self.plan is None:
             return [f"memory      not estimated: {self.why_no_plan}"]
-        lines = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
+        lines = [f"memory      estimated: {self.plan.compare()}"]
         if not self.plan.fits:
             lines.append(f"warning     it may run out of memory. {self.plan.smaller}")
         return lines
@@ -241,7 +241,7 @@ def plan_memory(
             memory = replace(memory, why_no_plan=str(error))
         else:
             evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
-            plan = plan_of(trained, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)
+            plan = plan_of(trained, decoder, backend.name, device.kind, has, evaluated)
             memory = RunMemory(plan.ask.checkpointing, has, plan)
 
     # A limit that the plan exceeds ends the run here. Where the device cannot keep it, the run watches its peak.

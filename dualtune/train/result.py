@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dualtune.base.errors import EnvironmentFault, FormatError
-from dualtune.base.files import json_bytes, remove_directory, write_whole
+from dualtune.base.files import json_bytes, new_directory, remove_directory
 from dualtune.base.untrusted import read_json
 from dualtune.config import Config
 from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
@@ -162,15 +162,12 @@ def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming 
 
 def write_model(path: Path, engine: Engine, template: str | None, record: Mapping[str, Any]) -> None:
     """Write the trained model, whole or not at all. `template`: the source of its training's chat template."""
-
-    def write(directory: Path) -> None:
+    with new_directory(path.resolve(), by_library=True) as directory:
         engine.save_merged(directory)
         write_training_template(directory, template, record)
         with contextlib.suppress(EnvironmentFault):  # a tokenizer of another kind
             write_stop_tokens(directory)
         (directory / MANIFEST_FILE).write_bytes(json_bytes(record))
-
-    write_whole(path, write)
 
 
 def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from dualtune.base.errors import FormatError
+from dualtune.cli.adapter import report_text
 from dualtune.model.formats import chat_template
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, write_training_template
 from dualtune.model.formats.directory import read_adapter, write_adapter
 from dualtune.model.importing.repair import import_adapter
-from dualtune.model.inspection import inspect_adapter, render_report
+from dualtune.model.inspection import inspect_adapter
 
 SOURCE = "{% for m in messages %}\r\n[{{ m.content }} é]{% endfor %}"
 OTHER = "{{ messages }}"
@@ -81,7 +82,7 @@ def test_inspect_says_what_is_known(make_adapter, tmp_path, case):
     source, training, said = RECORDS[case]
     write_adapter(tmp_path / "a", make_adapter(template=source), metadata={"training": training})
     report = inspect_adapter(tmp_path / "a")
-    assert report.template.startswith(said) and f"template    {said}" in render_report(report)
+    assert report.template.startswith(said) and f"template    {said}" in report_text(report)
 
 
 def test_a_mismatch_is_one_line_and_a_match_none():

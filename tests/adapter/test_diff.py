@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from dualtune.cli.adapter import difference_text
 from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.formats.canonical import to_pairs
 from dualtune.model.formats.directory import write_adapter
-from dualtune.model.inspection import diff_adapters, render_difference
+from dualtune.model.inspection import diff_adapters
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 SHAPES = {Q0: (24, 40), Q1: (24, 40)}
@@ -54,7 +55,7 @@ def test_another_rank_scale_and_layout_can_be_the_same_function(write, make_adap
     found = diff_adapters(write("a", ours), write("b", theirs, layout="mlx"))
     assert found.is_same_function
     assert found.settings == {"rank": (3, 5), "alpha": (6.0, 2.5), "scale": (2.0, 0.5)}
-    assert render_difference(found).splitlines()[-1].startswith("same function")
+    assert difference_text(found).splitlines()[-1].startswith("same function")
 
 
 @pytest.mark.parametrize(("size", "same"), [(3e-6, True), (3e-5, False)])

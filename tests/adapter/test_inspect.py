@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from dualtune.cli.adapter import report_text
 from dualtune.model.formats.directory import read_adapter, write_adapter
-from dualtune.model.inspection import inspect_adapter, render_report
+from dualtune.model.inspection import inspect_adapter
 
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -29,7 +30,7 @@ def test_the_report_is_json_and_text(dual):
     report = inspect_adapter(dual)
     table = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert table["ok"] is True and table["targets"] == ["q_proj"] and table["projections"][0]["num_modules"] == 2
-    text = render_report(report)
+    text = report_text(report)
     for expected in ("org/base", "rank        3, alpha 6, scale 2", "hashes ok   yes", "self_attn.q_proj"):
         assert expected in text
 
@@ -41,7 +42,7 @@ def test_the_scaling_is_shown_and_can_be_exchanged(tmp_path, make_adapter, delta
     write_adapter(tmp_path / "rs", adapter)
     report = inspect_adapter(tmp_path / "rs")
     assert (report.scaling, report.alpha, report.scale) == ("rank_stabilized", 6.0, 6 / 3**0.5)
-    assert "scale 3.4641 (rank-stabilized: alpha / √rank)" in render_report(report)
+    assert "scale 3.4641 (rank-stabilized: alpha / √rank)" in report_text(report)
     done = dualtune_main(
         "adapter", "convert", tmp_path / "rs", tmp_path / "plain", "--to", "dual", "--scaling", "standard"
     )
@@ -60,7 +61,7 @@ def test_the_report_shows_what_reading_refuses(dual):
     safetensors.numpy.save_file(mlx, file)
     report = inspect_adapter(dual)
     assert not report.ok and report.hashes_ok is False and report.files_agree is False
-    assert "hashes ok   NO" in render_report(report) and "PROBLEM: " in render_report(report)
+    assert "hashes ok   NO" in report_text(report) and "PROBLEM: " in report_text(report)
 
 
 def test_nan_is_reported_and_null_in_json(tmp_path, make_adapter):

@@ -79,8 +79,7 @@ def test_text_leaves_through_one_module():
     assert {name: used for name, used in found.items() if name not in ours} == {
         "cli/terminal.py": {"print"},
         "doctor/validate/losses.py": {"print"},  # scripts of their own
-        "doctor/bench/ablation_process.py": {"print"},
-        "doctor/selftest/run.py": {"print"},
+        "doctor/apart.py": {"print"},
         "use/export/in_llama_cpp.py": {"sys.stdout.write"},
     }
 

@@ -1,5 +1,6 @@
 """`dualtune runs` with filters, and `runs compare`: what differs, the numbers, and the curves in a terminal."""
 
+import csv
 import json
 import math
 import re
@@ -163,3 +164,32 @@ def test_a_long_curve_keeps_its_mean():
     labels = [float(line[0][0].split("+")[0]) for line in drawn({"A": points}, 60, plain=True) if "+" in line[0][0][:8]
               and line[0][0][:4].strip(" +-")]  # fmt: skip
     assert labels and max(labels) <= 2.51 and min(labels) >= 1.49
+
+
+def test_a_run_is_exported_with_perplexities_and_the_memory_of_each_step(made, dualtune_main, tmp_path):
+    run = made("a", [3.0, 2.0, math.nan], "{}", lr=0.1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "event": "verdict", "message": "not a step"}) + "\n")
+    (run / "memory.csv").write_text(
+        "step,phase,used_bytes,peak_bytes,cached_bytes,process_bytes,device_bytes,total_bytes,time\n"
+        "1,data,10,10,,70,,100,1.0\n1,micro-batch,30,40,,50,,100,2.0\n2,micro-batch,20,40,5,60,90,100,3.0\n"
+    )
+    result = dualtune_main("runs", "export", run)
+    rows = list(csv.DictReader(result.stdout.splitlines()))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "1", "3"]  # `made` writes the evaluations at the end
+    assert [rows[0][name] for name in ("loss", "lr", "used_bytes", "process_bytes", "device_bytes")] == [
+        "3.0",
+        "0.1",
+        "30",
+        "70",
+        "",
+    ]
+    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(3)) and rows[0]["eval_loss"] == ""
+    assert rows[1]["device_bytes"] == "90" and math.isnan(float(rows[2]["perplexity"]))
+    assert float(rows[3]["eval_perplexity"]) == pytest.approx(math.exp(3.5)) and rows[3]["loss"] == ""
+
+    target = tmp_path / "out.csv"
+    assert dualtune_main("runs", "export", run, "--to", target).returncode == 0
+    assert target.read_text() == result.stdout
+    assert dualtune_main("runs", "export", run, "--to", target).returncode == 2
+    assert dualtune_main("runs", "export", tmp_path).returncode == 2

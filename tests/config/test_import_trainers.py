@@ -121,6 +121,8 @@ def test_values_become_ours(translate, trainer, more, ours):
         ("axolotl-rs", {"dataset": {"path": None}, "hybrid": {"enabled": True}}, {"dataset.path", "hybrid"}),
         ("axolotl-rs", {"quantization": {"block_size": 128, "double_quant": False}},
          {"quantization.block_size", "quantization.double_quant"}),
+        ("axolotl-rs", {"dataset": {"type": ["alpaca"]}}, {"dataset.type"}),
+        ("Unsloth", {"data": {"format_type": {"a": 1}, "local_dataset": []}}, {"data.format_type"}),
     ],
 )  # fmt: skip
 def test_what_is_not_here_is_named(translate, trainer, more, named):

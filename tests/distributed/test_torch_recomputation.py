@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 PLANS = {
     "full": ActivationCheckpointing("all"),
     "2 at a time": ActivationCheckpointing("all", every=2),
-    "first layer, remade": ActivationCheckpointing(1, remade=True),
+    "first layer, remade": ActivationCheckpointing(1, adapter_inputs=True),
 }
 
 
@@ -36,7 +36,7 @@ def main(model: str, out: str) -> None:
         batch = random_batch([9, 16], 96, seed=rank)
         expected, held = gradient(engine, batch), held_bytes(engine)
         for name, plan in PLANS.items():
-            if kernels == "auto" or not plan.remade:
+            if kernels == "auto" or not plan.adapter_inputs:
                 engine.set_checkpointing(plan)
                 same = torch.equal(gradient(engine, batch), expected)
                 found[f"{dtype} {kernels} {name}"] = [same, float(expected.norm()), held_bytes(engine) / held]

@@ -212,7 +212,7 @@ def test_a_checkout_converts_and_its_quantizer_or_an_installed_one_quantizes(exp
     (tmp_path / "programs").mkdir()
     program.rename(tmp_path / "programs/llama-quantize")
     monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}{os.pathsep}{os.environ['PATH']}")
-    assert find_llama_cpp(checkout, "q4_k_m")._quantizer == tmp_path / "programs/llama-quantize"
+    assert find_llama_cpp(checkout, "q4_k_m").quantizer == tmp_path / "programs/llama-quantize"
 
 
 # --- keys in the header ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from readers_data import DATA_SEEDS, read_data
 
 from dualtune.base.files import json_bytes, listing
 from dualtune.base.untrusted import read_safetensors
+from dualtune.cli.adapter import report_text
 from dualtune.config import load_config, parse_config, to_yaml
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, init_adapter
@@ -36,7 +37,7 @@ from dualtune.model.copies import staged
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter, read_manifest, write_adapter
 from dualtune.model.importing.repair import import_adapter
-from dualtune.model.inspection import diff_adapters, inspect_adapter, render_report
+from dualtune.model.inspection import diff_adapters, inspect_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.metrics import History, main_rows, read_rows
 from dualtune.use.transfer.bundles import manifest
@@ -108,7 +109,7 @@ def read_an_adapter(place: Path, out: Path, draw: random.Random) -> None:
         case 0:
             adapter, metadata = read_adapter(place), None
         case 1:
-            render_report(report := inspect_adapter(place))
+            report_text(report := inspect_adapter(place))
             json.dumps(report.to_json(), allow_nan=False)
             return
         case 2:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
+from dualtune.cli.hybrid import LEGEND, in_percent, table
 from dualtune.doctor.bench import digits as digits_module
 from dualtune.doctor.bench import hybrid as compare_module
 from dualtune.doctor.bench import intervals
 from dualtune.doctor.bench.hybrid import (
     ARMS,
     BASELINE,
-    LEGEND,
     Arm,
     ArmResult,
     Comparison,
@@ -23,8 +23,6 @@ from dualtune.doctor.bench.hybrid import (
     Place,
     Trial,
     compare,
-    in_percent,
-    lines,
     plot,
     predict_at_random,
     tune_rate,
@@ -255,7 +253,7 @@ def test_the_command_needs_a_config_or_a_task(dualtune_main, given):
 def test_the_plot_and_table_of_a_single_arm_that_is_exactly_the_baseline():
     same = result_of([1.0], [1.0])
     ElementTree.fromstring(plot(Comparison((same,), 1e-3)))
-    assert len(list(lines(Comparison((same,), 1e-3)))) == 2
+    assert len(list(table(Comparison((same,), 1e-3)))) == 2
 
 
 def test_a_policy_may_be_given_as_a_function(settings, open_backend):

@@ -39,13 +39,11 @@ GPT2 = {
 SHORT = [64] * 4
 DIAL = (
     ActivationCheckpointing("all"), ActivationCheckpointing("all", every=2), ActivationCheckpointing(4),
-    ActivationCheckpointing(remade=True),
+    ActivationCheckpointing(adapter_inputs=True),
 )  # fmt: skip
 # In an update an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
 UPDATE_STEPS = 16
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
-
-pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
 
 
 def long(*values):

@@ -22,7 +22,7 @@ attention = importlib.import_module("dualtune_mlx.kernels.attention")
 card = importlib.import_module("dualtune_mlx.card")
 checkpointing = importlib.import_module("dualtune_mlx.checkpointing")
 
-FULL, REMADE = ActivationCheckpointing("all"), ActivationCheckpointing(remade=True)
+FULL, REMADE = ActivationCheckpointing("all"), ActivationCheckpointing(adapter_inputs=True)
 PAIRS, TWO = ActivationCheckpointing("all", every=2), ActivationCheckpointing(2)
 SPEC = AdapterSpec(4, 6.0, 0.3, ("all-linear",))
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)

@@ -285,7 +285,7 @@ def test_a_file_that_changes_ends_the_run_with_its_name(change, load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", [KEEP_ALL, ActivationCheckpointing(2), ActivationCheckpointing(remade=True), replace(FULL, every=2)]
+    "how", [KEEP_ALL, ActivationCheckpointing(2), ActivationCheckpointing(adapter_inputs=True), replace(FULL, every=2)]
 )
 def test_checkpointing_that_contradicts_is_refused(how, load):
     with pytest.raises(ConfigError, match=r"memory.checkpointing: got .*with memory.resident_layers.*allowed: auto"):

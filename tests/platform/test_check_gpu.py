@@ -25,7 +25,7 @@ def test_the_exit_code_is_the_verdict_in_words_and_in_json(dualtune_main):
 def test_the_verdict_gives_its_reason_what_fits_and_where_to_begin(dualtune_main):
     found = json.loads(dualtune_main("check-gpu", "--machine", "rtx-5080-16", "--json").stdout)
     assert found["verdict"].startswith(
-        "NVIDIA GeForce RTX 5080 with 17.1 GB is low on memory for models of 7B, which fit with documents up to 2,816 "
+        "NVIDIA GeForce RTX 5080 with 17.1 GB is low on memory for models of 7B: they fit with documents up to 2,816 "
         "tokens; QLoRA of Qwen/Qwen3-8B fits, with documents up to "
     )
     assert found["verdict"].endswith(" tokens. Start with configs/rtx_16gb.yaml")

@@ -28,7 +28,7 @@ FULL = ActivationCheckpointing("all")
 PLANS = [
     FULL, ActivationCheckpointing("all", every=2), ActivationCheckpointing(2), ActivationCheckpointing(4, every=3),
 ]  # fmt: skip
-REMADE = [ActivationCheckpointing(remade=True), ActivationCheckpointing(2, remade=True)]
+REMADE = [ActivationCheckpointing(adapter_inputs=True), ActivationCheckpointing(2, adapter_inputs=True)]
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,

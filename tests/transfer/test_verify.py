@@ -1,13 +1,20 @@
 """`dualtune verify`: an adapter is the same function on the other backend, and a gap of precision is explained."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.engine.libraries import open_library
 from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.engine.testing.tiny_models import random_batch
-from dualtune.model.formats.directory import read_adapter
+from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.use.verify.verdict import recorded_in
+from dualtune.use.verify.verify import compute_with, verify
 
 
 @pytest.mark.parametrize("here", ["torch", "mlx"])
@@ -106,3 +113,48 @@ def test_a_record_of_an_older_dualtune_is_verified(trained, with_record, check):
     result = check(with_record(trained("torch"), age))
     assert (result.ok, result.function.pair, result.function.base.num_positions) == (True, "bfloat16", 4)
     assert result.function.adapter.logprob < 1e-5
+
+
+@pytest.mark.parametrize("library", ["peft", "mlx-lm"])
+@pytest.mark.parametrize("there", ["torch", "mlx"])
+def test_other_libraries_compute_the_recorded_function(trained, model, there, library):
+    pytest.importorskip(library.replace("-", "_"))
+    result = verify(trained(there), str(model), no_backend, library=library)
+    assert (result.verdict, result.ok, result.function.pair) == ("same", True, "float32"), result.sentence
+    assert result.function.adapter.logprob < 2e-5 and not result.function.idle
+    (row,) = (row for row in result.checks if row.name == library)
+    assert row.level == "ok" and library.split("-")[0] in row.found
+
+
+@pytest.mark.parametrize(
+    ("library", "file"), [("peft", "adapter_model.safetensors"), ("mlx-lm", "adapters.safetensors")]
+)
+def test_what_another_library_would_compute_from_its_own_file_is_what_is_judged(
+    trained, model, tmp_path, library, file
+):
+    """Each reads its own of the two files: with B of zero in that one alone, only that library has no adapter."""
+    damaged = tmp_path / "adapter"
+    shutil.copytree(trained("torch"), damaged)
+    tensors = load_file(damaged / file)
+    save_file(
+        {name: np.zeros_like(x) if "lora_b" in name.lower() else x for name, x in tensors.items()}, damaged / file
+    )
+    recorded = recorded_in(read_adapter(trained("torch")).metadata, Path("dualtune.json"))
+    effects = {}
+    for name in ("peft", "mlx-lm"):
+        pytest.importorskip(name.replace("-", "_"))
+        effects[name] = compute_with(open_library(name, model, damaged), recorded).effect.size
+    assert effects.pop(library) == 0.0
+    assert list(effects.values()) == [pytest.approx(1.0, abs=1e-3)]
+
+
+def test_a_library_that_is_unknown_or_does_not_load_the_adapter_is_named(trained, model, tmp_path):
+    with pytest.raises(ConfigError, match="'vllm', allowed: mlx-lm, peft"):
+        verify(trained("torch"), str(model), no_backend, library="vllm")
+    write_adapter(tmp_path / "mlx", read_adapter(trained("torch")), layout="mlx")
+    with pytest.raises(FormatError, match="peft does not load"):
+        verify(tmp_path / "mlx", str(model), no_backend, library="peft")
+
+
+def no_backend():
+    raise AssertionError("a backend was opened")

@@ -43,4 +43,5 @@ CARD = Card(
     problems=checks.problems,
     environment=checks.environment,
     twin=Twin(peak_bytes=16 * 10**6, divisors={"extended": 5, "full": 10}),
+    libraries={"mlx-lm": "dualtune_mlx.libraries:MlxLm"},
 )

@@ -132,7 +132,9 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     numbers += ask.rank * len(inputs)
-    if ask.checkpointing.remade:  # norms and gated activations keep what these inputs are made of, masks are made too
+    if (
+        ask.checkpointing.adapter_inputs
+    ):  # norms and gated activations keep what these inputs are made of, masks are made too
         numbers += q * ("heads" in on.reads) + i * ("inner" in on.reads and not decoder.gated)
     else:
         numbers += read

@@ -68,4 +68,5 @@ CARD = Card(
     # was loaded, including the libraries that are loaded with it.
     twin=Twin(peak_bytes=256 * 10**6, divisors={"full": 5}),
     peft_trial="dualtune_torch.peft_trial:problems",
+    libraries={"peft": "dualtune_torch.libraries:Peft"},
 )

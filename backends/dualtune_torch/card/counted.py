@@ -145,7 +145,9 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
         return T * (ranks + (c + 1) * sum(linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)
-    needed = [in_ for reads, in_ in inputs.items() if reads not in kept.inputs or (drops and reads not in kept.remade)]
+    needed = [
+        in_ for reads, in_ in inputs.items() if reads not in kept.inputs or (drops and reads not in kept.recomputed)
+    ]
     return T * (ranks + c * sum(needed))
 
 

@@ -158,7 +158,7 @@ def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     if ask.trains_model:
         around += _normalized(decoder, ask) * c * d
     elif whole == on.layers:
-        around -= c * d * (not (_norms_are_remade(decoder, ask) and "before attention" in on.reads))
+        around -= c * d * (not (_norms_are_recomputed(decoder, ask) and "before attention" in on.reads))
     copies = 0
     if ask.kernels == "reference" and c < MASTER_BYTES:  # of the adapter, in the compute dtype
         copies = num_trained(decoder, ask) * c * whole // max(on.layers, 1)
@@ -194,10 +194,10 @@ def _angles(decoder: Decoder, ask: Ask) -> int:
     return 0 if decoder.is_gpt2 else 2 * decoder.head_dim * ask.item_bytes
 
 
-def _norms_are_remade(decoder: Decoder, ask: Ask) -> bool:
+def _norms_are_recomputed(decoder: Decoder, ask: Ask) -> bool:
     """Whether adapters recompute the output of a norm: it must keep its input in the compute dtype."""
     keeps_input = decoder.is_gpt2 or is_compiled(decoder, ask) or ask.item_bytes == MASTER_BYTES
-    return ask.checkpointing.remade and ask.kernels != "reference" and keeps_input
+    return ask.checkpointing.adapter_inputs and ask.kernels != "reference" and keeps_input
 
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
@@ -205,10 +205,10 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
-    if not _norms_are_remade(decoder, ask):
+    if not _norms_are_recomputed(decoder, ask):
         kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
     kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
-    kept += c * q * ("heads" in reads and drops(decoder, ask) and not ask.checkpointing.remade)
+    kept += c * q * ("heads" in reads and drops(decoder, ask) and not ask.checkpointing.adapter_inputs)
     if decoder.is_gpt2:
         kept += c * i * (GELU + ("inner" in reads))
     else:

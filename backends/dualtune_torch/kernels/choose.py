@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import nn
@@ -18,18 +18,12 @@ from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
 from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
 from dualtune_torch.lora import LoRAPieces
-from dualtune_torch.sharding import class_of
+from dualtune_torch.sharding import class_of, is_split
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, num_parameters
 
-TRIAL_ERRORS = (
-    NotCovered,
-    TypeError,
-    AttributeError,
-    ValueError,
-    LookupError,
-    RuntimeError,
-)  # raised by a model with different code
+# What a model with other code raises.
+TRIAL_ERRORS = (NotCovered, TypeError, AttributeError, ValueError, LookupError, RuntimeError)
 BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": blocks.compile_rotary}
 
 
@@ -90,7 +84,7 @@ def choose(
         for name, install in BLOCKS.items():
             if name in names:
                 _try_block(model, chosen, expected, name, install)
-    _add_triton(model, chosen, pieces)
+    _try_triton(model, chosen, pieces)
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
             f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__name__}): "
@@ -119,30 +113,39 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
         config._attn_implementation = attention.NAME
 
 
-def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
-    chosen.own_attention, chosen.attention = model.config.get_text_config()._attn_implementation, True
-    where = document_borders(model, chosen.maybe_compile)
+@contextmanager
+def _tried(chosen: Kernels, name: str, errors: tuple[type[Exception], ...] = TRIAL_ERRORS) -> Iterator[None]:
+    """Within this context a kernel is tried: where the trial fails, the model's own code stays, and is told why."""
     try:
+        yield
+    except errors as error:
+        if allocator.is_out_of_memory(error):  # the kernel is not the cause
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        chosen.plain.append(f"{name} plain: {reason}")
+
+
+def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
+    chosen.own_attention = cast(str, model.config.get_text_config()._attn_implementation)
+    where = document_borders(model, chosen.maybe_compile)
+    with _tried(chosen, "attention"), ExitStack() as undo:
         if not model._supports_attention_backend:
             raise NotCovered("does not use transformers' attention interface")
+        undo.callback(model.set_attn_implementation, chosen.own_attention)
         model.set_attn_implementation(attention.NAME)
         compare(model, lambda: packed(model, where), expected)
         if not where.windows:
             raise NotCovered("did not call transformers' attention interface")
         if has_window(model) and where.windows == {None}:
             raise NotCovered("has a sliding window that exists only in its own masks")
-    except TRIAL_ERRORS as error:
-        _check_memory(error)
-        model.set_attn_implementation(cast(str, chosen.own_attention))
-        chosen.attention = False
-        chosen.plain.append(f"attention plain: {_first_line(error)}")
-    else:
+        undo.pop_all()
+        chosen.attention = True
         chosen.used.append("attention")
 
 
 def _try_head(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
     head = model.get_output_embeddings()
-    try:
+    with _tried(chosen, "loss"):
         if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or not a plain linear layer")
         if head.bias is not None and head.bias.requires_grad:
@@ -150,10 +153,6 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -
         where = _documents(model, chosen)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         compare(model, lambda: attention.capped(head(packed(model.base_model, where)), cap), expected)
-    except TRIAL_ERRORS as error:
-        _check_memory(error)
-        chosen.plain.append(f"loss plain: {_first_line(error)}")
-    else:
         chosen.head, chosen.cap = head, cap
         chosen.used.append("loss")
 
@@ -166,28 +165,37 @@ def _try_block(
     install: Callable[[nn.Module, Any], bool],
 ) -> None:
     before = {module: module.__dict__.get("forward") for module in model.modules()}
-    try:
+    with _tried(chosen, name), ExitStack() as undo:
+        undo.callback(_restore, before)
         if not install(model, chosen.maybe_compile):
             raise NotCovered("of unknown form")
         where = _documents(model, chosen)
         compare(model, lambda: packed(model, where), expected)
-    except TRIAL_ERRORS as error:
-        _check_memory(error)
-        for module, forward in before.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.forward = forward
-        chosen.plain.append(f"{name} plain: {_first_line(error)}")
-    else:
+        undo.pop_all()
         chosen.used.append(name)
 
 
-def _add_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str] | None) -> None:
-    installed = select.install(model, pieces)
-    chosen.lora = installed.lora
-    chosen.used += installed.used
-    chosen.plain += installed.plain
-    chosen.remarks += [installed.remark] if installed.remark else []
+def _restore(forwards: Mapping[nn.Module, Any]) -> None:
+    for module, forward in forwards.items():
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.forward = forward
+
+
+def _try_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str] | None) -> None:
+    """Use the Triton kernels, or those of `pieces`, that compute what the code computes that they replace."""
+    if reason := select.why_not(model.device) or ("the base is split" if is_split(model) else None):
+        chosen.remarks += [f"no Triton kernels: {reason}"] if model.device.type == "cuda" else []
+        return
+    from triton.errors import TritonError
+
+    for name, install in select.KERNELS.items():
+        if pieces is not None and name not in pieces:
+            continue
+        with _tried(chosen, name, (ValueError, RuntimeError, OSError, TritonError)):
+            if (installed := install(model)) is not None:
+                chosen.lora = replace(chosen.lora, **installed)
+                chosen.used.append(name)
 
 
 def _documents(model: PreTrainedModel, chosen: Kernels) -> DocumentBorders | None:
@@ -199,13 +207,3 @@ def has_window(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     chunked = getattr(config, "attention_chunk_size", None)
     return bool(chunked or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)))
-
-
-def _check_memory(error: BaseException) -> None:
-    """Raise the error again if memory ran out: the model's code is then not the cause."""
-    if allocator.is_out_of_memory(error):
-        raise error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dualtune.config.importing.table import (
-    NAMED_OUTSIDE,
-    Given,
+    ForeignFile,
     Note,
     Rule,
     Settings,
     absent,
     is_off,
     needless,
+    renamed,
     shown,
-    trackers_of_transformers,
     translated,
 )
 from dualtune.config.values import RESERVED_VARIABLES
@@ -36,28 +35,64 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "c
 _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
 _MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 _PEFT_CHOOSES = "no names are listed, so PEFT chooses by architecture; here the default of adapter.targets is used"
-GPUS = "multiply it by the number of GPUs that you used"
+PATTERN = "it is a pattern; list the names of the layers in adapter.targets instead"
+TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
+OTHER_TRACKERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
+NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
+DETECTED = "the format is detected from the columns; allowed are the formats of data.format"
+OF_SOURCES = "a source has only path, subset, split, format, columns and weight"
 
 
-def template_variables(given: Given, *names: str) -> Settings:
+def lora(file: ForeignFile, rank: str, alpha: str, dropout: str) -> Settings:
+    settings = {
+        "adapter.rank": file.note(file.count(rank), rank),
+        "adapter.alpha": file.note(file.number(alpha), alpha),
+    }
+    if file.get(dropout) is not None:  # not every trainer documents a default
+        settings["adapter.dropout"] = file.note(file.number(dropout), dropout)
+    return settings
+
+
+def held_out(file: ForeignFile, share: str) -> Settings:
+    """Translate the share of the rows to evaluate on, which other trainers also take as a number of rows."""
+    value = file.number(share)
+    if value >= 1:
+        file.lose(share, "data.eval is a fraction of the rows, below 1, or other data")
+        value = 0
+    return {"data.eval": file.note(value, share)}
+
+
+def reported_to(file: ForeignFile, allowed: tuple[str, ...] = TRACKERS) -> Settings:
+    """Translate `report_to`: a list, or a text with commas."""
+    value = file.get("report_to")
+    listed = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
+    names = [] if is_off(value) else [str(name).strip().lower() for name in listed]
+    for name in names:
+        if name not in allowed and name != "none":
+            file.lose("report_to", OTHER_TRACKERS, value=name)
+    trackers = [name for name in dict.fromkeys(names) if name in allowed]
+    return {"run.track": file.note(trackers, "report_to")} if trackers else {}
+
+
+def template_variables(file: ForeignFile, *names: str) -> Settings:
     """Translate keyword arguments of the chat template: each name holds a mapping."""
     variables: dict[str, Any] = {}
-    for name in filter(given.__contains__, names):
-        variables |= variables_in(given, name, given.get(name))
-    return {"data.template_variables": given.note(variables, *names)} if variables else {}
+    for name in filter(file.__contains__, names):
+        variables |= variables_in(file, name, file.get(name))
+    return {"data.template_variables": file.note(variables, *names)} if variables else {}
 
 
-def variables_in(given: Given, where: str, value: Any) -> dict[str, Any]:
+def variables_in(file: ForeignFile, where: str, value: Any) -> dict[str, Any]:
     """Return the variables of a mapping, which may be JSON in a text; those that every template is given are lost."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     if not isinstance(value, dict):
-        raise given.wrong(where, "must be a mapping, such as {enable_thinking: false}")
+        raise file.wrong(where, "must be a mapping, such as {enable_thinking: false}")
     variables = cast(dict[str, Any], value)
     for name in variables.keys() & RESERVED_VARIABLES:
-        given.lose(f"{where}.{name}", "every template is given it", variables[name])
-    return {name: each for name, each in variables.items() if name not in RESERVED_VARIABLES}
+        file.lose(f"{where}.{name}", "every template is given it", variables[name])
+    return {name: inner for name, inner in variables.items() if name not in RESERVED_VARIABLES}
 
 
 @dataclass(frozen=True)
@@ -70,176 +105,168 @@ class Arguments:
     def name(self, option: str) -> str:
         return self.prefix + self.names.get(option, option)
 
-    def length(self, given: Given) -> Settings:
+    def length(self, file: ForeignFile) -> Settings:
         steps, epochs = self.name("max_steps"), self.name("num_train_epochs")
-        if steps in given and given.number(steps) > 0:  # -1 and 0 mean no limit
-            return {"train.steps": given.note(given.count(steps), steps)}
-        return {"train.epochs": given.note(given.number(epochs), epochs)}
+        if steps in file and file.number(steps) > 0:  # -1 and 0 mean no limit
+            return {"train.steps": file.note(file.count(steps), steps)}
+        return {"train.epochs": file.note(file.number(epochs), epochs)}
 
-    def batch(self, given: Given, length: str) -> Settings:
-        """Translate the batch: to tokens per step if `packing` is on, else to documents per step."""
+    def batch(
+        self, file: ForeignFile, length: str, *, is_packed: bool | None = None, total: str | None = None
+    ) -> Settings:
+        """Translate the batch: to tokens per step if it is packed (by `packing`), else to documents per step.
+
+        `total`: a key that holds the documents of a step, if the file has it.
+        """
         names = [self.name(option) for option in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-        each, accumulated = map(given.count, names)
-        origin = f"{names[0]}: {each} × {names[1]}: {accumulated}"
+        per_device, accumulated = map(file.count, names)
+        documents, origin = per_device * accumulated, f"{names[0]}: {per_device} × {names[1]}: {accumulated}"
+        if total is not None and total in file:
+            documents = file.count(total)
+            origin = f"{total}: {documents}"
+        gpus = "multiply it by the number of GPUs that you used"
         packing = self.name("packing")
-        if not given.flag(packing):
-            return {
-                "data.packing": given.note(False, packing),
-                "train.documents_per_step": Note(each * accumulated, f"{origin}; {GPUS}"),
-            }
-        tokens = given.count(length, 2)
-        note = Note(each * accumulated * tokens, f"{origin} × {length}: {tokens}; {GPUS}")
-        return {"data.packing": given.note(True, packing), "train.tokens_per_step": note}
+        is_packed = file.flag(packing) if is_packed is None else is_packed
+        settings: Settings = {"data.packing": file.note(is_packed, packing)}
+        if not is_packed:
+            return settings | {"train.documents_per_step": Note(documents, f"{origin}; {gpus}")}
+        tokens = file.count(length, 2)
+        return settings | {"train.tokens_per_step": Note(documents * tokens, f"{origin} × {length}: {tokens}; {gpus}")}
 
-    def schedule(self, given: Given) -> Settings:
+    def schedule(self, file: ForeignFile) -> Settings:
         key, rate = self.name("lr_scheduler_type"), self.name("learning_rate")
-        name = given.text(key) or "cosine"
+        name = file.text(key) or "cosine"
         if name not in _SCHEDULES:
-            given.lose(key, "the schedules are constant, linear, cosine and schedule_free; cosine is used")
+            file.lose(key, "the schedules are constant, linear, cosine and schedule_free; cosine is used")
         settings: Settings = {
-            "train.learning_rate": given.note(given.number(rate), rate),
-            "train.schedule": given.note(_SCHEDULES.get(name, "cosine"), key),
+            "train.learning_rate": file.note(file.number(rate), rate),
+            "train.schedule": file.note(_SCHEDULES.get(name, "cosine"), key),
         }
-        if self._is_schedule_free(given):  # theirs multiplies the rate by the schedule all the same
+        if self._is_schedule_free(file):  # theirs multiplies the rate by the schedule all the same
             if name != "constant":
-                given.lose(key, "schedule_free keeps the rate after the warm-up")
+                file.lose(key, "schedule_free keeps the rate after the warm-up")
             optimizer = self.name("optim")
-            settings["train.schedule"] = Note("schedule_free", f"{optimizer}: {shown(str(given.get(optimizer)))}")
-        return settings | {"train.warmup": self._warmup(given, name)}
+            settings["train.schedule"] = Note("schedule_free", f"{optimizer}: {shown(str(file.get(optimizer)))}")
+        return settings | {"train.warmup": self._warmup(file, name)}
 
-    def _is_schedule_free(self, given: Given) -> bool:
-        return str(given.get(self.name("optim"))) in ("schedule_free_adamw", "schedule_free_radamw")
+    def _is_schedule_free(self, file: ForeignFile) -> bool:
+        return str(file.get(self.name("optim"))) in ("schedule_free_adamw", "schedule_free_radamw")
 
-    def _warmup(self, given: Given, schedule: str) -> Note:
+    def _warmup(self, file: ForeignFile, schedule: str) -> Note:
         """Translate the warm-up, which is a share or a number of steps."""
         steps_key, share_key = self.name("warmup_steps"), self.name("warmup_ratio")
         if schedule == "constant":
             return Note(0, f"{self.name('lr_scheduler_type')}: constant has no warm-up")
-        has_steps = steps_key in given or (share_key not in given and given.get(steps_key) is not None)
-        if not has_steps or (share_key in given and given.number(steps_key) == 0):
-            return given.note(given.number(share_key), share_key)
-        steps = given.number(steps_key)
+        has_steps = steps_key in file or (share_key not in file and file.get(steps_key) is not None)
+        if not has_steps or (share_key in file and file.number(steps_key) == 0):
+            return file.note(file.number(share_key), share_key)
+        steps = file.number(steps_key)
         is_share = 0 < steps < 1
-        return given.note(steps if is_share else given.count(steps_key, 0), steps_key)
+        return file.note(steps if is_share else file.count(steps_key, 0), steps_key)
 
-    def optimizer(self, given: Given) -> Settings:
-        for option, ours in _MOMENTS.items():
+    def optimizer(self, file: ForeignFile) -> Settings:
+        for option, constant in _MOMENTS.items():
             key = self.name(option)
-            if key in given:
-                if given.number(key) == ours:
-                    given.skip(key, "it is the same here")
-                else:
-                    given.lose(key, f"it is always {ours:g}")
+            if key in file and file.number(key) == constant:
+                file.skip(key, "it is the same here")
+            elif key in file:
+                file.lose(key, f"it is always {constant:g}")
         decay, norm = self.name("weight_decay"), self.name("max_grad_norm")
-        return self._optimizer_name(given) | {
-            "train.weight_decay": given.note(given.number(decay), decay),
-            "train.max_grad_norm": given.note(given.number(norm) or None, norm),
+        return self._optimizer_name(file) | {
+            "train.weight_decay": file.note(file.number(decay), decay),
+            "train.max_grad_norm": file.note(file.number(norm) or None, norm),
         }
 
-    def _optimizer_name(self, given: Given) -> Settings:
+    def _optimizer_name(self, file: ForeignFile) -> Settings:
         key = self.name("optim")
-        name = str(given.get(key))
-        if self._is_schedule_free(given):
+        name = str(file.get(key))
+        if self._is_schedule_free(file):
             if name == "schedule_free_radamw":
-                given.lose(key, "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
+                file.lose(key, "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
             return {}
         if "adamw" not in name:
-            given.lose(key, "AdamW is used instead; choose a new learning rate and weight decay")
+            file.lose(key, "AdamW is used instead; choose a new learning rate and weight decay")
         elif "paged" in name:
-            given.lose(key, "nothing is paged: the optimizer's state stays on the device")
+            file.lose(key, "nothing is paged: the optimizer's state stays on the device")
         if "adamw" in name and "8bit" in name:
             return {"train.optimizer": Note("adamw_8bit", f"{key}: {shown(name)}, which has other 8-bit codes")}
         if "adamw" in name and "paged" not in name and name not in _ADAMW:
-            given.lose(key, "here it is AdamW with moments in float32")
+            file.lose(key, "here it is AdamW with moments in float32")
         return {}
 
-    def checkpointing(self, given: Given) -> Settings:
+    def checkpointing(self, file: ForeignFile) -> Settings:
         key = self.name("gradient_checkpointing")
-        if key not in given or is_off(given.get(key)):
+        if key not in file or is_off(file.get(key)):
             return {}
-        value = given.get(key)
-        settings: Settings = {"memory.checkpointing": given.note("full", key)}
+        value = file.get(key)
+        settings: Settings = {"memory.checkpointing": file.note("full", key)}
         if value == "offload":
-            settings["memory.offload"] = given.note("activations", key)
+            settings["memory.offload"] = file.note("activations", key)
         elif value not in (True, "true"):
-            given.lose(key, "the kept inputs of layers go to host memory at most: memory.offload")
+            file.lose(key, "the kept inputs of layers go to host memory at most: memory.offload")
         return settings
 
-    def intervals(self, given: Given) -> Settings:
-        logging, keep = self.name("logging_steps"), self.name("save_total_limit")
+    def intervals(self, file: ForeignFile) -> Settings:
         settings: Settings = {}
-        if logging in given and given.number(logging) < 1:
-            given.lose(logging, "it is a fraction of the run; run.log_every is a number of steps")
-        elif logging in given:
-            settings["run.log_every"] = given.note(given.count(logging), logging)
-        for option, ours in (("eval_steps", "eval_every"), ("save_steps", "save_every")):
-            key = self.name(option)
-            if key not in given:
+        for option, key in (("logging_steps", "run.log_every"), ("eval_steps", "run.eval_every"),
+                            ("save_steps", "run.save_every"), ("save_total_limit", "run.keep")):  # fmt: skip
+            name = self.name(option)
+            if name not in file:
                 continue
-            if given.number(key) == 0:
-                settings[f"run.{ours}"] = given.note(None, key)
-            elif given.number(key) < 1:
-                given.lose(key, f"it is a fraction of the run; run.{ours} is a number of steps")
+            if file.number(name) == 0 and option in ("eval_steps", "save_steps"):
+                settings[key] = file.note(None, name)
+            elif file.number(name) < 1 and option != "save_total_limit":
+                file.lose(name, f"it is a fraction of the run; {key} is a number of steps")
             else:
-                settings[f"run.{ours}"] = given.note(given.count(key), key)
-        return settings | self._strategies(given) | (
-            {"run.keep": given.note(given.count(keep), keep)} if keep in given else {})  # fmt: skip
-
-    def _strategies(self, given: Given) -> Settings:
-        settings: Settings = {}
-        for option, ours in (("eval_strategy", "eval_every"), ("evaluation_strategy", "eval_every"),
-                             ("save_strategy", "save_every")):  # fmt: skip
-            key = self.name(option)
-            if given.get(key) in ("no", False):
-                settings[f"run.{ours}"] = given.note(None, key)
-            elif key in given and given.get(key) != "steps":
-                given.lose(key, f"the interval is set in steps: run.{ours}")
+                settings[key] = file.note(file.count(name), name)
+        # A strategy comes last: `no` overrides an interval.
+        for option, key in (("eval_strategy", "run.eval_every"), ("evaluation_strategy", "run.eval_every"),
+                            ("save_strategy", "run.save_every")):  # fmt: skip
+            name = self.name(option)
+            if file.get(name) in ("no", False):
+                settings[key] = file.note(None, name)
+            elif name in file and file.get(name) != "steps":
+                file.lose(name, f"the interval is set in steps: {key}")
         return settings
 
-    def guards(self, given: Given, patience: str = "early_stopping_patience") -> Settings:
+    def guards(self, file: ForeignFile, patience: str = "early_stopping_patience") -> Settings:
         settings: Settings = {}
-        if patience in given:
-            settings["guards.early_stopping"] = given.note(given.count(patience), patience)
-        if (best := self.name("load_best_model_at_end")) in given:
-            settings["guards.restore_best"] = given.note(given.flag(best), best)
+        if patience in file:
+            settings["guards.early_stopping"] = file.note(file.count(patience), patience)
+        if (best := self.name("load_best_model_at_end")) in file:
+            settings["guards.restore_best"] = file.note(file.flag(best), best)
         return settings
 
-    def seed(self, given: Given) -> Settings:
-        return {"run.seed": given.note(given.count(self.name("seed"), 0), self.name("seed"))}
-
-    def directory(self, given: Given) -> Settings:
-        return {"run.dir": given.note(given.text(self.name("output_dir")), self.name("output_dir"))}
-
-    def scaling(self, given: Given) -> Settings:
+    def scaling(self, file: ForeignFile) -> Settings:
         key = self.name("use_rslora")
-        return {"adapter.scaling": given.note("rank_stabilized", key)} if given.flag(key) else {}
+        return {"adapter.scaling": file.note("rank_stabilized", key)} if file.flag(key) else {}
 
 
-def module_names(given: Given, key: str) -> Settings:
+def module_names(file: ForeignFile, key: str) -> Settings:
     """Translate names of layers: a list, or a text with commas; `all` and `all-linear` are every linear layer."""
-    value = given.get(key)
+    value = file.get(key)
     if value is not None and not isinstance(value, str | list):
-        raise given.wrong(key, "must be a list of names")
+        raise file.wrong(key, "must be a list of names")
     listed = value.split(",") if isinstance(value, str) else cast(list[Any], value or [])
-    names = [name for name in (str(each).strip() for each in listed) if name]
+    names = [name for entry in listed if (name := str(entry).strip())]
     if names in (["all"], ["all-linear"]):
-        return {"adapter.targets": given.note("all-linear", key)}
+        return {"adapter.targets": file.note("all-linear", key)}
     if not names:
-        given.lose(key, _PEFT_CHOOSES, value=value or "not set")
+        file.lose(key, _PEFT_CHOOSES, value=value or "not set")
         return {}
     if any(set("*[]()|\\^$") & set(name) for name in names):
-        given.lose(key, "it is a pattern; list the names of the layers in adapter.targets instead")
+        file.lose(key, PATTERN)
         return {}
-    return {"adapter.targets": given.note(names, key)}
+    return {"adapter.targets": file.note(names, key)}
 
 
-def nf4_only(given: Given, kind: str, double: str) -> None:
+def nf4_only(file: ForeignFile, kind: str, double: str) -> None:
     """Report values of bitsandbytes' 4 bits that are not those of nf4 here."""
-    if (name := given.get(kind)) not in (None, "nf4"):
-        given.lose(kind, "of the 4-bit codes of bitsandbytes, there is nf4", value=name)
-    if not given.flag(double):
-        given.lose(double, "the scales of nf4 are always quantized too, which saves 0.4 bits a weight",
-                   value=given.get(double))  # fmt: skip
+    if (name := file.get(kind)) not in (None, "nf4"):
+        file.lose(kind, "of the 4-bit codes of bitsandbytes, there is nf4", value=name)
+    if not file.flag(double):
+        file.lose(double, "the scales of nf4 are always quantized too, which saves 0.4 bits a weight",
+                   value=file.get(double))  # fmt: skip
 
 
 EIGHT_BITS = (
@@ -262,9 +289,9 @@ RULES: tuple[Rule, ...] = (
                "`full`; `auto`: as little as fits"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _HF.intervals, "always in optimizer steps"),
-    translated("output_dir", "run.dir", _HF.directory),
-    translated("seed", "run.seed", _HF.seed, "the random numbers differ"),
-    translated("report_to", "run.track", trackers_of_transformers, "W&B is offline by default"),
+    renamed("output_dir", "run.dir", ForeignFile.text),
+    renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
+    translated("report_to", "run.track", reported_to, "W&B is offline by default"),
     absent("project trackio_* run_name", NAMED_OUTSIDE),
     absent("neftune_noise_alpha", "NEFTune is not supported yet"),
     absent("label_smoothing_factor", "the loss is the cross-entropy of the targets"),

@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-from dualtune.config.importing.arguments import EIGHT_BITS, NO_PREFERENCES, Arguments, variables_in
-from dualtune.config.importing.table import (
+from dualtune.config.importing.arguments import (
+    DETECTED,
+    EIGHT_BITS,
     NAMED_OUTSIDE,
-    OTHERS,
-    TRACKER_KEYS,
-    Given,
+    NO_PREFERENCES,
+    OF_SOURCES,
+    OTHER_TRACKERS,
+    PATTERN,
+    Arguments,
+    held_out,
+    lora,
+    variables_in,
+)
+from dualtune.config.importing.table import (
+    ForeignFile,
     Note,
     Settings,
     absent,
     is_off,
     needless,
-    trackers_of_axolotl,
+    renamed,
+    table_in,
     translated,
 )
 
@@ -53,133 +63,117 @@ _WHY = {
     "conversation": "the tokenizer's own template is used",
     "revision": "download that revision of the dataset, and name its files in data.train",
     "drop_system_message": "remove the system messages from the rows",
-    "field_thinking": "a message has only a role, content and tool calls",
 }
 
 
-def data(given: Given) -> Settings:
+def _data(file: ForeignFile) -> Settings:
     """Translate the sources and the evaluation data, and set the template if all sources use Alpaca's prompts."""
-    train = _sources(given, "datasets")
+    train = _sources(file, "datasets")
     if not train:
-        raise given.wrong("datasets", "must be a list with a path in each entry")
+        raise file.wrong("datasets", "must be a list with a path in each entry")
     settings: Settings = {"data.train": Note(train[0] if len(train) == 1 else train, "datasets")}
     if {source.get("format") for source in train} == {"alpaca"}:
         settings["data.template"] = Note("none", "type: alpaca, which has Alpaca's own prompt and no chat template")
-    if "test_datasets" in given:
-        settings["data.eval"] = Note(_sources(given, "test_datasets"), "test_datasets")
+    if "test_datasets" in file:
+        settings["data.eval"] = Note(_sources(file, "test_datasets"), "test_datasets")
         return settings
-    share = given.number("val_set_size")
-    if share >= 1:
-        given.lose("val_set_size", "data.eval is a fraction of the rows, below 1, or other data")
-        share = 0
-    return settings | {"data.eval": given.note(share, "val_set_size")}
+    return settings | held_out(file, "val_set_size")
 
 
-def template(given: Given) -> Settings:
+def _template(file: ForeignFile) -> Settings:
     """Translate the chat template. The datasets cannot have others (`_WHY`)."""
-    name, jinja = given.text("chat_template"), given.text("chat_template_jinja")
+    name, jinja = file.text("chat_template"), file.text("chat_template_jinja")
     if jinja is not None:
         if "\n" not in jinja and "{" not in jinja:
             return {"data.template": jinja}
-        given.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
+        file.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
     elif name in _TEMPLATES:
         return {"data.template": Note(_TEMPLATES[name], f"chat_template: {name}")}
     elif name is not None and not name.startswith("tokenizer_default"):
         reason = "the tokenizer's own template is used; data.template takes a name such as chatml, or a Jinja file"
-        given.lose("chat_template", reason)
+        file.lose("chat_template", reason)
     return {}
 
 
-def template_variables(given: Given) -> Settings:
+def _template_variables(file: ForeignFile) -> Settings:
     """Translate `chat_template_kwargs`, of the file and of its datasets: here all sources have the same."""
     key = "chat_template_kwargs"
-    variables = variables_in(given, key, given.get(key)) if key in given else {}
+    variables = variables_in(file, key, file.get(key)) if key in file else {}
     origins = [key] if variables else []
     for name in ("datasets", "test_datasets"):
-        entries: Any = given.get(name)  # what is not a list of mappings is refused with the sources
+        entries: Any = file.get(name)  # what is not a list of mappings is refused with the sources
         for index, entry in enumerate(cast("list[Any]", entries) if isinstance(entries, list) else []):
-            table = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-            if table.get(key) is None:
+            if (value := table_in(entry).get(key)) is None:
                 continue
             where = f"{name}[{index}].{key}"
-            own = variables_in(given, where, table[key])
-            if any(variables.get(each, value) != value for each, value in own.items()):
-                given.lose(where, "data.template_variables are those of all sources", own)
+            own = variables_in(file, where, value)
+            if any(variables.get(variable, value) != value for variable, value in own.items()):
+                file.lose(where, "data.template_variables are those of all sources", own)
             else:
                 variables |= own
                 origins.append(where)
     return {"data.template_variables": Note(variables, ", ".join(origins))} if variables else {}
 
 
-def dedup(given: Given) -> Settings:
-    """Translate whether equal rows are left out."""
-    return {"data.dedup": "exact"} if given.flag("dataset_exact_deduplication") else {}
-
-
-def _sources(given: Given, key: str) -> list[dict[str, Any]]:
-    entries = given.get(key)
+def _sources(file: ForeignFile, key: str) -> list[dict[str, Any]]:
+    entries = file.get(key)
     if not isinstance(entries, list):
-        raise given.wrong(key, "must be a list")
+        raise file.wrong(key, "must be a list")
     sources: list[dict[str, Any]] = []
     for index, entry in enumerate(cast(list[Any], entries)):
         if not isinstance(entry, dict):
-            raise given.wrong(key, "must be a list of mappings")
-        sources += _source(given, f"{key}[{index}]", cast(dict[str, Any], entry))
+            raise file.wrong(key, "must be a list of mappings")
+        sources += _source(file, f"{key}[{index}]", cast(dict[str, Any], entry))
     return sources
 
 
-def _source(given: Given, where: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    _report_other_keys(given, where, entry)
-    format, columns = _layout(given, where, entry)
-    source: dict[str, Any] = {"path": entry.get("path")}
-    files = entry.get("data_files")
-    paths: list[Any] = [files] if isinstance(files, str) else cast(list[Any], files or [entry.get("path")])
-    if format:
-        source["format"] = format
-    if columns:
-        source["columns"] = columns
-    if not files:
-        part = {"subset": entry.get("name"), "split": entry.get("split")}
-        source |= {key: value for key, value in part.items() if value}
-    return [source | {"path": path} for path in paths]
+def _source(file: ForeignFile, where: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    _report_other_keys(file, where, entry)
+    format, columns = _layout(file, where, entry)
+    options = {"format": format, "columns": columns}
+    if (files := entry.get("data_files")) is None or not files:
+        options |= {"subset": entry.get("name"), "split": entry.get("split")}
+        files = [entry.get("path")]
+    paths: list[Any] = [files] if isinstance(files, str) else cast(list[Any], files)
+    return [{"path": path} | {key: value for key, value in options.items() if value} for path in paths]
 
 
-def _layout(given: Given, where: str, entry: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def _layout(file: ForeignFile, where: str, entry: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return our format, and the names of its columns in the file."""
     kind = entry.get("type")
     if isinstance(kind, dict):
-        return _own_layout(given, where, cast(dict[str, Any], kind))
+        columns = cast(dict[str, Any], kind)
+        for key in columns.keys() - _OWN_TYPE.keys():
+            if not is_off(columns[key]):
+                reason = "prompts come from data.template, or are Alpaca's"
+                file.lose(f"{where}.type.{key}", reason, value=columns[key])
+        return "alpaca", {column: columns[key] for key, column in _OWN_TYPE.items() if columns.get(key)}
     name, _, style = str(kind or "").partition(":")
     format = _FORMATS.get(name)
-    if format is None or style:
-        reason = "its prompts are not supported" if format else "the format is detected from the columns"
-        given.lose(f"{where}.type", f"{reason}; allowed are the formats of data.format", value=kind)
+    if style and format:
+        reason = "its prompts are not supported; allowed are the formats of data.format"
+        file.lose(f"{where}.type", reason, value=kind)
+    elif format is None:
+        file.lose(f"{where}.type", DETECTED, value=kind)
     if format == "text":
         return format, {"text": entry["field"]} if entry.get("field") else {}
     if format in ("messages", "sharegpt"):
-        return _chat_layout(given, where, entry, format)
+        return _chat_layout(file, where, entry, format)
     return format, {}
 
 
-def _own_layout(given: Given, where: str, kind: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    for key in kind.keys() - _OWN_TYPE.keys():
-        if not is_off(kind[key]):
-            given.lose(f"{where}.type.{key}", "prompts come from data.template, or are Alpaca's", value=kind[key])
-    return "alpaca", {ours: kind[theirs] for theirs, ours in _OWN_TYPE.items() if kind.get(theirs)}
-
-
-def _chat_layout(given: Given, where: str, entry: dict[str, Any], format: str) -> tuple[str, dict[str, Any]]:
-    mapping: Any = entry.get("message_property_mappings") or {}
-    names: dict[str, Any] = cast(dict[str, Any], mapping) if isinstance(mapping, dict) else {}
+def _chat_layout(file: ForeignFile, where: str, entry: dict[str, Any], format: str) -> tuple[str, dict[str, Any]]:
+    names = table_in(entry.get("message_property_mappings"))
     role = names.get("role") or entry.get("message_field_role") or "role"
     content = names.get("content") or entry.get("message_field_content") or "content"
     if (role, content) == ("from", "value"):
         format = "sharegpt"
     elif (role, content) != ("role", "content"):
         reason = "a message has a role and content, or from and value; rename them in the file"
-        given.lose(f"{where}.message_property_mappings", reason, value=names or {"role": role, "content": content})
+        file.lose(f"{where}.message_property_mappings", reason, value=names or {"role": role, "content": content})
     for name in names.keys() - {"role", "content"}:
-        given.lose(f"{where}.message_property_mappings.{name}", _WHY["field_thinking"], value=names[name])
+        reason = "a message has only a role, content and tool calls"
+        file.lose(f"{where}.message_property_mappings.{name}", reason, value=names[name])
     key = "conversations" if format == "sharegpt" else "messages"
     column = entry.get("field_messages") or "messages"
     columns = {key: column} if column != key else {}
@@ -188,15 +182,14 @@ def _chat_layout(given: Given, where: str, entry: dict[str, Any], format: str) -
     return format, columns
 
 
-def _report_other_keys(given: Given, where: str, entry: dict[str, Any]) -> None:
+def _report_other_keys(file: ForeignFile, where: str, entry: dict[str, Any]) -> None:
     for key, value in entry.items():
         if key in _READ:
             continue
         if is_off(value) or value in _SAME_HERE.get(key, ()):
-            given.skip(f"{where}.{key}", "it is the same here", value=value)
+            file.skip(f"{where}.{key}", "it is the same here", value=value)
         else:
-            reason = _WHY.get(key, "a source has only path, subset, split, format, columns and weight")
-            given.lose(f"{where}.{key}", reason, value=value)
+            file.lose(f"{where}.{key}", _WHY.get(key, OF_SOURCES), value=value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,167 +200,153 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 # The names of axolotl for the options of transformers that it calls otherwise.
-_ARGS = Arguments({"num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer"})
+_ARGS = Arguments({
+    "num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
+    "per_device_train_batch_size": "micro_batch_size", "packing": "sample_packing",
+})  # fmt: skip
+_LORA, _TARGETS = "lora_r lora_alpha lora_dropout peft_use_rslora", "lora_target_linear lora_target_modules"
+_TRACKERS = {  # name -> the keys that turn it on: a switch, and the name of a project
+    "wandb": ("use_wandb", "wandb_project"),
+    "mlflow": ("use_mlflow", "mlflow_experiment_name"),
+    "trackio": ("use_trackio", "trackio_project_name"),
+    "tensorboard": ("use_tensorboard", ""),
+}
 
 
-def _method(given: Given) -> Settings:
+def _method(file: ForeignFile) -> Settings:
     for key in ("rl", "reward_model", "process_reward_model", "pretraining_dataset"):
-        if key in given and not is_off(given.get(key)):
-            raise given.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
-    if "adapter" not in given:
-        for name in (each for rule in RULES if rule.convert in (_adapter, _targets) for each in rule.names):
-            if name in given:
-                given.skip(name, "without an adapter it has no meaning")
+        if key in file and not is_off(file.get(key)):
+            raise file.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
+    if "adapter" not in file:
+        file.skip_all(f"{_LORA} {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
-    if given.get("adapter") not in ("lora", "qlora"):
-        raise given.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
+    if file.get("adapter") not in ("lora", "qlora"):
+        raise file.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
     return {}
 
 
-def _model(given: Given) -> Settings:
-    if (name := given.text("base_model")) is None:
-        raise given.wrong("base_model", "must be a hub id or a directory")
-    return {"model.name": name}
-
-
-def _dtype(given: Given) -> Settings:
+def _dtype(file: ForeignFile) -> Settings:
     for key, ours in (("fp16", "float16"), ("float16", "float16"), ("float32", "float32")):
-        if key in given and given.flag(key):
+        if key in file and file.flag(key):
             return {"model.dtype": ours}
     for key in ("bf16", "bfloat16"):
-        if key in given:
-            value = given.get(key)
-            on = "bfloat16" if value == "full" or (value != "auto" and given.flag(key)) else "float32"
+        if key in file:
+            value = file.get(key)
+            on = "bfloat16" if value == "full" or (value != "auto" and file.flag(key)) else "float32"
             return {"model.dtype": "auto" if value == "auto" else on}
     return {}
 
 
-def _quantization(given: Given) -> Settings:
-    if given.get("adapter") == "qlora" or given.flag("load_in_4bit"):
+def _quantization(file: ForeignFile) -> Settings:
+    if file.get("adapter") == "qlora" or file.flag("load_in_4bit"):
         return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
-    if given.flag("load_in_8bit"):
-        given.lose("load_in_8bit", EIGHT_BITS)
+    if file.flag("load_in_8bit"):
+        file.lose("load_in_8bit", EIGHT_BITS)
     return {}
 
 
-def _adapter(given: Given) -> Settings:
-    if "adapter" not in given:
+def _adapter(file: ForeignFile) -> Settings:
+    if "adapter" not in file:
         return {}
-    rank, alpha = given.count("lora_r"), given.number("lora_alpha")
-    settings: Settings = {"adapter.rank": given.note(rank, "lora_r"), "adapter.alpha": given.note(alpha, "lora_alpha")}
-    if given.flag("peft_use_rslora"):
+    settings = lora(file, "lora_r", "lora_alpha", "lora_dropout")
+    if file.flag("peft_use_rslora"):
+        rank, alpha = file.count("lora_r"), file.number("lora_alpha")
         comment = f"peft_use_rslora: lora_alpha × sqrt(lora_r) = {alpha:g} × sqrt({rank})"
         settings["adapter.alpha"] = Note(alpha * math.sqrt(rank), comment)
-    return settings | {"adapter.dropout": given.note(given.number("lora_dropout"), "lora_dropout")}
+    return settings
 
 
-def _targets(given: Given) -> Settings:
-    if "adapter" not in given:
+def _targets(file: ForeignFile) -> Settings:
+    if "adapter" not in file:
         return {}
-    names = given.get("lora_target_modules")
-    if given.flag("lora_target_linear") or names == "all-linear":
+    names = file.get("lora_target_modules")
+    if file.flag("lora_target_linear") or names == "all-linear":
         if names and names != "all-linear":
-            given.skip("lora_target_modules", "lora_target_linear takes all linear layers")
+            file.skip("lora_target_modules", "lora_target_linear takes all linear layers")
         return {"adapter.targets": "all-linear"}
     if isinstance(names, list) and names:
         return {"adapter.targets": names}
     if isinstance(names, str) and names:
-        given.lose("lora_target_modules", "it is a pattern; list the names of the layers in adapter.targets instead")
+        file.lose("lora_target_modules", PATTERN)
     else:
         reason = "the file names none, so PEFT chooses by architecture; here the default of adapter.targets is used"
-        given.lose("lora_target_modules", reason)
+        file.lose("lora_target_modules", reason)
     return {}
 
 
-def _init_from(given: Given) -> Settings:
-    path = given.text("lora_model_dir")
-    return {} if path is None else {"adapter.init_from": path}
-
-
-def _max_length(given: Given) -> Settings:
-    length = given.count("sequence_len", 2)
-    if (strategy := given.get("excess_length_strategy")) not in (None, "truncate"):
+def _max_length(file: ForeignFile) -> Settings:
+    length = file.count("sequence_len", 2)
+    if (strategy := file.get("excess_length_strategy")) not in (None, "truncate"):
         reason = "documents longer than data.max_length are cut; `dualtune preview` counts them"
-        given.lose("excess_length_strategy", reason, value=strategy)
+        file.lose("excess_length_strategy", reason, value=strategy)
     return {"data.max_length": Note(length, f"sequence_len: {length}; longer documents are cut, axolotl drops them")}
 
 
-def _steps(given: Given) -> Settings:
-    """Translate the batch size: to tokens per step with packing, else to documents per step."""
-    micro, accumulated = given.count("micro_batch_size"), given.count("gradient_accumulation_steps")
-    rows = given.count("batch_size") if "batch_size" in given else micro * accumulated
-    factors = f"batch_size: {rows}" if "batch_size" in given else (
-        f"micro_batch_size: {micro} × gradient_accumulation_steps: {accumulated}")  # fmt: skip
-    gpus = "; multiply it by the number of GPUs that you used"
-    if not given.flag("sample_packing"):
-        return {
-            "data.packing": given.note(False, "sample_packing"),
-            "train.documents_per_step": Note(rows, factors + gpus),
-        }
-    length = given.count("sequence_len", 2)
-    tokens = Note(rows * length, f"{factors} × sequence_len: {length}{gpus}")
-    return {"data.packing": given.note(True, "sample_packing"), "train.tokens_per_step": tokens}
-
-
-def _special_tokens(given: Given) -> Settings:
+def _special_tokens(file: ForeignFile) -> Settings:
     """Report special tokens: a padding token has no effect here, other tokens would."""
-    tokens = given.get("special_tokens")
-    if isinstance(tokens, dict):
-        for name, token in cast(dict[str, Any], tokens).items():
-            if name == "pad_token" or is_off(token):
-                given.skip(f"special_tokens.{name}", "padding does not affect the result", value=token)
-            else:
-                given.lose(f"special_tokens.{name}", "the model's own tokenizer is always used", value=token)
+    for name, token in table_in(file.get("special_tokens")).items():
+        if name == "pad_token" or is_off(token):
+            file.skip(f"special_tokens.{name}", "padding does not affect the result", value=token)
+        else:
+            file.lose(f"special_tokens.{name}", "the model's own tokenizer is always used", value=token)
     return {}
 
 
-def _loss_on(given: Given) -> Settings:
-    return {"data.loss_on": "all" if given.flag("train_on_inputs") else "assistant"}
-
-
-def _order(given: Given) -> Settings:
-    if "shuffle_merged_datasets" in given:
-        record = given.skip if given.flag("shuffle_merged_datasets") else given.lose
+def _order(file: ForeignFile) -> Settings:
+    if "shuffle_merged_datasets" in file:
+        record = file.skip if file.flag("shuffle_merged_datasets") else file.lose
         record("shuffle_merged_datasets", "documents are always shuffled anew in each epoch")
     return {}
 
 
-def _plugins(given: Given) -> Settings:
-    plugins = given.get("plugins")
+def _plugins(file: ForeignFile) -> Settings:
+    plugins = file.get("plugins")
     for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
         if "liger" in str(name).lower() or "cut_cross_entropy" in str(name):
-            given.skip("plugins", "model.kernels chooses the fast code automatically", value=name)
+            file.skip("plugins", "model.kernels chooses the fast code automatically", value=name)
         else:
-            given.lose("plugins", "plugins are not supported; hooks can watch a run, from Python", value=name)
+            file.lose("plugins", "plugins are not supported; hooks can watch a run, from Python", value=name)
     return {}
+
+
+def _trackers(file: ForeignFile) -> Settings:
+    origins: dict[str, str] = {}
+    for name, (switch, project) in _TRACKERS.items():
+        if project in file and not is_off(file.get(project)):
+            origins[name] = project
+            file.lose(project, NAMED_OUTSIDE)
+        if file.flag(switch):
+            origins[name] = switch
+    return {"run.track": Note([*origins], ", ".join(origins.values()))} if origins else {}
 
 
 _AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
 _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
 RULES = (
-    translated("base_model", "model.name", _model),
+    renamed("base_model", "model.name", ForeignFile.model),
     translated("adapter rl reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
                "lora and qlora; without an adapter, full; preferences, rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
-    translated("lora_r lora_alpha lora_dropout peft_use_rslora", "adapter.rank, adapter.alpha, adapter.dropout",
+    translated(_LORA, "adapter.rank, adapter.alpha, adapter.dropout",
                _adapter, "rsLoRA becomes an alpha of lora_alpha × sqrt(lora_r)"),
-    translated("lora_target_linear lora_target_modules", "adapter.targets", _targets,
+    translated(_TARGETS, "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
-    translated("lora_model_dir", "adapter.init_from", _init_from),
-    translated("chat_template chat_template_jinja", "data.template", template,
+    renamed("lora_model_dir", "adapter.init_from", ForeignFile.text),
+    translated("chat_template chat_template_jinja", "data.template", _template,
                "`auto` is the tokenizer's own; llama3, qwen_25, gemma and gemma3 become `llama-3`, `qwen-2.5`, "
                "`gemma-2` and `gemma-3`; for one that has no name here, name a Jinja file"),
-    translated("chat_template_kwargs", "data.template_variables", template_variables, "also those of a dataset"),
-    translated("datasets test_datasets val_set_size", "data.train, data.eval", data,
+    translated("chat_template_kwargs", "data.template_variables", _template_variables, "also those of a dataset"),
+    translated("datasets test_datasets val_set_size", "data.train, data.eval", _data,
                "type: alpaca is `alpaca`, chat_template is `messages` (or `sharegpt`), completion is `text`; "
                "val_set_size is a fraction, as here"),
     translated("sequence_len excess_length_strategy", "data.max_length", _max_length,
                "longer documents are cut, as with excess_length_strategy: truncate"),
     translated("micro_batch_size gradient_accumulation_steps batch_size sample_packing",
-               "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
+               "data.packing, train.tokens_per_step or train.documents_per_step",
+               lambda file: _ARGS.batch(file, "sequence_len", total="batch_size"),
                "packed: micro_batch_size × gradient_accumulation_steps × sequence_len tokens; else micro_batch_size × "
                "gradient_accumulation_steps documents; times the number of GPUs"),
     translated("num_epochs max_steps", "train.epochs, train.steps", _ARGS.length),
@@ -384,11 +363,12 @@ RULES = (
                "run.log_every, run.eval_every, run.save_every, run.keep", _ARGS.intervals, "always in optimizer steps"),
     translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best",
                _ARGS.guards),
-    translated("output_dir", "run.dir", lambda given: {"run.dir": given.text("output_dir")}),
-    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the random numbers differ"),
+    renamed("output_dir", "run.dir", ForeignFile.text),
+    renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
     translated("special_tokens", "", _special_tokens, "a padding token is not needed; others cannot be changed"),
     translated("plugins", "", _plugins, "fast code is chosen automatically"),
-    translated("train_on_inputs", "data.loss_on", _loss_on, "false is `assistant`, true is `all`"),
+    translated("train_on_inputs", "data.loss_on", lambda file: {
+        "data.loss_on": "all" if file.flag("train_on_inputs") else "assistant"}, "false is `assistant`, true is `all`"),
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     absent("loraplus_lr_ratio loraplus_lr_embedding", "each LoRA matrix has the same learning rate"),
@@ -411,12 +391,14 @@ RULES = (
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
            "documents are shuffled anew in each epoch"),
-    translated("dataset_exact_deduplication", "data.dedup", dedup, "`true` is `exact`"),
+    translated("dataset_exact_deduplication", "data.dedup", lambda file: (
+        {"data.dedup": "exact"} if file.flag("dataset_exact_deduplication") else {}), "`true` is `exact`"),
     absent("min_sample_len dataset_shard_num dataset_shard_idx",
            "rows are used as they are; `dualtune check-data` finds bad ones"),
-    translated(TRACKER_KEYS, "run.track", trackers_of_axolotl, "W&B is offline by default"),
+    translated(" ".join(key for keys in _TRACKERS.values() for key in keys), "run.track", _trackers,
+               "W&B is offline by default"),
     absent("wandb_* mlflow_* trackio_* hf_mlflow_log_artifacts", NAMED_OUTSIDE),
-    absent("comet_* use_comet swanlab_* use_swanlab otel_* use_otel_metrics", OTHERS),
+    absent("comet_* use_comet swanlab_* use_swanlab otel_* use_otel_metrics", OTHER_TRACKERS),
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "

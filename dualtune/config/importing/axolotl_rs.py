@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualtune.config.importing.arguments import EIGHT_BITS, Arguments, module_names, nf4_only
-from dualtune.config.importing.table import Given, Note, Settings, absent, needless, translated
+from dualtune.config.importing.arguments import DETECTED, EIGHT_BITS, Arguments, lora, module_names, nf4_only
+from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "./outputs", "seed": 42, "lora.r": 8, "lora.alpha": 16,
@@ -36,90 +36,68 @@ def is_in_sections(keys: dict[str, Any]) -> bool:
     return has_bits or any(isinstance(keys.get(name), dict) for name in SECTIONS[:3])
 
 
-def _model(given: Given) -> Settings:
-    if (name := given.text("base_model")) is None:
-        raise given.wrong("base_model", "must be a hub id or a directory")
-    return {"model.name": name}
-
-
-def _method(given: Given) -> Settings:
-    if given.get("adapter") in (None, "none", "full"):
+def _method(file: ForeignFile) -> Settings:
+    if file.get("adapter") in (None, "none", "full"):
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
-    if given.get("adapter") not in ("lora", "qlora"):
-        raise given.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
+    if file.get("adapter") not in ("lora", "qlora"):
+        raise file.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
     return {}
 
 
-def _quantization(given: Given) -> Settings:
-    if given.get("adapter") != "qlora" and "quantization" not in given:
+def _quantization(file: ForeignFile) -> Settings:
+    if file.get("adapter") != "qlora" and "quantization" not in file:
         return {}
-    if given.get("adapter") == "lora" and "quantization" in given:
-        given.lose("quantization", "adapter: lora keeps the base as it is stored; write qlora to quantize it")
+    if file.get("adapter") == "lora" and "quantization" in file:
+        file.lose("quantization", "adapter: lora keeps the base as it is stored; write qlora to quantize it")
         return {}
-    bits = given.count("quantization.bits")
+    bits = file.count("quantization.bits")
     if bits != 4:
-        given.lose("quantization.bits", EIGHT_BITS if bits == 8 else "nf4 has 4 bits, int8 has 8")
+        file.lose("quantization.bits", EIGHT_BITS if bits == 8 else "nf4 has 4 bits, int8 has 8")
         return {}
-    nf4_only(given, "quantization.quant_type", "quantization.double_quant")
-    if given.count("quantization.block_size") != 64:
-        given.lose("quantization.block_size", "the blocks of nf4 have 64 weights")
-    return {"model.quantization": given.note("nf4", "adapter", *_NF4)}
+    nf4_only(file, "quantization.quant_type", "quantization.double_quant")
+    if file.count("quantization.block_size") != 64:
+        file.lose("quantization.block_size", "the blocks of nf4 have 64 weights")
+    return {"model.quantization": file.note("nf4", "adapter", *_NF4)}
 
 
-def _adapter(given: Given) -> Settings:
-    if given.get("adapter") not in ("lora", "qlora"):
+def _adapter(file: ForeignFile) -> Settings:
+    if file.get("adapter") not in ("lora", "qlora"):
         return {}
-    return (
-        {
-            "adapter.rank": given.note(given.count("lora.r"), "lora.r"),
-            "adapter.alpha": given.note(given.number("lora.alpha"), "lora.alpha"),
-        }
-        | _dropout(given)
-        | module_names(given, "lora.target_modules")
-    )
+    return lora(file, "lora.r", "lora.alpha", "lora.dropout") | module_names(file, "lora.target_modules")
 
 
-def _dropout(given: Given) -> Settings:
-    key = "lora.dropout"
-    return {"adapter.dropout": given.note(given.number(key), key)} if key in given else {}
-
-
-def _optimizer(given: Given) -> Settings:
+def _optimizer(file: ForeignFile) -> Settings:
     """Translate what the file says: its documents have no defaults for these."""
-    settings = _ARGS.optimizer(given)
+    settings = _ARGS.optimizer(file)
     for name in ("weight_decay", "max_grad_norm"):
-        if f"training.{name}" not in given:
+        if f"training.{name}" not in file:
             del settings[f"train.{name}"]
     return settings
 
 
-def _data(given: Given) -> Settings:
-    path, kind, share = given.text("dataset.path"), given.get("dataset.type"), given.number("dataset.train_split")
+def _data(file: ForeignFile) -> Settings:
+    path, kind, share = file.text("dataset.path"), file.get("dataset.type"), file.number("dataset.train_split")
     if path is None:
         path = "data/train.jsonl"
-        given.lose("dataset.path", f"the file names no data; write the path of your rows in place of {path}", "not set")
+        file.lose("dataset.path", f"the file names no data; write the path of your rows in place of {path}", "not set")
         settings: Settings = {"data.train": Note(path, "the file names no data: write its path here")}
     else:
-        settings = {"data.train": given.note(path, "dataset.path")}
+        settings = {"data.train": file.note(path, "dataset.path")}
     if not 0 < share <= 1:
-        raise given.wrong("dataset.train_split", "must be a fraction of the rows, above 0 and at most 1")
-    settings["data.eval"] = given.note(round(1 - share, 6), "dataset.train_split")
-    if kind is not None and kind not in _FORMATS:
-        given.lose("dataset.type", "the format is detected from the columns; allowed are the formats of data.format")
+        raise file.wrong("dataset.train_split", "must be a fraction of the rows, above 0 and at most 1")
+    settings["data.eval"] = file.note(round(1 - share, 6), "dataset.train_split")
+    if kind is not None and str(kind) not in _FORMATS:
+        file.lose("dataset.type", DETECTED)
     elif kind is not None:
-        settings["data.format"] = given.note(_FORMATS[str(kind)], "dataset.type")
+        settings["data.format"] = file.note(_FORMATS[str(kind)], "dataset.type")
         if kind == "alpaca":
             settings["data.template"] = Note("none", "dataset.type: alpaca, which has its own prompt")
-    length = given.note(given.count("dataset.max_length", 2), "dataset.max_length")
+    length = file.note(file.count("dataset.max_length", 2), "dataset.max_length")
     return settings | {"data.max_length": length}
 
 
-def _steps(given: Given) -> Settings:
-    return _ARGS.batch(given, "dataset.max_length")
-
-
 RULES = (
-    translated("base_model", "model.name", _model),
+    renamed("base_model", "model.name", ForeignFile.model),
     translated("adapter", "adapter.method", _method, "lora and qlora; without an adapter, full"),
     translated("quantization.bits quantization.quant_type quantization.double_quant quantization.block_size",
                "model.quantization", _quantization, "adapter: qlora becomes nf4"),
@@ -129,7 +107,8 @@ RULES = (
                "data.train, data.eval, data.format, data.max_length", _data,
                "train_split is the part that is trained on, data.eval the rest"),
     translated("training.batch_size training.gradient_accumulation_steps training.packing",
-               "data.packing, train.documents_per_step", _steps, "their product"),
+               "data.packing, train.documents_per_step", lambda file: _ARGS.batch(file, "dataset.max_length"),
+               "their product"),
     translated("training.epochs training.max_steps", "train.epochs, train.steps", _ARGS.length),
     translated("training.learning_rate training.lr_scheduler training.warmup_ratio training.warmup_steps",
                "train.learning_rate, train.schedule, train.warmup", _ARGS.schedule),
@@ -138,8 +117,8 @@ RULES = (
     translated("training.logging_steps training.eval_steps training.save_steps training.save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _ARGS.intervals),
     translated("training.gradient_checkpointing", "memory.checkpointing", _ARGS.checkpointing),
-    translated("output_dir", "run.dir", Arguments().directory),
-    translated("seed", "run.seed", Arguments().seed, "the random numbers differ"),
+    renamed("output_dir", "run.dir", ForeignFile.text),
+    renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
     absent("lora.bias lora.use_dora lora.modules_to_save", "only LoRA matrices of linear layers are trained"),
     absent("hybrid", "predictive training has the section hybrid here: see docs/hybrid.md"),
     needless("device", "it is set by --platform"),

@@ -11,8 +11,27 @@ from typing import Any, cast
 from dualtune.base.errors import DualtuneError
 from dualtune.base.untrusted import read_json
 from dualtune.config.importing import arguments
-from dualtune.config.importing.arguments import EIGHT_BITS, GPUS, NO_PREFERENCES, Arguments, module_names, nf4_only
-from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+from dualtune.config.importing.arguments import (
+    EIGHT_BITS,
+    NO_PREFERENCES,
+    OF_SOURCES,
+    Arguments,
+    held_out,
+    lora,
+    module_names,
+    nf4_only,
+)
+from dualtune.config.importing.table import (
+    ForeignFile,
+    Note,
+    Settings,
+    absent,
+    is_off,
+    needless,
+    renamed,
+    table_in,
+    translated,
+)
 
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "stage": "sft", "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
@@ -22,227 +41,199 @@ DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
 _ARGS = Arguments()
 _INFO = "dataset_info.json"
 _MAX_INFO_BYTES = 4 << 20
-_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}  # theirs -> ours
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}  # its columns -> ours
 _OF_ALPACA = "alpaca"
 
 
-def _method(given: Given) -> Settings:
-    if not given.flag("do_train"):
-        raise given.wrong("do_train", "without training there is nothing to translate; see `dualtune eval` and `chat`")
-    if (stage := given.get("stage")) not in ("sft", "pt"):
+def _method(file: ForeignFile) -> Settings:
+    if not file.flag("do_train"):
+        raise file.wrong("do_train", "without training there is nothing to translate; see `dualtune eval` and `chat`")
+    if (stage := file.get("stage")) not in ("sft", "pt"):
         reason = f"{stage} cannot be translated: {NO_PREFERENCES}; allowed are sft, and pt for plain text"
-        raise given.wrong("stage", reason)
-    if (kind := given.get("finetuning_type")) not in ("lora", "full"):
-        raise given.wrong("finetuning_type", "only lora and full can be translated")
-    return {"adapter.method": given.note(kind, "finetuning_type")} if kind == "full" else {}
+        raise file.wrong("stage", reason)
+    if (kind := file.get("finetuning_type")) not in ("lora", "full"):
+        raise file.wrong("finetuning_type", "only lora and full can be translated")
+    return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else {}
 
 
-def _model(given: Given) -> Settings:
-    if (name := given.text("model_name_or_path")) is None:
-        raise given.wrong("model_name_or_path", "must be a hub id or a directory")
-    return {"model.name": name}
-
-
-def _dtype(given: Given) -> Settings:
-    for key, ours in (("fp16", "float16"), ("bf16", "bfloat16"), ("pure_bf16", "bfloat16")):
-        if given.flag(key):
+def _dtype(file: ForeignFile) -> Settings:
+    for key, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("pure_bf16", "bfloat16")):
+        if file.flag(key):
             if key == "pure_bf16":
-                given.lose(key, "what is trained is always kept in float32")
-            return {"model.dtype": given.note(ours, key)}
+                file.lose(key, "what is trained is always kept in float32")
+            return {"model.dtype": file.note(dtype, key)}
     return {}
 
 
-def _quantization(given: Given) -> Settings:
-    if "quantization_bit" not in given:
+def _quantization(file: ForeignFile) -> Settings:
+    if "quantization_bit" not in file:
         return {}
-    bits, method = given.count("quantization_bit"), str(given.get("quantization_method") or "bnb").lower()
+    bits, method = file.count("quantization_bit"), str(file.get("quantization_method") or "bnb").lower()
     if method not in ("bnb", "bitsandbytes"):
-        given.lose("quantization_method", "the quantizations are nf4, int8, affine4 and affine8; nf4 is bitsandbytes'")
+        file.lose("quantization_method", "the quantizations are nf4, int8, affine4 and affine8; nf4 is bitsandbytes'")
     if bits == 4:
-        nf4_only(given, "quantization_type", "double_quantization")
-        return {"model.quantization": given.note("nf4", "quantization_bit", "quantization_type", "double_quantization")}
+        nf4_only(file, "quantization_type", "double_quantization")
+        return {"model.quantization": file.note("nf4", "quantization_bit", "quantization_type", "double_quantization")}
     reason = EIGHT_BITS if bits == 8 else "of bitsandbytes' formats there is nf4, of 4 bits"
-    given.lose("quantization_bit", reason)
+    file.lose("quantization_bit", reason)
     return {}
 
 
-def _adapter(given: Given) -> Settings:
-    if given.get("finetuning_type") == "full":
+def _adapter(file: ForeignFile) -> Settings:
+    if file.get("finetuning_type") == "full":
         return {}
-    rank = given.count("lora_rank")
-    alpha = Note(2 * rank, f"twice lora_rank: {rank}, the default of LLaMA-Factory")
-    if "lora_alpha" in given:
-        alpha = given.note(given.number("lora_alpha"), "lora_alpha")
-    return {
-        "adapter.rank": given.note(rank, "lora_rank"),
-        "adapter.alpha": alpha,
-        "adapter.dropout": given.note(given.number("lora_dropout"), "lora_dropout"),
-    } | _ARGS.scaling(given)
+    alpha = "lora_alpha" if "lora_alpha" in file else "lora_rank"
+    settings = lora(file, "lora_rank", alpha, "lora_dropout") | _ARGS.scaling(file)
+    if "lora_alpha" not in file:
+        rank = file.count("lora_rank")
+        settings["adapter.alpha"] = Note(2 * rank, f"twice lora_rank: {rank}, the default of LLaMA-Factory")
+    return settings
 
 
-def _targets(given: Given) -> Settings:
-    return {} if given.get("finetuning_type") == "full" else module_names(given, "lora_target")
+def _targets(file: ForeignFile) -> Settings:
+    return {} if file.get("finetuning_type") == "full" else module_names(file, "lora_target")
 
 
-def _init_from(given: Given) -> Settings:
-    path = given.text("adapter_name_or_path")
+def _init_from(file: ForeignFile) -> Settings:
+    path = file.text("adapter_name_or_path")
     if path is None:
         return {}
     if "," in path:
-        given.lose("adapter_name_or_path", "one adapter can be continued; merge the others into the base first")
+        file.lose("adapter_name_or_path", "one adapter can be continued; merge the others into the base first")
         return {}
     return {"adapter.init_from": path}
 
 
-def _data(given: Given) -> Settings:
-    if "dataset" not in given:
-        raise given.wrong("dataset", f"must name data sets of {_INFO}")
-    table = _table_of_datasets(given)
-    settings: Settings = {"data.train": given.note(_sources(given, "dataset", table), "dataset")}
-    if "eval_dataset" in given:
-        return settings | {"data.eval": given.note(_sources(given, "eval_dataset", table), "eval_dataset")}
-    share = given.number("val_size")
-    if share >= 1:
-        given.lose("val_size", "data.eval is a fraction of the rows, below 1, or other data")
-        share = 0
-    return settings | {"data.eval": given.note(share, "val_size")}
+def _data(file: ForeignFile) -> Settings:
+    if "dataset" not in file:
+        raise file.wrong("dataset", f"must name data sets of {_INFO}")
+    table = _table_of_datasets(file)
+    settings: Settings = {"data.train": file.note(_sources(file, "dataset", table), "dataset")}
+    if "eval_dataset" in file:
+        return settings | {"data.eval": file.note(_sources(file, "eval_dataset", table), "eval_dataset")}
+    return settings | held_out(file, "val_size")
 
 
-def _table_of_datasets(given: Given) -> dict[str, Any] | None:
+def _table_of_datasets(file: ForeignFile) -> dict[str, Any] | None:
     """Read the list of data sets, or report that it is not here."""
-    path = Path(str(given.get("dataset_dir"))) / _INFO
+    path = Path(str(file.get("dataset_dir"))) / _INFO
     try:
         return read_json(path, max_bytes=_MAX_INFO_BYTES)
     except (DualtuneError, OSError):
         reason = (
             f"there is no {path} that can be read, so names of data sets stay; write the paths of the files instead"
         )
-        given.lose("dataset_dir", reason)
+        file.lose("dataset_dir", reason)
         return None
 
 
-def _sources(given: Given, key: str, table: dict[str, Any] | None) -> Any:
-    value = given.get(key)
+def _sources(file: ForeignFile, key: str, table: dict[str, Any] | None) -> Any:
+    value = file.get(key)
     names = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
-    sources = [_source(given, f"{key} ({name})", name, table) for name in (str(each).strip() for each in names)]
+    sources = [_source(file, key, str(name).strip(), table) for name in names]
     return sources[0] if len(sources) == 1 else sources
 
 
-def _source(given: Given, where: str, name: str, table: dict[str, Any] | None) -> dict[str, Any]:
+def _source(file: ForeignFile, key: str, name: str, table: dict[str, Any] | None) -> dict[str, Any]:
     if table is None:
         return {"path": name}
-    entry: Any = table.get(name)
-    if not isinstance(entry, dict):
-        raise given.wrong(where.split()[0], f"{name} is not one of the {len(table)} data sets of {_INFO}")
-    row = cast(dict[str, Any], entry)
-    source: dict[str, Any] = {}
-    directory = Path(str(given.get("dataset_dir")))
+    if not isinstance(table.get(name), dict):
+        raise file.wrong(key, f"{name} is not one of the {len(table)} data sets of {_INFO}")
+    row, source = table_in(table[name]), dict[str, Any]()
+    directory = Path(str(file.get("dataset_dir")))
     if isinstance(row.get("file_name"), str):
         source["path"] = str(directory / row["file_name"])
     elif isinstance(row.get("hf_hub_url"), str):
         source["path"] = row["hf_hub_url"]
-        source |= {ours: row[key] for key, ours in (("subset", "subset"), ("split", "split")) if row.get(key)}
+        source |= {option: row[option] for option in ("subset", "split") if row.get(option)}
     else:
-        raise given.wrong(where.split()[0], f"{name} has neither file_name nor hf_hub_url in {_INFO}")
+        raise file.wrong(key, f"{name} has neither file_name nor hf_hub_url in {_INFO}")
     if row.get("ranking"):
-        raise given.wrong(where.split()[0], f"{name} ranks answers (ranking: true): {NO_PREFERENCES}")
-    _report_rest(given, where, row)
-    return source | _layout(given, where, row)
+        raise file.wrong(key, f"{name} ranks answers (ranking: true): {NO_PREFERENCES}")
+    where = f"{key} ({name})"
+    for option in row.keys() - _READ:
+        if not is_off(row[option]):
+            file.lose(f"{where}.{option}", OF_SOURCES, row[option])
+    return source | _layout(file, where, row)
 
 
 _READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "ranking", "formatting", "columns",
          "tags", "file_sha1"}  # fmt: skip
 
 
-def _report_rest(given: Given, where: str, row: dict[str, Any]) -> None:
-    for key in row.keys() - _READ:
-        if not is_off(row[key]):
-            given.lose(f"{where}.{key}", "a source has only path, subset, split, format, columns and weight", row[key])
-
-
-def _layout(given: Given, where: str, row: dict[str, Any]) -> dict[str, Any]:
+def _layout(file: ForeignFile, where: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return the format of the rows and the names of their columns."""
-    columns, tags = cast(dict[str, Any], row.get("columns") or {}), cast(dict[str, Any], row.get("tags") or {})
-    if given.get("stage") == "pt":
+    columns, tags = table_in(row.get("columns")), table_in(row.get("tags"))
+    if file.get("stage") == "pt":
         return _named("text", {"text": columns.get("prompt", "text")})
     if row.get("formatting", _OF_ALPACA) == _OF_ALPACA:
         for key in columns.keys() - _ALPACA.keys():
-            given.lose(f"{where}.columns.{key}", "alpaca has the columns instruction, input, output and system",
+            file.lose(f"{where}.columns.{key}", "alpaca has the columns instruction, input, output and system",
                        columns[key])  # fmt: skip
-        return _named(_OF_ALPACA, {ours: columns[key] for key, ours in _ALPACA.items() if key in columns})
+        return _named(_OF_ALPACA, {column: columns[key] for key, column in _ALPACA.items() if key in columns})
     roles = (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
     if row.get("formatting") == "openai":
         roles = (tags.get("role_tag", "role"), tags.get("content_tag", "content"))
     if roles not in (("role", "content"), ("from", "value")):
-        given.lose(f"{where}.tags", "a message has role and content, or from and value; rename them in the file", tags)
+        file.lose(f"{where}.tags", "a message has role and content, or from and value; rename them in the file", tags)
     for key in columns.keys() - {"messages", "tools"}:
-        given.lose(f"{where}.columns.{key}", "a conversation has the columns messages and tools", columns[key])
+        file.lose(f"{where}.columns.{key}", "a conversation has the columns messages and tools", columns[key])
     format, key = ("messages", "messages") if roles == ("role", "content") else ("sharegpt", "conversations")
-    theirs = {key: columns.get("messages", "conversations")}
-    return _named(format, theirs | ({"tools": columns["tools"]} if "tools" in columns else {}))
+    tools = {"tools": columns["tools"]} if "tools" in columns else {}
+    return _named(format, {key: columns.get("messages", "conversations")} | tools)
 
 
 def _named(format: str, columns: dict[str, Any]) -> dict[str, Any]:
-    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    other = {column: name for column, name in columns.items() if column != name}
     return {"format": format} | ({"columns": other} if other else {})
 
 
-def _template(given: Given) -> Settings:
-    if "template" in given:
+def _template(file: ForeignFile) -> Settings:
+    if "template" in file:
         reason = "the tokenizer's own template is used; compare the text with `dualtune preview`, or name a Jinja file"
-        given.lose("template", reason)
+        file.lose("template", reason)
     return {}
 
 
-def _thinking(given: Given) -> Settings:
+def _thinking(file: ForeignFile) -> Settings:
     """Translate the switches of data_args.py: enable_thinking, whose null mixes both modes, and preserve_thinking."""
-    names = [name for name in ("enable_thinking", "preserve_thinking") if name in given]
-    variables = {name: given.flag(name) for name in names}
+    names = [name for name in ("enable_thinking", "preserve_thinking") if name in file]
+    variables = {name: file.flag(name) for name in names}
     if variables.get("enable_thinking") is False:
         reason = "LLaMA-Factory also takes reasoning out of the rows: remove it, or data.columns: {reasoning: null}"
-        given.lose("enable_thinking (rows)", reason, value=False)
-    return {"data.template_variables": given.note(variables, *names)} if variables else {}
+        file.lose("enable_thinking (rows)", reason, value=False)
+    return {"data.template_variables": file.note(variables, *names)} if variables else {}
 
 
-def _steps(given: Given) -> Settings:
-    if given.flag("neat_packing") or given.flag("packing") or ("packing" not in given and given.get("stage") == "pt"):
-        each, accumulated = given.count("per_device_train_batch_size"), given.count("gradient_accumulation_steps")
-        length = given.count("cutoff_len", 2)
-        if not given.flag("neat_packing"):
-            given.lose("packing", "documents of a row do not see each other, as with neat_packing", value="true")
-        origin = f"per_device_train_batch_size: {each} × gradient_accumulation_steps: {accumulated}"
-        return {
-            "data.packing": given.note(True, "neat_packing", "packing"),
-            "train.tokens_per_step": Note(each * accumulated * length, f"{origin} × cutoff_len: {length}; {GPUS}"),
-        }
-    return _ARGS.batch(given, "cutoff_len")
+def _steps(file: ForeignFile) -> Settings:
+    is_neat, is_pretraining = file.flag("neat_packing"), "packing" not in file and file.get("stage") == "pt"
+    if not (is_neat or is_pretraining or file.flag("packing")):
+        return _ARGS.batch(file, "cutoff_len", is_packed=False)
+    if not is_neat:
+        file.lose("packing", "documents of a row do not see each other, as with neat_packing", value="true")
+    packing = file.note(True, "neat_packing", "packing")
+    return _ARGS.batch(file, "cutoff_len", is_packed=True) | {"data.packing": packing}
 
 
-def _loss_on(given: Given) -> Settings:
-    if given.get("stage") == "pt":
+def _loss_on(file: ForeignFile) -> Settings:
+    if file.get("stage") == "pt":
         return {"data.loss_on": Note("all", "stage: pt"), "data.template": Note("none", "stage: pt")}
-    if given.flag("mask_history"):
-        return {"data.loss_on": given.note("last", "mask_history")}
-    return {"data.loss_on": given.note("all" if given.flag("train_on_prompt") else "assistant", "train_on_prompt")}
+    if file.flag("mask_history"):
+        return {"data.loss_on": file.note("last", "mask_history")}
+    return {"data.loss_on": file.note("all" if file.flag("train_on_prompt") else "assistant", "train_on_prompt")}
 
 
-def _mixture(given: Given) -> Settings:
-    if given.get("mix_strategy") != "concat":
+def _mixture(file: ForeignFile) -> Settings:
+    if file.get("mix_strategy") != "concat":
         reason = "documents of all sources are shuffled together; give a source a weight"
-        given.lose("mix_strategy", reason)
-        if "interleave_probs" in given:
-            given.lose("interleave_probs", reason)
-    return {}
-
-
-def _checkpointing(given: Given) -> Settings:
-    if given.flag("disable_gradient_checkpointing"):
-        return {"memory.checkpointing": given.note("none", "disable_gradient_checkpointing")}
+        file.lose("mix_strategy", reason)
+        if "interleave_probs" in file:
+            file.lose("interleave_probs", reason)
     return {}
 
 
 RULES = (
-    translated("model_name_or_path", "model.name", _model),
+    renamed("model_name_or_path", "model.name", ForeignFile.model),
     translated("stage finetuning_type do_train", "adapter.method", _method,
                "`sft` and `pt`, `lora` and `full`; rewards and preferences (rm, ppo, dpo, kto) are refused"),
     translated("bf16 fp16 pure_bf16", "model.dtype", _dtype),
@@ -258,17 +249,17 @@ RULES = (
     translated("template", "data.template", _template, "the tokenizer's own, a name such as `qwen-3`, or a Jinja file"),
     translated("enable_thinking preserve_thinking", "data.template_variables", _thinking,
                "variables of the template; remove them if yours does not read them"),
-    translated("cutoff_len", "data.max_length", lambda given: {
-        "data.max_length": given.note(given.count("cutoff_len", 2), "cutoff_len")}, "longer documents are cut"),
+    renamed("cutoff_len", "data.max_length", ForeignFile.count, "longer documents are cut", least=2),
     translated("per_device_train_batch_size gradient_accumulation_steps packing neat_packing",
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
                "packed: the product with cutoff_len, in tokens; documents do not see each other, as with neat_packing"),
     translated("train_on_prompt mask_history", "data.loss_on", _loss_on, "`all`, `last`"),
     translated("mix_strategy interleave_probs", "", _mixture, "all sources are shuffled together"),
-    translated("disable_gradient_checkpointing", "memory.checkpointing", _checkpointing,
+    translated("disable_gradient_checkpointing", "memory.checkpointing", lambda file: (
+        {"memory.checkpointing": "none"} if file.flag("disable_gradient_checkpointing") else {}),
                "true is `none`; by default as little as fits is recomputed"),
     translated("early_stopping_steps load_best_model_at_end", "guards.early_stopping, guards.restore_best",
-               lambda given: _ARGS.guards(given, "early_stopping_steps")),
+               lambda file: _ARGS.guards(file, "early_stopping_steps")),
     absent("pref_* dpo_* kto_* simpo_* ppo_* ref_model ref_model_* reward_model reward_model_* ld_alpha",
            NO_PREFERENCES),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from dualtune.base.errors import ConfigError
@@ -34,15 +34,25 @@ class Rule:
     names: tuple[str, ...]
     ours: str = ""  # our keys as shown to the reader; "" if there are none
     note: str = ""  # what differs; or why there is no such key, and what to do instead
-    convert: Callable[[Given], Settings] | None = None
+    convert: Callable[[ForeignFile], Settings] | None = None
     is_needless: bool = False  # whether nothing is lost without it
 
-    def knows(self, name: str) -> bool:
-        return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in self.names)
+    def matches(self, key: str) -> bool:
+        return any(key.startswith(name[:-1]) if name.endswith("*") else key == name for name in self.names)
 
 
-def translated(names: str, ours: str, convert: Callable[[Given], Settings], note: str = "") -> Rule:
+def translated(names: str, ours: str, convert: Callable[[ForeignFile], Settings], note: str = "") -> Rule:
     return Rule(tuple(names.split()), ours, note, convert)
+
+
+def renamed(name: str, ours: str, read: Callable[..., Any], note: str = "", **options: Any) -> Rule:
+    """Make a rule for a key whose value is ours too, as a method of the file reads it. None sets nothing."""
+
+    def convert(file: ForeignFile) -> Settings:
+        value = read(file, name, **options)
+        return {} if value is None else {ours: file.note(value, name)}
+
+    return translated(name, ours, convert, note)
 
 
 def needless(names: str, note: str) -> Rule:
@@ -72,29 +82,28 @@ class Untranslated:
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ImportedConfig:
     """The result of translating another trainer's file."""
 
     trainer: str
     source: str
-    settings: list[Setting] = field(default_factory=list[Setting])
-    # The training result differs, or may differ, without these.
-    lost: list[Untranslated] = field(default_factory=list[Untranslated])
-    needless: list[Untranslated] = field(default_factory=list[Untranslated])
+    settings: list[Setting]
+    lost: list[Untranslated]  # the training result differs, or may differ, without these
+    needless: list[Untranslated]
 
 
-class Given:
+class ForeignFile:
     """The keys of a file, read with the other trainer's defaults, and lists of what was not translated."""
 
     def __init__(
-        self, document: ParsedYaml, trainer: str, defaults: Mapping[str, Any], num_layers: int | None = None
-    ) -> None:
-        self._document = document
-        self._trainer = trainer
+        self, document: ParsedYaml, trainer: str, defaults: Mapping[str, Any],
+        count_layers: Callable[[str], int | None] = lambda model: None,
+    ) -> None:  # fmt: skip
+        """`count_layers`: the number of layers of a model, if it is available locally."""
+        self._document, self._trainer, self._defaults = document, trainer, defaults
         self._data = cast(dict[str, Any], document.data)
-        self._defaults = defaults
-        self.num_layers = num_layers  # of the base model, if it is available locally
+        self.count_layers = count_layers
         self.lost: list[Untranslated] = []
         self.needless: list[Untranslated] = []
 
@@ -109,7 +118,7 @@ class Given:
     def _find(self, name: str) -> Any:
         value: Any = self._data
         for part in name.split("."):
-            value = cast(dict[str, Any], value).get(part) if isinstance(value, dict) else None
+            value = table_in(value).get(part)
         return value
 
     def get(self, name: str) -> Any:
@@ -150,6 +159,19 @@ class Given:
             return value or None
         raise self.wrong(name, "must be a string")
 
+    def model(self, name: str) -> str:
+        if (model := self.text(name)) is None:
+            raise self.wrong(name, "must be a hub id or a directory")
+        return model
+
+    def tables(self, name: str) -> list[dict[str, Any]]:
+        """Return the mappings of a list, or the single one in its place, each with a path."""
+        value = self.get(name)
+        entries = cast(list[Any], value) if isinstance(value, list) else [value]
+        if not entries or not all(isinstance(table_in(entry).get("path"), str) for entry in entries):
+            raise self.wrong(name, "must be a mapping with a path, or a list of such mappings")
+        return entries
+
     def note(self, value: Any, *names: str) -> Note:
         """Return a value with its origin, the keys `names`, as its comment."""
         origin = ", ".join(f"{name}: {shown(self.get(name))}" for name in names if name in self)
@@ -167,12 +189,21 @@ class Given:
         """Record a key that is not needed here."""
         self.needless.append(Untranslated(name, shown(self.get(name) if value is None else value), reason))
 
+    def skip_all(self, names: str, reason: str) -> None:
+        for name in names.split():
+            if name in self:
+                self.skip(name, reason)
+
+
+def table_in(value: Any) -> dict[str, Any]:
+    """Return a mapping; an empty one in place of anything else."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
 
 def shown(value: Any) -> str:
     """Format a foreign value for a one-line comment: shortened, without secrets and control characters."""
     if isinstance(value, dict):
-        items = cast(dict[str, Any], value).items()
-        text = "{" + ", ".join(f"{key}: {shown(each)}" for key, each in items) + "}"
+        text = "{" + ", ".join(f"{key}: {shown(inner)}" for key, inner in table_in(value).items()) + "}"
     elif isinstance(value, list):
         text = "[" + ", ".join(map(shown, cast(list[Any], value))) + "]"
     elif isinstance(value, str):
@@ -186,48 +217,3 @@ def shown(value: Any) -> str:
 def is_off(value: Any) -> bool:
     """Return whether a value turns something off: null, false, zero, or an empty string, list or mapping."""
     return not value or value in ("false", "no", "off", "none", "no_", "False")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which trackers the configs of other trainers turn on.
-
-OTHERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
-NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
-AXOLOTL = {  # ours -> the keys that turn it on: a switch, and the name of a project
-    "wandb": ("use_wandb", "wandb_project"),
-    "mlflow": ("use_mlflow", "mlflow_experiment_name"),
-    "trackio": ("use_trackio", "trackio_project_name"),
-    "tensorboard": ("use_tensorboard", ""),
-}
-TRACKER_KEYS = " ".join(key for keys in AXOLOTL.values() for key in keys if key)
-
-
-def trackers_of_axolotl(given: Given) -> Settings:
-    found: dict[str, str] = {}
-    for name, (switch, project) in AXOLOTL.items():
-        if project in given and not is_off(given.get(project)):
-            found[name] = project
-            given.lose(project, NAMED_OUTSIDE)
-        if given.flag(switch):
-            found[name] = switch
-    return {"run.track": Note([*found], ", ".join(found.values()))} if found else {}
-
-
-def trackers_of_mlx_lm(given: Given) -> Settings:
-    return _reported(given, ("wandb",))
-
-
-def trackers_of_transformers(given: Given) -> Settings:
-    return _reported(given, tuple(AXOLOTL))
-
-
-def _reported(given: Given, allowed: tuple[str, ...]) -> Settings:
-    """Translate `report_to`: a list, or a text with commas."""
-    value = given.get("report_to")
-    listed = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
-    names = [] if is_off(value) else [str(name).strip().lower() for name in listed]
-    for name in names:
-        if name not in allowed and name != "none":
-            given.lose("report_to", OTHERS, value=name)
-    known = [name for name in dict.fromkeys(names) if name in allowed]
-    return {"run.track": given.note(known, "report_to")} if known else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -17,48 +17,19 @@ from dualtune.base.errors import ConfigError
 from dualtune.base.redaction import redact
 from dualtune.base.text import one_line
 from dualtune.config.importing import axolotl, axolotl_rs, llama_factory, mlx_lm, trl, unsloth
-from dualtune.config.importing.table import Given, ImportedConfig, Note, Rule, Setting, Untranslated, is_off, shown
-from dualtune.config.load import MAPPING, BadYaml, ParsedYaml, load_config, parse_config, read_text, read_yaml
+from dualtune.config.importing.table import (
+    ForeignFile,
+    ImportedConfig,
+    Note,
+    Rule,
+    Setting,
+    Untranslated,
+    is_off,
+    shown,
+)
+from dualtune.config.load import MAPPING, BadYaml, load_config, parse_config, read_text, read_yaml
 from dualtune.config.render import entry
 from dualtune.config.schema import sections
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What is written in Python: tables of names of other trainers and ours, for reading only.
-
-# (their names, our keys, what differs)
-TRL = (
-    ("SFTConfig, ModelConfig", "", "the names of the table above"),
-    ("LoraConfig.r, lora_alpha, lora_dropout", "adapter.rank, adapter.alpha, adapter.dropout", ""),
-    ("LoraConfig.target_modules", "adapter.targets", "`all-linear`, or a list of names"),
-    ("train_dataset, eval_dataset", "data.train, data.eval", "a name, a file or a directory"),
-    ("merge_and_unload", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
-    ("push_to_hub", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter and a model card"),
-    ("transformers chat, transformers serve", "", "`dualtune chat`, `dualtune serve`"),
-    ("compute_metrics", "", "`dualtune eval`, after the run"),
-    ("DPOTrainer, GRPOTrainer and others", "", "not supported yet"),
-)  # fmt: skip
-
-UNSLOTH = (
-    ("FastLanguageModel.from_pretrained(model_name)", "model.name", ""),
-    ("max_seq_length", "data.max_length", ""),
-    ("load_in_4bit", "model.quantization", "`nf4`; it is off by default here"),
-    ("get_peft_model(r, lora_alpha, lora_dropout)", "adapter.rank, adapter.alpha, adapter.dropout", ""),
-    ("target_modules", "adapter.targets", ""),
-    ("use_rslora", "adapter.scaling", "`rank_stabilized`"),
-    ("use_gradient_checkpointing", "memory.checkpointing", "`full`; by default as little as fits"),
-    ("random_state", "run.seed", ""),
-    ("get_chat_template", "data.template", "the tokenizer's own, a name such as `qwen-2.5`, or a Jinja file"),
-    ("train_on_responses_only", "data.loss_on", "`assistant`, by default"),
-    ("the arguments of SFTConfig", "", "see TRL"),
-    ("save_pretrained_merged", "", "`dualtune export RUN --to hf`, or `dualtune adapter merge`"),
-    ("save_pretrained_gguf", "", "`dualtune export RUN --to gguf --quantize q4_k_m`; also `ollama` and `lmstudio`"),
-    ("push_to_hub, push_to_hub_merged, push_to_hub_gguf", "",
-     "`dualtune push hf://owner/name RUN --adapter` publishes the adapter; a merged model or a GGUF: `hf upload`"),
-    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
-    ("for_inference, fast_generate", "", "`dualtune chat`, `dualtune generate`, `dualtune serve`"),
-)  # fmt: skip
-
-OTHERS = {"TRL-in-Python": TRL, "Unsloth-in-Python": UNSLOTH}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Write a translated config as text: first what was not translated, then our keys with their origin.
@@ -66,43 +37,38 @@ OTHERS = {"TRL-in-Python": TRL, "Unsloth-in-Python": UNSLOTH}
 
 def to_text(imported: ImportedConfig) -> str:
     """Return the config as YAML with comments. Raises ConfigError, with the foreign keys, if our loader rejects it."""
-    _check(imported)
-    source = one_line(imported.source)
-    lines = [f"# Translated from {source}, a config of {imported.trainer}, by `dualtune config import`."]
-    lines += _named("Not translated; the result differs, or may differ:", imported.lost)
-    lines += _named("Not needed here:", imported.needless)
-    for section in sections():
-        found = [setting for setting in imported.settings if setting.key.partition(".")[0] == section]
-        if found:
-            lines += ["", f"{section}:"]
-        for setting in found:
-            comment = f"  # {one_line(setting.comment)}" if setting.comment else ""
-            lines.append(entry(setting.key.partition(".")[2], setting.value) + comment)
-    text = "\n".join(lines) + "\n"
-    parse_config(text)  # validates the final text
-    return text
-
-
-def _named(title: str, keys: list[Untranslated]) -> Iterator[str]:
-    if keys:
-        yield from ("#", f"# {title}")
-    for each in keys:
-        yield f"#   {one_line(each.key)}: {one_line(each.value)}"
-        yield from textwrap.wrap(one_line(each.reason), 120, initial_indent="#     ", subsequent_indent="#     ")
-
-
-def _check(imported: ImportedConfig) -> None:
-    nested: dict[str, dict[str, object]] = {}
+    settings: dict[str, dict[str, Setting]] = {section: {} for section in sections()}
     for setting in imported.settings:
         section, _, key = setting.key.partition(".")
-        nested.setdefault(section, {})[key] = setting.value
+        settings[section][key] = setting
+
+    # First the values alone: an error about one of them names the foreign key that it comes from.
     try:
-        load_config(nested)
+        load_config({section: {key: line.value for key, line in keys.items()} for section, keys in settings.items()})
     except ConfigError as error:
         origins = {setting.key: setting.comment for setting in imported.settings}
-        lines = [_with_origin(line, origins) for line in str(error).splitlines()]
-        problem = f"{imported.source}: as a config of {imported.trainer}, it has values that are not allowed here"
-        raise ConfigError("\n".join([f"{problem}; change them in that file and import again:", *lines])) from None
+        problems = [_with_origin(line, origins) for line in str(error).splitlines()]
+        head = f"{imported.source}: as a config of {imported.trainer}, it has values that are not allowed here"
+        raise ConfigError("\n".join([f"{head}; change them in that file and import again:", *problems])) from None
+
+    lines = [
+        f"# Translated from {one_line(imported.source)}, a config of {imported.trainer}, by `dualtune config import`."
+    ]
+    for title, untranslated in (
+        ("Not translated; the result differs, or may differ:", imported.lost),
+        ("Not needed here:", imported.needless),
+    ):
+        lines += ["#", f"# {title}"] if untranslated else []
+        for row in untranslated:
+            lines.append(f"#   {one_line(row.key)}: {one_line(row.value)}")
+            lines += textwrap.wrap(one_line(row.reason), 120, initial_indent="#     ", subsequent_indent="#     ")
+    for section, keys in settings.items():
+        lines += ["", f"{section}:"] if keys else []
+        for key, setting in keys.items():
+            lines.append(entry(key, setting.value) + (f"  # {one_line(setting.comment)}" if setting.comment else ""))
+    text = "\n".join(lines) + "\n"
+    parse_config(text)  # the comments are foreign too: they must not have become keys
+    return text
 
 
 def _with_origin(line: str, origins: dict[str, str]) -> str:
@@ -139,32 +105,29 @@ def import_config(
     `count_layers` returns the number of layers of a model by name, or None if it is unknown.
     """
     _refuse_code(path)
-    document = _read(path)
-    name = trainer or _detect(document, path)
-    module = TRAINERS[name]
-    rules, defaults = cast(tuple[Rule, ...], module.RULES), cast(dict[str, Any], module.DEFAULTS)
-    given = Given(document, name, defaults)
-    model = given.get("model" if name == "mlx-lm" else "base_model")
-    given.num_layers = count_layers(model) if isinstance(model, str) else None
-    result = ImportedConfig(name, str(path))
-    found = (setting for rule in rules if rule.convert is not None for setting in _settings(rule, given))
-    result.settings = list({setting.key: setting for setting in found}.values())  # of duplicate keys, the last one
-    result.lost, result.needless = given.lost, given.needless
-    for key, value in _keys(cast(dict[str, Any], document.data), rules):
-        _record(key, value, rules, result)
-    return result
-
-
-def _read(path: Path) -> ParsedYaml:
     try:
         document = read_yaml(read_text(path), str(path))
     except BadYaml as error:
         raise ConfigError(redact(str(error.problem))) from None
     if document.problems:
         raise ConfigError(redact("\n".join(map(str, document.problems))))
-    if not isinstance(document.data, dict):
+    data: object = document.data
+    if not isinstance(data, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, as a config of {' or '.join(TRAINERS)} is")
-    return document
+    keys = cast(dict[str, Any], data)
+    name = trainer or _detect(keys, path)
+    module = TRAINERS[name]
+    rules, defaults = cast(tuple[Rule, ...], module.RULES), cast(dict[str, Any], module.DEFAULTS)
+    file = ForeignFile(document, name, defaults, count_layers)
+    settings: dict[str, Setting] = {}  # of two rules for one of our keys, the last one decides
+    for rule in rules:
+        for key, value in rule.convert(file).items() if rule.convert else ():
+            note = value if isinstance(value, Note) else file.note(value, *rule.names)
+            settings[key] = Setting(key, note.value, note.comment)
+    result = ImportedConfig(name, str(path), [*settings.values()], file.lost, file.needless)
+    for key, value in _keys(keys, rules):
+        _record(key, value, rules, result)
+    return result
 
 
 def _refuse_code(path: Path) -> None:
@@ -187,9 +150,8 @@ def _refuse_code(path: Path) -> None:
     )
 
 
-def _detect(document: ParsedYaml, path: Path) -> str:
+def _detect(keys: dict[str, Any], path: Path) -> str:
     """Return the trainer whose keys the file has."""
-    keys = cast(dict[str, Any], document.data)
     if "base_model" in keys:
         return "axolotl-rs" if axolotl_rs.is_in_sections(keys) else "axolotl"
     if "model_name_or_path" in keys:
@@ -206,19 +168,12 @@ def _detect(document: ParsedYaml, path: Path) -> str:
     )
 
 
-def _settings(rule: Rule, given: Given) -> Iterator[Setting]:
-    assert rule.convert is not None
-    for key, value in rule.convert(given).items():
-        note = value if isinstance(value, Note) else given.note(value, *rule.names)
-        yield Setting(key, note.value, note.comment)
-
-
 def _keys(data: dict[str, Any], rules: tuple[Rule, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of the file. A mapping with rules for its parts is split into them."""
     split = {name.partition(".")[0] for rule in rules for name in rule.names if "." in name}
     for key, value in data.items():
         if key in split and isinstance(value, dict) and value:
-            yield from ((f"{key}.{inner}", each) for inner, each in cast(dict[str, Any], value).items())
+            yield from ((f"{key}.{inner}", part) for inner, part in cast(dict[str, Any], value).items())
         else:
             yield key, value
 
@@ -228,64 +183,19 @@ _SECRET = re.compile(r"(api_?key|secret|password|(auth|hub|hf|wandb)_token)\Z")
 
 def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig) -> None:
     """Record a key that no setting or conversion has mentioned."""
-    rule = next((rule for rule in rules if rule.knows(key)), None)
-    comments = (setting.comment for setting in result.settings)
-    left = (each.key for each in result.lost + result.needless)
     mention = re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)")  # the whole name: lora_r is not in lora_rank
-    if any(mention.search(text) for text in (*comments, *left)):
+    comments = (setting.comment for setting in result.settings)
+    recorded = (row.key for row in (*result.lost, *result.needless))
+    if any(mention.search(text) for text in (*comments, *recorded)):
         return
+    rule = next((rule for rule in rules if rule.matches(key)), None)
     if _SECRET.search(key) and isinstance(value, str):
         value = "(not shown)"
+    is_needless, reason = False, f"unknown; look it up in the reference of {result.trainer}"
     if is_off(value):
-        result.needless.append(Untranslated(key, shown(value), "it is turned off"))
+        is_needless, reason = True, "it is turned off"
     elif rule is not None and rule.convert is not None:
-        result.needless.append(Untranslated(key, shown(value), "it changes nothing, given the other keys"))
-    elif rule is None:
-        result.lost.append(Untranslated(key, shown(value), f"unknown; look it up in the reference of {result.trainer}"))
-    else:
-        reason = f"{rule.note}; see {rule.ours}" if rule.ours else rule.note
-        (result.needless if rule.is_needless else result.lost).append(Untranslated(key, shown(value), reason))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Generate the tables of docs/coming_from/ from the translation rules that name a key of ours.
-
-_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
-
-
-def with_tables(page: str) -> str:
-    """Return the page with each table between its marks regenerated."""
-    return _TABLE.sub(lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}", page)
-
-
-def _table(name: str) -> str:
-    if name in OTHERS:
-        rows = ((_in_code(theirs), _in_code(ours), note) for theirs, ours, note in OTHERS[name])
-    else:
-        rules = cast(tuple[Rule, ...], TRAINERS[name].RULES)
-        rows = (_row(rule) for rule in sorted(rules, key=_is_lost) if _has_ours(rule))
-    return "\n".join([f"| {name} | dualtune | |", "|---|---|---|", *_lines(rows)])
-
-
-def _has_ours(rule: Rule) -> bool:
-    """Whether a page names the rule: `dualtune config import` reports the others, with their reason."""
-    return bool(rule.convert or (rule.ours and not rule.is_needless))
-
-
-def _is_lost(rule: Rule) -> bool:
-    return not rule.convert
-
-
-def _row(rule: Rule) -> tuple[str, str, str]:
-    word = "not translated: " if _is_lost(rule) else ""
-    return _in_code(", ".join(rule.names)), _in_code(rule.ours), word + rule.note
-
-
-def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
-    escaped = ((cell.replace("|", "\\|") for cell in row) for row in rows)
-    return (f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in escaped)
-
-
-def _in_code(names: str) -> str:
-    """Format each of the names as code."""
-    return ", ".join(f"`{name}`" for name in names.split(", ")) if names else ""
+        is_needless, reason = True, "it changes nothing, given the other keys"
+    elif rule is not None:
+        is_needless, reason = rule.is_needless, f"{rule.note}; see {rule.ours}" if rule.ours else rule.note
+    (result.needless if is_needless else result.lost).append(Untranslated(key, shown(value), reason))

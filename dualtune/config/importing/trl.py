@@ -11,12 +11,23 @@ from dualtune.config.importing import arguments
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
     NO_PREFERENCES,
+    OF_SOURCES,
     Arguments,
+    lora,
     module_names,
     nf4_only,
     template_variables,
 )
-from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+from dualtune.config.importing.table import (
+    ForeignFile,
+    Note,
+    Settings,
+    absent,
+    is_off,
+    needless,
+    renamed,
+    translated,
+)
 
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "learning_rate": 2e-5, "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05,
@@ -24,6 +35,7 @@ DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "eval_strategy": "no", "truncation_mode": "keep_start",
 }  # fmt: skip
 _ARGS = Arguments()
+_LORA = "lora_r lora_alpha lora_dropout use_rslora"
 # Keys that only the other trainers of TRL have.
 _OTHER_TRAINERS = {
     "dpo, kto or another preference trainer": "beta desirable_weight undesirable_weight max_prompt_length "
@@ -35,158 +47,136 @@ _OTHER_TRAINERS = {
 }
 
 
-def _objective(given: Given) -> Settings:
+def _objective(file: ForeignFile) -> Settings:
     for trainer, names in _OTHER_TRAINERS.items():
         for name in names.split():
-            if name in given:
-                raise given.wrong(name, f"it belongs to {trainer}: {NO_PREFERENCES}; `trl sft` can be translated")
-    if (loss := given.get("loss_type")) not in ("nll", "chunked_nll", "dft"):
-        raise given.wrong("loss_type", f"it is the loss of another trainer than sft: {NO_PREFERENCES}")
+            if name in file:
+                raise file.wrong(name, f"it belongs to {trainer}: {NO_PREFERENCES}; `trl sft` can be translated")
+    if (loss := file.get("loss_type")) not in ("nll", "chunked_nll", "dft"):
+        raise file.wrong("loss_type", f"it is the loss of another trainer than sft: {NO_PREFERENCES}")
     if loss == "dft":
-        given.lose("loss_type", "the loss is the cross-entropy of the targets")
-    if given.flag("use_peft"):
+        file.lose("loss_type", "the loss is the cross-entropy of the targets")
+    if file.flag("use_peft"):
         return {}
-    for name in (each for rule in RULES if rule.convert in (_adapter, _targets) for each in rule.names):
-        if name in given:
-            given.skip(name, "without use_peft it has no meaning")
+    file.skip_all(f"{_LORA} lora_target_modules", "without use_peft it has no meaning")
     return {"adapter.method": Note("full", "no use_peft: all parameters are trained")}
 
 
-def _model(given: Given) -> Settings:
-    if (name := given.text("model_name_or_path")) is None:
-        raise given.wrong("model_name_or_path", "must be a hub id or a directory")
-    return {"model.name": name}
-
-
-def _dtype(given: Given) -> Settings:
-    if given.flag("fp16"):
-        return {"model.dtype": given.note("float16", "fp16")}
-    if "bf16" in given:
-        return {"model.dtype": given.note("bfloat16" if given.flag("bf16") else "float32", "bf16")}
+def _dtype(file: ForeignFile) -> Settings:
+    if file.flag("fp16"):
+        return {"model.dtype": file.note("float16", "fp16")}
+    if "bf16" in file:
+        return {"model.dtype": file.note("bfloat16" if file.flag("bf16") else "float32", "bf16")}
     return {"model.dtype": Note("auto", "bf16 where the device has it, the default of TRL")}
 
 
-def _quantization(given: Given) -> Settings:
-    if given.flag("load_in_4bit"):
-        nf4_only(given, "bnb_4bit_quant_type", "use_bnb_nested_quant")
-        return {"model.quantization": given.note("nf4", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")}
-    if given.flag("load_in_8bit"):
-        given.lose("load_in_8bit", EIGHT_BITS)
+def _quantization(file: ForeignFile) -> Settings:
+    if file.flag("load_in_4bit"):
+        nf4_only(file, "bnb_4bit_quant_type", "use_bnb_nested_quant")
+        return {"model.quantization": file.note("nf4", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")}
+    if file.flag("load_in_8bit"):
+        file.lose("load_in_8bit", EIGHT_BITS)
     return {}
 
 
-def _adapter(given: Given) -> Settings:
-    if not given.flag("use_peft"):
+def _adapter(file: ForeignFile) -> Settings:
+    if not file.flag("use_peft"):
         return {}
-    return {
-        "adapter.rank": given.note(given.count("lora_r"), "lora_r"),
-        "adapter.alpha": given.note(given.number("lora_alpha"), "lora_alpha"),
-        "adapter.dropout": given.note(given.number("lora_dropout"), "lora_dropout"),
-    } | _ARGS.scaling(given)
+    return lora(file, "lora_r", "lora_alpha", "lora_dropout") | _ARGS.scaling(file)
 
 
-def _targets(given: Given) -> Settings:
-    return module_names(given, "lora_target_modules") if given.flag("use_peft") else {}
+def _targets(file: ForeignFile) -> Settings:
+    return module_names(file, "lora_target_modules") if file.flag("use_peft") else {}
 
 
-def _data(given: Given) -> Settings:
-    if "datasets" in given:
-        return _mixture(given)
-    if (name := given.text("dataset_name")) is None:
-        raise given.wrong("dataset_name", "must be a data set, or give a list of datasets")
-    subset = {"subset": given.text("dataset_config")} if "dataset_config" in given else {}
-    split = {"split": given.text("dataset_train_split")} if "dataset_train_split" in given else {}
+def _data(file: ForeignFile) -> Settings:
+    if "datasets" in file:
+        return _mixture(file)
+    if (name := file.text("dataset_name")) is None:
+        raise file.wrong("dataset_name", "must be a data set, or give a list of datasets")
+    subset = {"subset": file.text("dataset_config")} if "dataset_config" in file else {}
+    split = {"split": file.text("dataset_train_split")} if "dataset_train_split" in file else {}
     names = ("dataset_name", "dataset_config", "dataset_train_split")
     evaluation = Note(0, "no eval_strategy: nothing is evaluated")
-    if given.get("eval_strategy") not in ("no", False):
-        test = {"path": name, **subset, "split": given.text("dataset_test_split")}
-        evaluation = given.note(test, "eval_strategy", "dataset_test_split")
-    return {"data.train": given.note({"path": name, **subset, **split}, *names), "data.eval": evaluation}
+    if file.get("eval_strategy") not in ("no", False):
+        test = {"path": name, **subset, "split": file.text("dataset_test_split")}
+        evaluation = file.note(test, "eval_strategy", "dataset_test_split")
+    return {"data.train": file.note({"path": name, **subset, **split}, *names), "data.eval": evaluation}
 
 
-def _mixture(given: Given) -> Settings:
-    entries = given.get("datasets")
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, dict) and isinstance(cast(dict[str, Any], entry).get("path"), str)
-        for entry in cast(list[Any], entries)
-    ):
-        raise given.wrong("datasets", "must be a list of mappings with a path")
+def _mixture(file: ForeignFile) -> Settings:
     sources: list[dict[str, Any]] = []
-    for index, entry in enumerate(cast(list[dict[str, Any]], entries)):
-        part = {ours: entry[theirs] for theirs, ours in (("name", "subset"), ("split", "split")) if entry.get(theirs)}
+    for index, entry in enumerate(file.tables("datasets")):
         files = entry.get("data_files")
         if isinstance(files, str | list) and files:
-            paths = [files] if isinstance(files, str) else cast(list[Any], files)
-            sources += [{"path": path} for path in paths]
+            sources += [{"path": path} for path in ([files] if isinstance(files, str) else cast(list[Any], files))]
         else:
-            sources.append({"path": entry["path"], **part})
+            part = {"subset": entry.get("name"), "split": entry.get("split")}
+            sources.append({"path": entry["path"]} | {key: value for key, value in part.items() if value})
         for key in entry.keys() - {"path", "name", "split", "columns"} - ({"data_files"} if files else set()):
             if not is_off(entry[key]):
-                reason = "a source has only path, subset, split, format, columns and weight"
-                given.lose(f"datasets[{index}].{key}", reason, entry[key])
-    for name in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"):
-        if name in given:
-            given.skip(name, "datasets wins over it")
-    share = given.number("test_split_size") if "test_split_size" in given else 0
+                file.lose(f"datasets[{index}].{key}", OF_SOURCES, entry[key])
+    file.skip_all("dataset_name dataset_config dataset_train_split dataset_test_split", "datasets wins over it")
+    share = file.number("test_split_size") if "test_split_size" in file else 0
     train = sources[0] if len(sources) == 1 else sources
-    return {"data.train": given.note(train, "datasets"), "data.eval": given.note(share, "test_split_size")}
+    return {"data.train": file.note(train, "datasets"), "data.eval": file.note(share, "test_split_size")}
 
 
-def _columns(given: Given) -> Settings:
-    name = given.text("dataset_text_field")
+def _columns(file: ForeignFile) -> Settings:
+    name = file.text("dataset_text_field")
     if name in (None, "text"):
         return {}
-    return {"data.columns": given.note({"text": name}, "dataset_text_field")}
+    return {"data.columns": file.note({"text": name}, "dataset_text_field")}
 
 
-def _loss_on(given: Given) -> Settings:
-    if given.flag("assistant_only_loss"):
-        return {"data.loss_on": given.note("assistant", "assistant_only_loss")}
-    if "completion_only_loss" in given:
-        ours = "assistant" if given.flag("completion_only_loss") else "all"
-        return {"data.loss_on": given.note(ours, "completion_only_loss")}
+def _loss_on(file: ForeignFile) -> Settings:
+    if file.flag("assistant_only_loss"):
+        return {"data.loss_on": file.note("assistant", "assistant_only_loss")}
+    if "completion_only_loss" in file:
+        targets = "assistant" if file.flag("completion_only_loss") else "all"
+        return {"data.loss_on": file.note(targets, "completion_only_loss")}
     reason = (
         "TRL takes the loss on everything, but on the completion alone where rows have prompt and completion: for "
         "these set data.loss_on to assistant"
     )
-    given.lose("completion_only_loss", reason, value="not set")
+    file.lose("completion_only_loss", reason, value="not set")
     return {"data.loss_on": Note("all", "neither assistant_only_loss nor completion_only_loss")}
 
 
-def _template(given: Given) -> Settings:
-    path = given.text("chat_template_path")
+def _template(file: ForeignFile) -> Settings:
+    path = file.text("chat_template_path")
     if path is None or path.endswith(".jinja"):
         return {} if path is None else {"data.template": path}
-    given.lose("chat_template_path", "it is a model's directory; name its Jinja file in data.template")
+    file.lose("chat_template_path", "it is a model's directory; name its Jinja file in data.template")
     return {}
 
 
-def _max_length(given: Given) -> Settings:
-    if given.is_null("max_length"):
+def _max_length(file: ForeignFile) -> Settings:
+    if file.is_null("max_length"):
         reason = (
             "a document is never longer than data.max_length, here the default; `dualtune preview` counts those cut"
         )
-        given.lose("max_length", reason, value="null")
+        file.lose("max_length", reason, value="null")
         return {}
-    if given.get("truncation_mode") != "keep_start":
-        given.lose("truncation_mode", "a document that is too long loses its end")
-    return {"data.max_length": given.note(given.count("max_length", 2), "max_length")}
+    if file.get("truncation_mode") != "keep_start":
+        file.lose("truncation_mode", "a document that is too long loses its end")
+    return {"data.max_length": file.note(file.count("max_length", 2), "max_length")}
 
 
-def _steps(given: Given) -> Settings:
-    if given.flag("packing") and (strategy := given.get("packing_strategy")) not in ("bfd", "bfd_split"):
-        given.lose("packing_strategy", "documents of a row do not see each other, and none is split", value=strategy)
-    return _ARGS.batch(given, "max_length")
+def _steps(file: ForeignFile) -> Settings:
+    if file.flag("packing") and (strategy := file.get("packing_strategy")) not in ("bfd", "bfd_split"):
+        file.lose("packing_strategy", "documents of a row do not see each other, and none is split", value=strategy)
+    return _ARGS.batch(file, "max_length")
 
 
 RULES = (
-    translated("model_name_or_path", "model.name", _model),
+    renamed("model_name_or_path", "model.name", ForeignFile.model),
     translated("use_peft loss_type " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
                "without use_peft, full; the options of DPO, GRPO and other trainers are refused"),
     translated("bf16 fp16", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant", "model.quantization",
                _quantization, "`nf4`, with double quantization; bitsandbytes' 8 bits are something else than int8"),
-    translated("lora_r lora_alpha lora_dropout use_rslora",
+    translated(_LORA,
                "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
     translated("lora_target_modules", "adapter.targets", _targets, "`all-linear`, or a list of names"),
     translated("dataset_name dataset_config dataset_train_split dataset_test_split datasets test_split_size",
@@ -196,7 +186,7 @@ RULES = (
                "`assistant`; templates need no `generation` tag"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
     translated("chat_template_kwargs", "data.template_variables",
-               lambda given: template_variables(given, "chat_template_kwargs"), "for all rows"),
+               lambda file: template_variables(file, "chat_template_kwargs"), "for all rows"),
     translated("max_length truncation_mode", "data.max_length", _max_length, "longer documents are cut at the end"),
     translated("per_device_train_batch_size gradient_accumulation_steps packing packing_strategy",
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,

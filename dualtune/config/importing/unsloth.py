@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing.arguments import NO_PREFERENCES, Arguments, module_names
-from dualtune.config.importing.table import NAMED_OUTSIDE, Given, Note, Settings, absent, needless, translated
+from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_PREFERENCES, Arguments, lora, module_names
+from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
     "training.training_type": "lora", "training.max_seq_length": 2048, "training.load_in_4bit": True,
@@ -19,108 +19,94 @@ DEFAULTS: dict[str, Any] = {
     "lora.lora_r": 64, "lora.lora_alpha": 16, "lora.lora_dropout": 0.0, "data.format_type": "auto",
     "lora.target_modules": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
 }  # fmt: skip
-_ARGS = Arguments(
-    {"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size", "seed": "random_seed"}, "training."
-)
+_ARGS = Arguments({"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size"}, "training.")
 _FORMATS = {"auto": None, "alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt"}
 
 
-def _model(given: Given) -> Settings:
-    if (name := given.text("model")) is None:
-        raise given.wrong("model", "the file names no base model; write model: and a hub id or a directory")
-    return {"model.name": name}
-
-
-def _method(given: Given) -> Settings:
-    kind = given.get("training.training_type")
+def _method(file: ForeignFile) -> Settings:
+    kind = file.get("training.training_type")
     if kind not in ("lora", "full"):
-        raise given.wrong("training.training_type", f"only lora and full can be translated; {NO_PREFERENCES}")
-    return {"adapter.method": given.note("full", "training.training_type")} if kind == "full" else {}
+        raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_PREFERENCES}")
+    return {"adapter.method": file.note("full", "training.training_type")} if kind == "full" else {}
 
 
-def _is_full(given: Given) -> bool:
-    return given.get("training.training_type") == "full"
+def _is_full(file: ForeignFile) -> bool:
+    return file.get("training.training_type") == "full"
 
 
-def _quantization(given: Given) -> Settings:
-    if given.flag("training.load_in_4bit") and not _is_full(given):
-        return {"model.quantization": given.note("nf4", "training.load_in_4bit")}
+def _quantization(file: ForeignFile) -> Settings:
+    if file.flag("training.load_in_4bit") and not _is_full(file):
+        return {"model.quantization": file.note("nf4", "training.load_in_4bit")}
     return {}
 
 
-def _adapter(given: Given) -> Settings:
-    if _is_full(given):
+def _adapter(file: ForeignFile) -> Settings:
+    if _is_full(file):
         return {}
-    settings: Settings = {
-        "adapter.rank": given.note(given.count("lora.lora_r"), "lora.lora_r"),
-        "adapter.alpha": given.note(given.number("lora.lora_alpha"), "lora.lora_alpha"),
-        "adapter.dropout": given.note(given.number("lora.lora_dropout"), "lora.lora_dropout"),
-    }
-    if given.flag("lora.use_rslora"):
-        settings["adapter.scaling"] = given.note("rank_stabilized", "lora.use_rslora")
-    return settings | module_names(given, "lora.target_modules")
+    settings = lora(file, "lora.lora_r", "lora.lora_alpha", "lora.lora_dropout")
+    if file.flag("lora.use_rslora"):
+        settings["adapter.scaling"] = file.note("rank_stabilized", "lora.use_rslora")
+    return settings | module_names(file, "lora.target_modules")
 
 
-def _data(given: Given) -> Settings:
-    name, files = given.text("data.dataset"), given.get("data.local_dataset")
-    paths = cast(list[Any], files) if isinstance(files, list) else [files] if files else [name]
+def _data(file: ForeignFile) -> Settings:
+    name, files = file.text("data.dataset"), file.get("data.local_dataset")
+    paths: list[Any] = cast(list[Any], files) if isinstance(files, list) and files else [cast(Any, files) or name]
     if paths == [None]:
-        raise given.wrong("data.dataset", "the file names no data; write data: {dataset: …} or {local_dataset: […]}")
+        raise file.wrong("data.dataset", "the file names no data; write data: {dataset: …} or {local_dataset: […]}")
     if name and files:
-        given.skip("data.dataset", "data.local_dataset wins over it")
-    format = given.get("data.format_type")
+        file.skip("data.dataset", "data.local_dataset wins over it")
+    format = str(file.get("data.format_type"))
     if format not in _FORMATS:
-        given.lose("data.format_type", "the format is detected from the columns; allowed are those of data.format")
+        file.lose("data.format_type", DETECTED)
     train = paths if len(paths) > 1 else paths[0]
-    settings: Settings = {"data.train": given.note(train, "data.local_dataset" if files else "data.dataset")}
-    if ours := _FORMATS.get(str(format)):
-        settings["data.format"] = given.note(ours, "data.format_type")
+    settings: Settings = {"data.train": file.note(train, "data.local_dataset" if files else "data.dataset")}
+    if detected := _FORMATS.get(format):
+        settings["data.format"] = file.note(detected, "data.format_type")
     return settings | {"data.eval": Note(0, "Unsloth evaluates nothing")}
 
 
-def _loss_on(given: Given) -> Settings:
-    on = "assistant" if given.flag("training.train_on_completions") else "all"
-    return {"data.loss_on": given.note(on, "training.train_on_completions")}
+def _loss_on(file: ForeignFile) -> Settings:
+    on = "assistant" if file.flag("training.train_on_completions") else "all"
+    return {"data.loss_on": file.note(on, "training.train_on_completions")}
 
 
-def _checkpointing(given: Given) -> Settings:
-    value = given.get("training.gradient_checkpointing")
+def _checkpointing(file: ForeignFile) -> Settings:
+    value = file.get("training.gradient_checkpointing")
     if value in ("unsloth", "true", True):
-        return {"memory.checkpointing": given.note("full", "training.gradient_checkpointing")}
-    return {"memory.checkpointing": given.note("none", "training.gradient_checkpointing")} if value == "none" else {}
+        return {"memory.checkpointing": file.note("full", "training.gradient_checkpointing")}
+    return {"memory.checkpointing": file.note("none", "training.gradient_checkpointing")} if value == "none" else {}
 
 
-def _trackers(given: Given) -> Settings:
+def _trackers(file: ForeignFile) -> Settings:
     switches = {"wandb": "logging.enable_wandb", "tensorboard": "logging.enable_tensorboard"}
-    on = {name: key for name, key in switches.items() if given.flag(key)}
+    on = {name: key for name, key in switches.items() if file.flag(key)}
     for key in ("logging.wandb_project", "logging.tensorboard_dir"):
-        if key in given and on:
-            given.lose(key, NAMED_OUTSIDE)
-        elif key in given:
-            given.skip(key, "no tracker is turned on")
-    return {"run.track": given.note([*on], *on.values())} if on else {}
+        if key in file and on:
+            file.lose(key, NAMED_OUTSIDE)
+        elif key in file:
+            file.skip(key, "no tracker is turned on")
+    return {"run.track": file.note([*on], *on.values())} if on else {}
 
 
-def _intervals(given: Given) -> Settings:
-    if "logging.log_frequency" in given:
-        every = given.note(given.count("logging.log_frequency"), "logging.log_frequency")
-        return _ARGS.intervals(given) | {"run.log_every": every}
-    return _ARGS.intervals(given)
+def _intervals(file: ForeignFile) -> Settings:
+    key = "logging.log_frequency"
+    logging = {"run.log_every": file.note(file.count(key), key)} if key in file else {}
+    return _ARGS.intervals(file) | logging
 
 
 RULES = (
-    translated("model", "model.name", _model),
+    renamed("model", "model.name", ForeignFile.model),
     translated("training.training_type", "adapter.method", _method, "`lora` and `full`"),
     translated("training.load_in_4bit", "model.quantization", _quantization, "`nf4`; it is off by default here"),
     translated("lora.lora_r lora.lora_alpha lora.lora_dropout lora.use_rslora lora.target_modules",
                "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling, adapter.targets", _adapter),
     translated("data.dataset data.local_dataset data.format_type", "data.train, data.format", _data,
                "chatml is `messages`"),
-    translated("training.max_seq_length", "data.max_length", lambda given: {
-        "data.max_length": given.note(given.count("training.max_seq_length", 2), "training.max_seq_length")}),
+    renamed("training.max_seq_length", "data.max_length", ForeignFile.count, least=2),
     translated("training.batch_size training.gradient_accumulation_steps training.packing",
                "data.packing, train.tokens_per_step or train.documents_per_step",
-               lambda given: _ARGS.batch(given, "training.max_seq_length"),
+               lambda file: _ARGS.batch(file, "training.max_seq_length"),
                "their product; packed, times max_seq_length"),
     translated("training.num_epochs training.max_steps", "train.epochs, train.steps", _ARGS.length),
     translated("training.learning_rate training.lr_scheduler_type training.warmup_steps training.warmup_ratio",
@@ -132,8 +118,8 @@ RULES = (
     translated("training.gradient_checkpointing", "memory.checkpointing", _checkpointing, "`full`"),
     translated("training.save_steps training.eval_steps logging.log_frequency",
                "run.save_every, run.eval_every, run.log_every", _intervals, "0 is null"),
-    translated("training.output_dir", "run.dir", _ARGS.directory),
-    translated("training.random_seed", "run.seed", _ARGS.seed, "the random numbers differ"),
+    renamed("training.output_dir", "run.dir", ForeignFile.text),
+    renamed("training.random_seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
     translated("logging.enable_wandb logging.enable_tensorboard logging.wandb_project logging.tensorboard_dir",
                "run.track", _trackers, "W&B is offline by default"),
     absent("lora.use_loftq", "LoRA starts at zero"),

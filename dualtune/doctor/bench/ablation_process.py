@@ -1,16 +1,11 @@
 """One memory technique measured in a process of its own: memory that a process has used does not all come back.
 
-`run_apart` starts `python -m dualtune.doctor.bench.ablation_process`, which reads an `AblationWork` as JSON from
-standard input and writes two lines to standard output: "loaded" when training begins, then a `Measured` as JSON, or
-{"error": …}. All else goes to standard error. In between, `run_apart` samples the memory of the process from outside.
+The process answers {"loaded": true} when training begins, then with a `Measured`, or {"error": …}. In between,
+`run_apart` samples the memory of the process from outside.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,11 +13,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from dualtune.base import interrupt
 from dualtune.base.errors import DualtuneError
 from dualtune.config import load_config
+from dualtune.doctor.apart import apart, at_work
 from dualtune.doctor.bench.measure import document_lengths
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.choose import choose, open_backend
@@ -60,6 +55,7 @@ class Measured:
 
 # --- the process that asks --------------------------------------------------------------------------------------------
 
+PROGRAM = ("-m", "dualtune.doctor.bench.ablation_process")
 EVERY_S = 0.003  # a sample of the memory
 
 
@@ -72,25 +68,15 @@ def run_apart(work: AblationWork) -> tuple[Measured, int]:
 
     On Linux they are the anonymous memory: mapped files, such as unchanged weights on a CPU, are not counted.
     """
-    command = [sys.executable, "-P", "-m", "dualtune.doctor.bench.ablation_process"]
-    pipe = subprocess.PIPE
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
-    ):
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            json.dump(asdict(work), child.stdin)
-            child.stdin.close()
-            first, peak = child.stdout.readline(), 0
-            with _sampling(process_reader(child.pid)) as most:
-                answer = child.stdout.readline() if first == "loaded\n" else first
-                peak = most()
-        except BaseException:
-            child.kill()
-            raise
-        code = child.wait()
-        message: dict[str, Any] = json.loads(answer) if answer.startswith("{") else {"error": _reason(code, errors)}
+    with apart(PROGRAM, work) as process:
+        answers = process.answers()
+        message, peak = next(answers, None), 0
+        if message == {"loaded": True}:
+            with _sampling(process_reader(process.child.pid)) as most:
+                message, peak = next(answers, None), most()
+        if message is None:
+            raise Failed(process.reason())
+        process.child.wait()
     if "error" in message:
         raise Failed(message["error"])
     return Measured(**message), peak
@@ -117,27 +103,18 @@ def _sampling(read: Callable[[], int]) -> Generator[Callable[[], int]]:
         thread.join()
 
 
-def _reason(code: int, errors: IO[str]) -> str:
-    errors.seek(0)
-    last = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")
-    killed = f"it was killed by signal {-code}, perhaps because memory ran out" if code < 0 else ""
-    return killed or last or f"it ended with code {code}"
-
-
 # --- the process that measures ---------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)
+    with at_work() as (work, answer):
         try:
-            answer: dict[str, Any] = asdict(measure(AblationWork(**json.load(sys.stdin)), out))
+            answer(asdict(measure(AblationWork(**work), on_loaded=lambda: answer({"loaded": True}))))
         except DualtuneError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=out)
+            answer({"error": str(error)})
 
 
-def measure(work: AblationWork, out: IO[str]) -> Measured:
+def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
     """Take the steps. Errors as those of `dualtune bench`."""
     config = load_config(Path(work.config), work.overrides)
     backend = open_backend(choose(work.platform))
@@ -147,19 +124,20 @@ def measure(work: AblationWork, out: IO[str]) -> Measured:
         engine, policy = load_engine(prepared), prepared.make_policy(prepared.config)
         backend.synchronize()
         backend.reset_peak_memory()
-        print("loaded", file=out)
+        on_loaded()
         batches = [prepared.batches(step) for step in range(1 + work.steps)]
         clock = time.process_time if kind == "cpu" else time.perf_counter
         step_s: list[float] = []
         loss = 0.0
-        for step in range(1 + work.steps):
+        for step, batches_of_step in enumerate(batches):
             interrupt.poll()
             start = clock()
-            loss = _take(prepared, engine, policy, step, batches[step])
+            loss = _take(prepared, engine, policy, step, batches_of_step)
             step_s.append(clock() - start)
-        peak = _peak(prepared, engine, policy, [batch for batches_of in batches for batch in batches_of])
-    sizes = {size_of(batch) for batches_of in batches for batch in batches_of}
-    return Measured(backend.name, kind, engine.description.dtype, sorted(sizes), peak, step_s[1:], loss)
+        all_batches = [batch for batches_of_step in batches for batch in batches_of_step]
+        peak = _peak(prepared, engine, policy, all_batches)
+    sizes = sorted({size_of(batch) for batch in all_batches})
+    return Measured(backend.name, kind, engine.description.dtype, sizes, peak, step_s[1:], loss)
 
 
 def size_of(batch: Batch) -> tuple[int, int]:

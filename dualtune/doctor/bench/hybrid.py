@@ -1,15 +1,14 @@
-"""Predictive training beside its controls, on the config and model of a user: arms, runs, a table and a plot."""
+"""Predictive training beside its controls, on the config and model of a user: arms, runs and a plot."""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from xml.sax.saxutils import escape
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from dualtune.config import Config, load_config
 from dualtune.doctor.bench.intervals import Interval, interval, paired
 from dualtune.engine.backend import Backend
 from dualtune.engine.capabilities import check_capabilities
+from dualtune.show.report.page import render
 from dualtune.show.run import run
 from dualtune.train.hooks import Hook, RunInfo, StepRecord
 from dualtune.train.hybrid.policy import Predictive
@@ -172,12 +172,12 @@ class Place:
 
     def run(self, arm: Arm, seed: int, changes: Mapping[str, Any]) -> Trial:
         """Train an arm. The run directory is a temporary one; only the end of the run is evaluated."""
-        made: list[StepPolicy] = []
+        policies: list[StepPolicy] = []
 
         def make(config: Config) -> StepPolicy:
             assert arm.policy is not None
-            made.append(arm.policy(seed)(config))
-            return made[-1]
+            policies.append(arm.policy(seed)(config))
+            return policies[-1]
 
         with tempfile.TemporaryDirectory(prefix="dualtune-") as folder:
             alone = {"run.dir": folder, "run.seed": seed, "run.eval_every": None, "run.save_every": None}
@@ -186,7 +186,7 @@ class Place:
         if result.eval_loss is None:
             raise ConfigError("data.eval: got nothing to evaluate, but arms are compared by their evaluation loss")
         cost, hybrid = float(clock.num_steps), dict[str, Any]()
-        for policy in made:
+        for policy in policies:
             if isinstance(policy, Predictive):
                 cost, hybrid = policy.statistics().cost_steps, policy.statistics().as_json()
             elif isinstance(policy, Freezing):
@@ -337,12 +337,33 @@ def compare(
         rates = tune_rate(place, base, tell)
         best = min(rates, key=lambda rate: rates[rate])
         place = Place(config, (*place.overrides, f"train.learning_rate={best}"), backend)
-    runs = _Runs(place, place.load(OFF), tell)
+    config_of_baseline = place.load(OFF)
     offered, refused = _offered(place, [BASELINE, *(name for name in arms if name != BASELINE)])
-    for seed in range(base.run.seed, base.run.seed + seeds):  # arms of a seed follow each other: so do their times
+    trials: dict[str, list[Trial]] = {arm.name: [] for arm in offered}
+    controls: dict[str, list[Trial]] = {arm.name: [] for arm in offered}
+    baselines: dict[tuple[int, int], Trial] = {}  # by seed and number of steps: several arms may cost the same
+
+    # Arms of a seed follow each other, so that their times can be compared; the baseline comes first.
+    for seed in range(base.run.seed, base.run.seed + seeds):
         for arm in offered:
-            runs.add(arm, seed)
-    return Comparison(tuple(map(runs.result, offered)), runs.config.train.learning_rate, rates, refused)
+            tell(f"{arm.name}, seed {seed}")
+            trial = place.run(arm, seed, arm.changes(config_of_baseline))
+            trials[arm.name].append(trial)
+            if arm.name == BASELINE:
+                baselines[seed, trial.steps] = trial
+            # The control is the baseline whose whole schedule has as many steps as the arm's cost buys.
+            steps = trial.steps if abs(trial.cost - trial.steps) <= SAME_COST else max(1, round(trial.cost))
+            if (seed, steps) not in baselines:
+                tell(f"the control of {steps} steps, seed {seed}")
+                warmup = config_of_baseline.train.warmup
+                scaled = max(1, round(warmup * steps / trial.steps)) if warmup >= 1 else warmup
+                changes = OFF | {"train.steps": steps, "train.warmup": scaled}
+                baselines[seed, steps] = place.run(ARMS[BASELINE], seed, changes)
+            controls[arm.name].append(baselines[seed, steps])
+
+    baseline = tuple(trials[BASELINE])
+    results = (ArmResult(arm, tuple(trials[arm.name]), tuple(controls[arm.name]), baseline) for arm in offered)
+    return Comparison(tuple(results), config_of_baseline.train.learning_rate, rates, refused)
 
 
 def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
@@ -368,43 +389,6 @@ def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
     return losses
 
 
-@dataclass(slots=True)
-class _Runs:
-    """The runs so far; a control of the same steps and seed is trained once."""
-
-    place: Place
-    config: Config  # of the baseline
-    tell: Tell
-    _trials: dict[str, list[Trial]] = field(default_factory=lambda: {})
-    _controls: dict[str, list[Trial]] = field(default_factory=lambda: {})
-    _shorter: dict[tuple[int, int], Trial] = field(default_factory=lambda: {})  # (seed, steps)
-
-    def add(self, arm: Arm, seed: int) -> None:
-        """Train an arm with a seed, and its control. The baseline comes first."""
-        self.tell(f"{arm.name}, seed {seed}")
-        trial = self.place.run(arm, seed, arm.changes(self.config))
-        self._trials.setdefault(arm.name, []).append(trial)
-        if arm.name == BASELINE:
-            self._shorter[seed, trial.steps] = trial
-        self._controls.setdefault(arm.name, []).append(self._control(trial))
-
-    def result(self, arm: Arm) -> ArmResult:
-        trials, controls, baseline = self._trials[arm.name], self._controls[arm.name], self._trials[BASELINE]
-        return ArmResult(arm, tuple(trials), tuple(controls), tuple(baseline))
-
-    def _control(self, trial: Trial) -> Trial:
-        """Return the baseline whose whole schedule has as many steps as the trial's cost buys."""
-        is_same = abs(trial.cost - trial.steps) <= SAME_COST
-        key = trial.seed, trial.steps if is_same else max(1, round(trial.cost))
-        if key not in self._shorter:
-            self.tell(f"the control of {key[1]} steps, seed {trial.seed}")
-            warmup = self.config.train.warmup
-            scaled = max(1, round(warmup * key[1] / trial.steps)) if warmup >= 1 else warmup
-            changes = OFF | {"train.steps": key[1], "train.warmup": scaled}
-            self._shorter[key] = self.place.run(ARMS[BASELINE], trial.seed, changes)
-        return self._shorter[key]
-
-
 def _offered(place: Place, names: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
     """Return the arms that are possible with this config and backend, and why the others are not."""
     base, offered, refused = place.load(OFF), list[Arm](), dict[str, str]()
@@ -418,112 +402,48 @@ def _offered(place: Place, names: Sequence[str]) -> tuple[list[Arm], dict[str, s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The comparison as the rows of a table, and as an SVG.
+# The comparison as an SVG: loss over cost, the arms as points on top of the line of the baseline and the controls.
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 70, 20, 20, 50  # of the plot, in units of the SVG
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito's, and gray
-HEAD = ("arm", "cost", "loss", "perplexity", "control", "perplexity against control", "time", "predictions", "verdict")
-LEGEND = (
-    ("cost", "of the baseline's, in steps; a probe counts by its tokens, a frozen step as a forward pass"),
-    ("control", "the loss of a baseline whose whole schedule has as many steps as the arm's cost buys"),
-    ("against control", "paired over the seeds, with a 95 % interval (Student's t)"),
-    ("time", "in steps, by the clock, in times of the baseline's; as steady as the machine"),
-    ("predictions", "accepted of attempted, and undone after their check, over all seeds"),
-)
-
-
-def lines(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table as text, the header first."""
-    yield HEAD
-    for result in comparison.results:
-        counts, is_baseline = result.counts, result.arm.name == BASELINE
-        told = f"{counts['accepted']} of {counts['attempts']}, {counts['undone']} undone" if counts else ""
-        yield (
-            result.arm.name,
-            f"{result.cost:.3f}",
-            f"{fmean(result.losses):.4f}",
-            f"{result.perplexity:.3f}",
-            "" if is_baseline else f"{fmean(trial.eval_loss for trial in result.controls):.4f}",
-            "" if is_baseline else in_percent(result.against_control),
-            "" if is_baseline else f"{result.wall.mean:.2f}",
-            told,
-            result.verdict,
-        )
-
-
-def in_percent(losses: Interval) -> str:
-    """Return a difference of losses as one of perplexities: exp(d) − 1, with the ends of its interval."""
-    low_to_high = [losses.mean] if losses.margin is None else [losses.mean - losses.margin, losses.mean + losses.margin]
-    ends = [f"{100 * math.expm1(end):+.2f}" for end in low_to_high]
-    mean = f"{100 * math.expm1(losses.mean):+.2f} %"
-    return mean if losses.margin is None else f"{mean} ({ends[0]} to {ends[1]})"
 
 
 def plot(comparison: Comparison) -> str:
-    """Return an SVG: loss over cost, the arms as points on top of the line of the baseline and the controls."""
-    return _Plot(comparison).svg()
+    """Return the SVG."""
+    results = comparison.results
+    # (cost, mean loss) of the controls; that of the baseline is itself.
+    line = {
+        (
+            fmean(own.cost / base.cost for own, base in zip(result.controls, result.baseline, strict=True)),
+            fmean(trial.eval_loss for trial in result.controls),
+        )
+        for result in results
+    }
+    points = [(result.cost, fmean(result.losses)) for result in results]
+    (low_x, high_x), (low_y, high_y) = (_range([*values]) for values in zip(*line, *points, strict=True))
 
+    def at_x(value: float) -> float:
+        return LEFT + (value - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
 
-class _Plot:
-    def __init__(self, comparison: Comparison) -> None:
-        self._results = comparison.results
-        self._line = sorted(self._control_points())
-        points = self._line + [(result.cost, fmean(result.losses)) for result in comparison.results]
-        self._x, self._y = _range([x for x, _ in points]), _range([y for _, y in points])
+    def at_y(value: float) -> float:
+        """Return the height of a loss, within the plot."""
+        share = (min(max(value, low_y), high_y) - low_y) / (high_y - low_y)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    def svg(self) -> str:
-        line = " ".join(f"{self._at_x(x):.1f},{self._at_y(y):.1f}" for x, y in self._line)
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            'aria-label="Evaluation loss over cost, arms beside the baseline" font-family="sans-serif" font-size="12">',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-            *self._axes(),
-            f'<polyline points="{line}" fill="none" stroke="#444444" stroke-dasharray="4 3"/>',
-            *(part for i, result in enumerate(self._results) for part in self._point(result, COLORS[i % len(COLORS)])),
-            "</svg>\n",
-        ]
-        return "\n".join(parts)
-
-    def _control_points(self) -> set[tuple[float, float]]:
-        """Return (cost, mean loss) of the controls; that of the baseline is itself."""
-        return {
-            (
-                fmean(own.cost / base.cost for own, base in zip(result.controls, result.baseline, strict=True)),
-                fmean(trial.eval_loss for trial in result.controls),
-            )
-            for result in self._results
-        }
-
-    def _axes(self) -> Iterator[str]:
-        bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-        for i in range(5):
-            x, y = (low + i * (high - low) / 4 for low, high in (self._x, self._y))
-            at_x, at_y = self._at_x(x), self._at_y(y)
-            yield f'<line x1="{LEFT}" x2="{right}" y1="{at_y:.1f}" y2="{at_y:.1f}" stroke="#dddddd"/>'
-            yield f'<text x="{LEFT - 6}" y="{at_y + 4:.1f}" text-anchor="end">{y:.3f}</text>'
-            yield f'<text x="{at_x:.1f}" y="{bottom + 16}" text-anchor="middle">{x:.2f}</text>'
-        yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 12}" text-anchor="middle">cost, of the baseline</text>'
-        yield f'<text x="{LEFT}" y="{TOP - 6}">evaluation loss (dashed: the baseline with fewer steps)</text>'
-
-    def _point(self, result: ArmResult, color: str) -> Iterator[str]:
-        x, y, margin = self._at_x(result.cost), fmean(result.losses), result.against_control.margin
-        if margin is not None:
-            ends = (self._at_y(min(max(end, self._y[0]), self._y[1])) for end in (y - margin, y + margin))
-            low, high = ends
-            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{color}"/>'
-        yield f'<circle cx="{x:.1f}" cy="{self._at_y(y):.1f}" r="4" fill="{color}"/>'
-        anchor = "end" if x > WIDTH / 2 else "start"
-        x += -8 if anchor == "end" else 8
-        place = f'x="{x:.1f}" y="{self._at_y(y) + 4:.1f}" text-anchor="{anchor}"'
-        yield f'<text {place} fill="{color}">{escape(result.arm.name)}</text>'
-
-    def _at_x(self, value: float) -> float:
-        low, high = self._x
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-    def _at_y(self, value: float) -> float:
-        low, high = self._y
-        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+    arms: list[dict[str, Any]] = []
+    for index, (result, (x, y)) in enumerate(zip(results, points, strict=True)):
+        margin = result.against_control.margin
+        ends = None if margin is None else (at_y(y - margin), at_y(y + margin))
+        arms.append(
+            {"name": result.arm.name, "color": COLORS[index % len(COLORS)], "x": at_x(x), "y": at_y(y), "ends": ends}
+        )
+    quarters = [index / 4 for index in range(5)]
+    return render(
+        "arms.svg", width=WIDTH, height=HEIGHT, left=LEFT, right=WIDTH - RIGHT, top=TOP, bottom=HEIGHT - BOTTOM,
+        arms=arms, line=[(at_x(x), at_y(y)) for x, y in sorted(line)],
+        across=[(at_x(x), f"{x:.2f}") for x in (low_x + share * (high_x - low_x) for share in quarters)],
+        up=[(at_y(y), f"{y:.3f}") for y in (low_y + share * (high_y - low_y) for share in quarters)],
+    )  # fmt: skip
 
 
 def _range(values: list[float]) -> tuple[float, float]:

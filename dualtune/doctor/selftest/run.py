@@ -1,28 +1,23 @@
 """Run the checks in processes of their own: what one of them breaks, the others do not see.
 
-A GPU that has failed once answers every later call of its process with that error. So the command starts
-`python -m dualtune.doctor.selftest.run`, which reads a `CheckWork` as JSON from standard input and writes lines of JSON
-to standard output: {"begins": name} and then a `Check` for each check, or {"fault": …} if the backend cannot be opened.
-All else goes to standard error. The process ends after the first check that raises, and the command starts another one
-for the rest.
+A GPU that has failed once answers every later call of its process with that error. So the command starts a process on a
+`CheckWork`, which answers {"begins": name} and then a `Check` for each check, or {"fault": …} if the backend cannot be
+opened. The process ends after the first check that raises, and the command starts another one for the rest.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
 
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.doctor.apart import Answer, apart, at_work
 from dualtune.doctor.selftest.case import SIZES, DeviceCheck, Site
 from dualtune.doctor.selftest.correctness import kernel_checks, number_checks, recorded_checks, resume_checks
 from dualtune.doctor.selftest.cost import device_check, memory_checks, speed_check, wait_checks
@@ -71,7 +66,7 @@ def selected(choice: PlatformChoice, only: Sequence[str]) -> tuple[str, list[Dev
 # ----------------------------------------------------------------------------------------------------------------------
 # In the command: start processes, and read their rows.
 
-PROCESS = ("-P", "-m", "dualtune.doctor.selftest.run")
+PROCESS = ("-m", "dualtune.doctor.selftest.run")
 LIMIT_S = 300  # for a check, which takes seconds, or a minute where it compiles: a hang must not cost the rest
 Tell = Callable[[Check], object]
 
@@ -84,9 +79,9 @@ def run_checks(choice: PlatformChoice, kind: str, checks: Sequence[DeviceCheck],
         rows.append(row)
         tell(row)
 
-    while left := checks[len(rows) :]:
-        num_together = next((i for i, check in enumerate(left) if check.alone), len(left)) or 1
-        together = left[:num_together]
+    while remaining := checks[len(rows) :]:
+        num_together = next((i for i, check in enumerate(remaining) if check.alone), len(remaining)) or 1
+        together = remaining[:num_together]
         work = CheckWork(choice.platform, choice.backend, choice.device, kind, [check.name for check in together])
         _run_apart(work, together, keep)
     return rows
@@ -94,19 +89,11 @@ def run_checks(choice: PlatformChoice, kind: str, checks: Sequence[DeviceCheck],
 
 def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[Check], None]) -> None:
     """Run checks in one process, and keep at least one row: if it dies, a failure of the check that it was at."""
-    command, pipe = [sys.executable, *PROCESS], subprocess.PIPE
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as child,
-    ):
-        assert child.stdin is not None and child.stdout is not None
-        limit, done, began = TimeLimit(child), 0, time.perf_counter()
+    with apart(PROCESS, work) as process:
+        limit, done, began = TimeLimit(process.child), 0, time.perf_counter()
         try:
-            json.dump(asdict(work), child.stdin)
-            child.stdin.close()
-            for line in child.stdout:
+            for message in process.answers():
                 limit.renew()
-                message: dict[str, Any] = json.loads(line)
                 if "fault" in message:
                     raise EnvironmentFault(message["fault"])
                 if "begins" in message:
@@ -114,12 +101,11 @@ def _run_apart(work: CheckWork, checks: Sequence[DeviceCheck], keep: Callable[[C
                 else:
                     keep(Check(**message))
                     done += 1
-            code = child.wait()
+            code = process.child.wait()
         finally:
             limit.end()
-            child.kill()
         if code != 0 or done == 0:
-            reason = f"did not end within {LIMIT_S} s" if limit.is_over else _reason(code, errors)
+            reason = f"did not end within {LIMIT_S} s" if limit.is_over else process.reason()
             keep(_timed(Check(checks[done].name, "fail", reason), checks[done], time.perf_counter() - began))
 
 
@@ -149,16 +135,6 @@ class TimeLimit:
         self._timer.cancel()
 
 
-def _reason(code: int, errors: IO[str]) -> str:
-    """Return why a process ended without a row: a signal, or the last line that it wrote."""
-    errors.seek(0)
-    last = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")
-    if code < 0:
-        shortage = ", perhaps because memory ran out" if code == -9 else ""
-        return f"its process was killed by signal {-code}{shortage}: {last}"
-    return f"its process ended with code {code}: {last}"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # In the process.
 
@@ -175,32 +151,31 @@ class CheckWork:
 
 
 def main() -> None:
-    with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)
-        work = CheckWork(**json.load(sys.stdin))
+    with at_work() as (table, answer):
+        work = CheckWork(**table)
         try:
             backend = open_backend(PlatformChoice(work.platform, work.backend, work.device, ""))
         except EnvironmentFault as error:
-            print(json.dumps({"fault": str(error)}), file=out)
+            answer({"fault": str(error)})
         else:
-            perform(work, backend, out)
+            perform(work, backend, answer)
 
 
-def perform(work: CheckWork, backend: Backend, out: IO[str]) -> None:
+def perform(work: CheckWork, backend: Backend, answer: Answer) -> None:
     """Run the checks, up to the first that raises."""
     card = card_of(work.backend)
     device = card.device(work.kind)
     assert device is not None  # the caller chose it from the card
     checks = {check.name: check for check in checks_for(card, device)}
     for name in work.names:
-        print(json.dumps({"begins": name}), file=out)
+        answer({"begins": name})
         start, has_raised = time.perf_counter(), False
         with tempfile.TemporaryDirectory() as directory:
             try:
                 row = checks[name].run(Site(backend, device, SIZES[work.kind], Path(directory), DEMO_TRAINING))
             except Exception as error:  # noqa: BLE001  one check must not hide the others; its row has the error
                 row, has_raised = failure(name, error, backend), True
-        print(json.dumps(asdict(_timed(row, checks[name], time.perf_counter() - start))), file=out)
+        answer(asdict(_timed(row, checks[name], time.perf_counter() - start)))
         if has_raised:
             break
 

@@ -1,4 +1,4 @@
-"""The five tiers as data: a config each, the criteria for its run, and the changes on a CPU.
+"""The five tiers that train as data: a config each, the criteria for its run, and the changes on a CPU.
 
 A CPU cannot run these models in the time of a test. There each tier has a twin: the same criteria and steps, on the
 small model that is part of dualtune, with separate limits for quantities that depend on the device.
@@ -147,6 +147,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
     }
 )  # fmt: skip
 ALL = ("quick", "convergence", "memory", "extended")  # the meaning of `all`
+SELFTEST = "selftest"  # the tier before these: `dualtune.doctor.selftest`, which needs none of their models
 
 
 def tiers_of(name: str) -> list[Tier]:
@@ -154,7 +155,7 @@ def tiers_of(name: str) -> list[Tier]:
     if name == "all":
         return [TIERS[one] for one in ALL]
     if name not in TIERS:
-        raise ConfigError(f"--tier: got '{name}', allowed: {', '.join((*TIERS, 'all'))}")
+        raise ConfigError(f"--tier: got '{name}', allowed: {', '.join((SELFTEST, *TIERS, 'all'))}")
     return [TIERS[name]]
 
 
@@ -223,7 +224,7 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = setup.backend.devices()[0].kind
     has = within(budget(machine, setup.platform if kind == "cuda" else kind), plan.config.memory.limit_bytes)
-    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has.bytes, has.host_bytes)
+    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has)
     return compare(has, planned.estimate.total_bytes)
 
 

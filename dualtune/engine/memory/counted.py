@@ -49,7 +49,7 @@ class Kept(NamedTuple):
     pair: int  # for each token and each token of its row: plain attention
     largest: int  # the largest single tensor, for each token
     inputs: tuple[int, ...]  # of linear layers (`CountedLinear.reads`) that are kept anyway
-    remade: tuple[int, ...]  # …and those of them that are not, because they are computed again
+    recomputed: tuple[int, ...]  # …and those of them that are not, because they are computed again
     # Scores for each pair: what torch on a CPU keeps in the place of `pair`, of heads that are not all alike; what MLX
     # keeps of each document that is no longer than a chunk.
     scores: int = 0
@@ -223,8 +223,8 @@ def _read(file: Path) -> Counted | None:
 
 def _layer(table: Mapping[str, Any]) -> CountedLayer:
     kept = {
-        name: Kept(token, pair, largest, tuple(inputs), tuple(remade), *rest)
-        for name, (token, pair, largest, inputs, remade, *rest) in table["kept"].items()
+        name: Kept(token, pair, largest, tuple(inputs), tuple(recomputed), *rest)
+        for name, (token, pair, largest, inputs, recomputed, *rest) in table["kept"].items()
     }
     return CountedLayer(
         linears=tuple(CountedLinear(*each) for each in table["linears"]),

@@ -303,7 +303,7 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
         case "auto" | "none":
             return KEEP_ALL
         case "adapter_inputs":
-            return ActivationCheckpointing(remade=True)
+            return ActivationCheckpointing(adapter_inputs=True)
         case "full":
             return replace(FULL_CHECKPOINTING, offload=offload)
         case _:

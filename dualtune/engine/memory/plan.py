@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualtune.base.text import in_bytes
 from dualtune.engine.card import KEEP_ALL, LAYERS, NUMBER, ActivationCheckpointing, card_of
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import (
     AUTO_MICRO_BATCH_TOKENS,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
-REMADE_TIME = 1.06  # of a step with memory.checkpointing: adapter_inputs; 0.99 on a CPU in benchmarks/checkpointing.py
+ADAPTER_INPUTS_TIME = (
+    1.06  # of a step with memory.checkpointing: adapter_inputs; 0.99 on a CPU in benchmarks/checkpointing.py
+)
 RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
@@ -70,14 +73,13 @@ class MemoryPlan:
     decoder: Shape
     ask: Ask
     estimate: Estimate
-    have_bytes: int
+    budget: Budget
     savings: tuple[Saving, ...]  # one after another; empty if it fits as it is, or if nothing helps
-    host_bytes: int | None = None  # for layers that wait beside a device that has memory of its own
 
     @property
     def fits(self) -> bool:
-        has_room = _has_room(self.decoder, self.ask, self.host_bytes)
-        return has_room and self.estimate.total_bytes <= self.have_bytes
+        has_room = _has_room(self.decoder, self.ask, self.budget.host_bytes)
+        return has_room and self.estimate.total_bytes <= self.budget.bytes
 
     @property
     def time(self) -> float:
@@ -88,16 +90,15 @@ class MemoryPlan:
     def flops_per_token(self) -> float:
         return flops_per_token(self.decoder, self.ask)
 
-    def compare(self, reason: str) -> str:
-        """Say what the run needs and has; `reason`: where the memory that it has comes from."""
+    def compare(self) -> str:
+        """Say what the run needs and has, and where the memory that it has comes from."""
         recomputed = f" ({self.recomputed})" if self.recomputed else ""
-        found = f"needs {in_bytes(self.estimate.total_bytes)}{recomputed}, has {in_bytes(self.have_bytes)} ({reason})"
-        waiting = _waiting(self.decoder, self.ask)
-        if self.host_bytes is None or not waiting:
-            return found
-        return (
-            f"{found}; layers that wait need {in_bytes(waiting)} of host memory, which has {in_bytes(self.host_bytes)}"
-        )
+        need, has = in_bytes(self.estimate.total_bytes), in_bytes(self.budget.bytes)
+        text = f"needs {need}{recomputed}, has {has} ({self.budget.reason})"
+        waiting, host_bytes = _waiting(self.decoder, self.ask), self.budget.host_bytes
+        if host_bytes is None or not waiting:
+            return text
+        return f"{text}; layers that wait need {in_bytes(waiting)} of host memory, which has {in_bytes(host_bytes)}"
 
     @property
     def recomputed(self) -> str:
@@ -122,9 +123,8 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 
 def plan_of(
-    config: Config, decoder: Shape, backend: str, device: str, have_bytes: int, host_bytes: int | None = None,
-    evaluated: Config | None = None,
-) -> MemoryPlan:  # fmt: skip
+    config: Config, decoder: Shape, backend: str, device: str, has: Budget, evaluated: Config | None = None
+) -> MemoryPlan:
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
 
     `evaluated`: the config with the micro-batches of the evaluation, which may be larger than those of the steps, but
@@ -132,7 +132,7 @@ def plan_of(
     """
     ask = ask_of(config, decoder, backend, device)
     ask.checkpointing.num_recomputed(decoder.layers)
-    plan = make_plan(decoder, ask, have_bytes, host_bytes, auto=config.memory.checkpointing == "auto")
+    plan = make_plan(decoder, ask, has, auto=config.memory.checkpointing == "auto")
     if evaluated is not None:
         larger = ask_of(evaluated, decoder, backend, device)
         # What full recomputation needs besides the inputs of layers: the reserve grows with the activations too.
@@ -144,19 +144,16 @@ def plan_of(
         )
         parts = estimate(decoder, larger).parts
         if sum(part.bytes for part in parts if part.name != "activations") > plan.estimate.total_bytes:
-            return plan_of(evaluated, decoder, backend, device, have_bytes, host_bytes)
+            return plan_of(evaluated, decoder, backend, device, has)
     return plan
 
 
-def make_plan(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:
-    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice.
-
-    `host_bytes` limits what may wait beside a device that has memory of its own.
-    """
+def make_plan(decoder: Shape, ask: Ask, has: Budget, *, auto: bool) -> MemoryPlan:
+    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
     if auto and ask.checkpointing == KEEP_ALL:
-        ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
-    plan = MemoryPlan(decoder, ask, estimate(decoder, ask), have_bytes, (), host_bytes)
-    return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, have_bytes, host_bytes))
+        ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, has.bytes))
+    plan = MemoryPlan(decoder, ask, estimate(decoder, ask), has, ())
+    return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, has))
 
 
 def savings_alone(decoder: Shape, ask: Ask) -> list[Saving]:
@@ -192,8 +189,8 @@ def choose_checkpointing(decoder: Shape, ask: Ask, have_bytes: int) -> Activatio
 
 def recompute_time(decoder: Shape, ask: Ask) -> float:
     """Return how many times as long a step takes with the checkpointing of `ask` as without, by operations."""
-    if ask.checkpointing.remade:
-        return REMADE_TIME
+    if ask.checkpointing.adapter_inputs:
+        return ADAPTER_INPUTS_TIME
     recomputed = 2 * _multiplications(decoder, ask) * ask.checkpointing.num_recomputed(decoder.layers)
     return 1 + recomputed / flops_per_token(decoder, ask)
 
@@ -223,7 +220,7 @@ def _dial(decoder: Shape, ask: Ask) -> list[ActivationCheckpointing]:
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
     if "adapter_inputs" in honoured and ask.kernels != "reference" and not ask.trains_model:
-        values.append(ActivationCheckpointing(remade=True))
+        values.append(ActivationCheckpointing(adapter_inputs=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
 
@@ -244,11 +241,11 @@ class _Stage:
     remark: str
 
 
-def _cheapest_savings(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
+def _cheapest_savings(decoder: Shape, ask: Ask, has: Budget) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
-    for stages in _sequences(decoder, ask, have_bytes):
+    for stages in _sequences(decoder, ask, has.bytes):
         here = stages[-1].ask
-        if _needs(decoder, here) <= have_bytes and _has_room(decoder, here, host_bytes):
+        if _needs(decoder, here) <= has.bytes and _has_room(decoder, here, has.host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
 
@@ -346,7 +343,7 @@ def _offloading(ask: Ask) -> list[_Stage]:
 
 def _written(value: ActivationCheckpointing) -> str:
     """Return the value of memory.checkpointing in a config."""
-    if value.remade:
+    if value.adapter_inputs:
         return "adapter_inputs"
     return "full" if value.layers == "all" else f"{{layers: {value.layers}}}"
 

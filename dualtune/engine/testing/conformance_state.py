@@ -272,7 +272,7 @@ PACKING_CHECKS = [
 # The conformance check of `memory.checkpointing`: what is recomputed is what would have been kept, to the bit.
 
 VALUES = {
-    "adapter_inputs": ActivationCheckpointing(remade=True),
+    "adapter_inputs": ActivationCheckpointing(adapter_inputs=True),
     LAYERS: ActivationCheckpointing(1),
     "full": ActivationCheckpointing("all"),
     "none": KEEP_ALL,

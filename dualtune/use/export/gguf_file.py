@@ -19,7 +19,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.fields import shown
-from dualtune.base.tensors import StoredForm, bytes_of, write_model_weights
+from dualtune.base.tensors import FLOATS, StoredForm, bytes_of, floats_of, write_model_weights
 from dualtune.base.untrusted import read_json
 from dualtune.base.versions import import_extra
 from dualtune.data.tokens.stop_tokens import StopTokens, stop_tokens
@@ -184,13 +184,12 @@ def _readers(
 
 def _read(tensor: StoredTensor) -> np.ndarray:
     """Return a stored tensor as float32, exactly."""
-    kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
-    if tensor.dtype not in kinds:
-        raise ConfigError(f"{tensor.file}: holds tensors in {tensor.dtype}; allowed: {', '.join(kinds)}")
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(f"{tensor.file}: holds tensors in {tensor.dtype}; allowed: {', '.join(FLOATS)}")
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.begin)
-        values = np.frombuffer(stream.read(tensor.num_bytes), kinds[tensor.dtype]).reshape(tensor.shape)
-    return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
+        values = floats_of(stream.read(tensor.num_bytes), tensor.dtype)
+    return values.astype(np.float32, copy=False).reshape(tensor.shape)
 
 
 def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:

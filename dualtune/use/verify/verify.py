@@ -14,13 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.base.checks import Check, Level
 from dualtune.engine.backend import Backend, Engine
+from dualtune.engine.libraries import OtherLibrary, open_library
 from dualtune.engine.peft_trial import peft_notes
 from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import vocabulary_size
 from dualtune.model.formats.directory import MANIFEST_FILE, Adapter, adapter_directory, read_adapter
-from dualtune.train.fingerprints import Gap, effect, gap, recompute, recorded_tops, without_adapter
+from dualtune.train.fingerprints import Entry, Gap, effect, gap, recompute, recorded_tops, without_adapter
 from dualtune.train.inference import load_model
 from dualtune.use.transfer.bundles import manifest as unpacked
 from dualtune.use.transfer.bundles.manifest import ANY, RequiredBinding
@@ -74,11 +77,13 @@ def verify(
     dtype: str = "auto",
     quantization: str = "auto",
     required: RequiredBinding = ANY,
+    library: str | None = None,
 ) -> Verification:
     """Verify an adapter directory, or an unpacked bundle of one, on a base model given by directory or hub id.
 
     FormatError if it is damaged or its bundle is not the wanted one, EnvironmentFault if the base is not available,
     ConfigError if the backend does not honour dtype or quantization. The backend is loaded only after the files fit.
+    With a `library` (`engine/libraries.py`), that library computes instead of a backend, which is not opened.
     """
     path, origin = unpacked.find(adapter_directory(directory), required)
     adapter = read_adapter(path)
@@ -97,8 +102,14 @@ def verify(
     checks += _peft_checks(adapter, model_dir)
     if fit.problems:
         return _result(does_not_fit(parts, fit), checks)
-    engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
-    function = compute(engine, recorded)
+    if library is None:
+        engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
+        function = compute(engine, recorded)
+    else:
+        other = open_library(library, model_dir, path)
+        checks += [Check(library, "fail", warning) for warning in other.warnings]
+        checks += [] if other.warnings else [Check(library, "ok", f"loads both ({other.version})")]
+        function = compute_with(other, recorded)
     return _result(judge(parts, fit, function), [*checks, *_function_checks(function)], function)
 
 
@@ -117,8 +128,23 @@ def compute(engine: Engine, recorded: Recorded) -> Function:
     """Recompute what was recorded on an engine that holds the adapter."""
     with without_adapter(engine):
         base_values = recompute(engine, recorded.base)
-    adapter_values = recompute(engine, recorded.adapter)
     here = Precision(engine.description.quantization, engine.description.dtype)
+    return _measured(recorded, here, base_values, recompute(engine, recorded.adapter))
+
+
+def compute_with(library: OtherLibrary, recorded: Recorded) -> Function:
+    """Recompute what was recorded in another library that holds the base and the adapter."""
+
+    def values(entries: Sequence[Entry], *, adapted: bool) -> list[np.ndarray]:
+        return [library.logprobs(entry["tokens"], adapted=adapted)[-len(recorded_tops(entry)) :] for entry in entries]
+
+    here = Precision("none", library.dtype)
+    return _measured(recorded, here, values(recorded.base, adapted=False), values(recorded.adapter, adapted=True))
+
+
+def _measured(
+    recorded: Recorded, here: Precision, base_values: list[np.ndarray], adapter_values: list[np.ndarray]
+) -> Function:
     pair = pair_of(recorded.precision, here)
     limit, base_gap = limit_for(pair), gap(recorded.base, base_values)
     change = effect(recorded.base, recorded.adapter, base_values, adapter_values)

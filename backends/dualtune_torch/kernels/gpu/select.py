@@ -13,8 +13,7 @@ against the code that it replaces. Without Triton this file can still be importe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,10 +23,8 @@ from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
 from dualtune_torch.card.memory import FEATURES_IN_REGISTERS
-from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.trial import largest_gap
-from dualtune_torch.lora import LoRALinear, LoRAPieces, drop_rule
-from dualtune_torch.sharding import is_split
+from dualtune_torch.lora import LoRALinear, drop_rule
 from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import AffineLayer, Packed, dequantize
 from dualtune_torch.weights.frozen import compute_dtype
@@ -38,43 +35,6 @@ LEAST_CAPABILITY = (8, 0)  # of those that the kernels are compiled for ahead of
 TRIAL_TOKENS = 70  # not a multiple of any block
 TRIAL_ROWS = 64
 LARGEST_GAP = 2e-2  # of the largest number: sixteen bits round by a fifth of it, a wrong mask changes far more
-
-
-@dataclass(slots=True)
-class Chosen:
-    """What `install` has chosen."""
-
-    lora: LoRAPieces
-    used: list[str]
-    plain: list[str]  # what stayed plain because it failed its trial
-    remark: str = ""  # why nothing was tried
-
-
-def install(model: PreTrainedModel, pieces: Collection[str] | None = None) -> Chosen:
-    """Try every kernel on the model, or those of `pieces`, and use those that are right.
-
-    Raises ConfigError for a wrong DUALTUNE_KERNELS.
-    """
-    chosen = Chosen(LoRAPieces(), [], [])
-    if reason := why_not(model.device) or ("the base is split" if is_split(model) else None):
-        chosen.remark = f"no Triton kernels: {reason}" if model.device.type == "cuda" else ""
-        return chosen
-    from triton.errors import TritonError
-
-    for name, install_one in KERNELS.items():
-        if pieces is not None and name not in pieces:
-            continue
-        try:
-            installed = install_one(model)
-        except (ValueError, RuntimeError, OSError, TritonError) as error:
-            if allocator.is_out_of_memory(error):
-                raise
-            chosen.plain.append(f"{name} plain: {(str(error).strip().splitlines() or [type(error).__name__])[0]}")
-            continue
-        if installed is not None:
-            chosen.lora = replace(chosen.lora, **installed)
-            chosen.used.append(name)
-    return chosen
 
 
 def choice() -> str:

@@ -124,7 +124,8 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
         return f"ends at byte {position}, where {expected}"
     if not _has_checksum(block):
         return f"is damaged: the header at byte {position}, where {expected}, has a wrong checksum"
-    raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
+    prefix, name_field = (field.split(b"\0", 1)[0] for field in (block[345:500], block[:100]))
+    raw = b"/".join(filter(None, (prefix, name_field)))
     actual = raw.decode("utf-8", "backslashreplace")
     order = list(sizes)
     is_seen = actual in (order[: order.index(name)] if name is not None and name in sizes else order)
@@ -148,10 +149,6 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
 def _has_checksum(block: bytes) -> bool:
     match = re.match(rb" *([0-7]{1,7})[\0 ]", block[148:156])
     return match is not None and int(match[1], 8) == sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
-
-
-def _text(field: bytes) -> bytes:
-    return field.split(b"\0", 1)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

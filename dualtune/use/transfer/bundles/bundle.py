@@ -22,7 +22,6 @@ from dualtune.base.files import NotRegular, existing, expanded, fsync, new_direc
 from dualtune.base.text import in_bytes, in_columns
 from dualtune.base.untrusted import parse_object
 from dualtune.use.transfer.bundles import archive, manifest, signature
-from dualtune.use.transfer.bundles import manifest as binding
 from dualtune.use.transfer.bundles.archive import Content
 from dualtune.use.transfer.bundles.manifest import ANY, Bundle, RequiredBinding
 from dualtune.use.transfer.bundles.names import BUNDLE_FILE, IN_DIRECTORY, LISTINGS
@@ -59,9 +58,15 @@ class BundleReport:
         rows = [
             ("bundle", f"{self.path}, {in_bytes(self.num_bytes)}"),
             ("kind", f"{kind}, packed by dualtune {b.version}"),
-            *((key, _shown(text)) for key, text in (("name", b.name), ("created", b.created)) if text is not None),
+            *(
+                (key, fields.shown(text))
+                for key, text in (("name", b.name), ("created", b.created))
+                if text is not None
+            ),
             *(("note", note) for note in self.notes),
-            *((_shown(key), _shown(text)) for key, text in facts.items() if isinstance(text, str)),  # tables: --json
+            *(
+                (fields.shown(key), fields.shown(text)) for key, text in facts.items() if isinstance(text, str)
+            ),  # tables: --json
             ("signature", f"by {self.signed_by}" if self.signed_by else "not checked"),
             ("digest", b.digest),
         ]
@@ -125,7 +130,7 @@ def _opened(
             head = file if trust is None else io.BytesIO(signature.verify(file, path, trust))
             raw = archive.read_first(head, path)
             bundle = manifest.parse(raw, path)
-            notes = binding.check(
+            notes = manifest.check(
                 bundle, required, required.found_as or name_of(path), path, is_signed=trust is not None
             )
             num_bytes = os.fstat(file.fileno()).st_size
@@ -197,8 +202,3 @@ def _check_space(target: Path, num_bytes: int) -> None:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     if free < num_bytes:
         raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, the disk has {in_bytes(free)} free. Free some space")
-
-
-def _shown(text: str) -> str:
-    """Return an untrusted text, safe for a terminal."""
-    return (text if text.isprintable() else ascii(text)[1:-1])[:100]

@@ -144,7 +144,8 @@ def _adapter(directory: Path, run: Path | None) -> Payload:
     if (directory / MANIFEST_FILE).is_file():
         table = _without_local_paths(payload, f"adapter/{MANIFEST_FILE}")
         payload.base |= cast("dict[str, Any]", table.get("base") or {})
-        _add_manifest(payload, f"adapter/{MANIFEST_FILE}", table)
+        del payload.files[f"adapter/{MANIFEST_FILE}"]  # written anew, when the other files are known
+        payload.manifests[f"adapter/{MANIFEST_FILE}"] = table
     if run is not None:
         _add_config(payload, run)
         if (saved := checkpoint.newest(run / CHECKPOINTS)[0]) is not None:
@@ -193,11 +194,9 @@ def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
 
 def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     folder = f"{CHECKPOINTS}/{saved.path.name}"
-    table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
-    for name in checkpoint.files_of(saved):
-        payload.files[f"{folder}/{name}"] = saved.path / name
+    payload.files |= {f"{folder}/{name}": saved.path / name for name in checkpoint.files_of(saved) if name != MANIFEST}
     _without_local_paths(payload, f"{folder}/state.json")
-    _add_manifest(payload, f"{folder}/{MANIFEST}", table)
+    payload.manifests[f"{folder}/{MANIFEST}"] = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _add_config(payload: Payload, run: Path) -> Config:
@@ -241,11 +240,6 @@ def _portable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_portable(inner) for inner in cast("tuple[Any, ...]", value))
     return value
-
-
-def _add_manifest(payload: Payload, name: str, table: dict[str, Any]) -> None:
-    payload.files.pop(name, None)
-    payload.manifests[name] = table
 
 
 def _measure_all(payload: Payload) -> dict[str, File]:
