@@ -125,8 +125,8 @@ class Answers:
         tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
         begun = _begun(request, tokenizer) if request.must_call else BegunAnswer()
         text = AnswerText(request, _calls(request, tokenizer) if request.tools else None, begun.text)
-        asked = _encoded(request, tokenizer, self._systems.get(request.model))
-        prompt = np.concatenate([asked, np.array(begun.ids, asked.dtype)])
+        question = _encoded(request, tokenizer, self._systems.get(request.model))
+        prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
@@ -145,13 +145,13 @@ class Answers:
             if cut.found or text.is_complete or job.is_cancelled or is_late:
                 pieces.close()
                 break
-        rest = text.end(cut.rest())
+        last_pieces = text.end(cut.rest())
         is_cut = is_late or progress.num_tokens >= progress.max_tokens
         is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut
         if request.must_call and is_whole and not text.num_calls:
-            said = "".join(piece for piece in rest if isinstance(piece, str))
-            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {said[:200]}. {FORCED}")
-        for piece in rest:
+            words = "".join(piece for piece in last_pieces if isinstance(piece, str))
+            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
+        for piece in last_pieces:
             job.pieces.put(piece)
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))

@@ -6,7 +6,6 @@ and the date of a bundle is that of the newest file in it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,8 +17,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
 from dualtune.base.errors import ConfigError, FormatError
-from dualtune.base.files import file_in, json_bytes, new_file, open_regular, write_file
+from dualtune.base.files import file_in, json_bytes, new_file, write_file
 from dualtune.base.redaction import SecretSearch
+from dualtune.base.untrusted import open_file
 from dualtune.base.versions import VERSION
 from dualtune.config import Config, load_config, to_yaml
 from dualtune.model.base_model import resolve_model
@@ -323,10 +323,6 @@ def _pieces(content: bytes | Path) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_regular(content))
-        except OSError as error:
-            raise FormatError(f"{content}: cannot be read: {error.strerror}") from None
+    with open_file(content) as file:
         while chunk := file.read(archive.CHUNK):
             yield chunk
