@@ -26,7 +26,7 @@ def _table(name: str) -> str:
 
 def _has_ours(rule: Rule) -> bool:
     """Whether a page names the rule: `dualtune config import` reports the others, with their reason."""
-    return bool(rule.convert or (rule.ours and not rule.is_needless))
+    return bool(rule.convert or (rule.keys and not rule.is_needless))
 
 
 def _is_lost(rule: Rule) -> bool:
@@ -35,7 +35,7 @@ def _is_lost(rule: Rule) -> bool:
 
 def _row(rule: Rule) -> tuple[str, str, str]:
     word = "not translated: " if _is_lost(rule) else ""
-    return _in_code(", ".join(rule.names)), _in_code(rule.ours), word + rule.note
+    return _in_code(", ".join(rule.names)), _in_code(rule.keys), word + rule.note
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
