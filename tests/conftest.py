@@ -7,6 +7,7 @@ lie across a border.
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,13 +36,15 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("push")
 
 ROOT = Path(__file__).parents[1]
-TAKES_LONG = (  # at least half a minute; only the order of files depends on it
-    "memory/test_estimate_torch.py", "validate/test_twins.py", "journey/test_journey.py", "memory/test_process.py",
-    "test_readme.py", "cli/test_demo.py", "conformance/test_conformance.py", "train/test_resume.py",
-    "memory/test_estimate_mlx.py", "test_examples.py", "parity/test_parity.py", "torch/test_torch_kernels.py",
-    "cli/test_memory_ablate.py", "nogpu/test_fake_steps.py", "chaos/test_chaos.py", "distributed/test_torch_runs.py",
-    "faults/test_memory.py", "memory/test_loading.py", "parity/test_interchange.py", "train/test_out_of_memory.py",
-    "faults/test_signals.py", "faults/test_kills.py",
+TAKES_LONG = (  # at least ten seconds of a processor; only the order of files depends on it
+    "memory/test_estimate_torch.py", "parity/test_families.py", "validate/test_twins.py", "memory/test_counted.py",
+    "journey/test_journey.py", "distributed/test_torch_runs.py", "conformance/test_conformance.py",
+    "selftest/test_selftest_command.py", "nogpu/kernels/test_inductor.py", "nogpu/kernels/test_numerics.py",
+    "train/test_resume.py", "export/test_exports_alone.py", "cli/test_bench.py", "faults/test_disk.py",
+    "faults/test_signals.py", "faults/test_numbers.py", "journey/test_ssh.py", "journey/test_ssh_cuts.py",
+    "test_quickstart.py", "fuzz/test_readers.py", "cli/test_demo.py", "sweep/test_sweep.py", "train/test_averages.py",
+    "train/test_out_of_memory.py", "train/test_guards.py", "train/test_moving.py", "torch/test_torch_streaming.py",
+    "memory/test_estimate_mlx.py", "parity/test_affine4.py", "parity/test_interchange.py",
 )  # fmt: skip
 PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
@@ -174,6 +177,56 @@ def open_backend():
             pytest.skip(str(error))
 
     return open_
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-wording", action="store_true", help="write the golden texts of these files' messages anew"
+    )
+
+
+WORDING = {}  # the texts of a golden file by their test
+
+
+def wording_in(file: Path, tests: str) -> dict[str, str]:
+    """The sections of a golden file whose tests still are in the source."""
+    if file not in WORDING:
+        sections = file.read_text(encoding="utf-8").split("\n=== ")[1:] if file.exists() else []
+        texts = dict(section.split("\n", 1) for section in sections)
+        WORDING[file] = {name: texts[name] for name in texts if f"def {re.split('[ [(]', name)[0]}(" in tests}
+    return WORDING[file]
+
+
+@pytest.fixture
+def wording(request, tmp_path, tmp_path_factory):
+    """Compare a message with its golden text in tests/golden/wording, where all texts of a file of tests lie together.
+
+    A message has been changed on purpose: run the tests with --write-wording, and read what git shows.
+    """
+    place = request.path.relative_to(ROOT / "tests")
+    file = ROOT / "tests" / "golden" / "wording" / place.with_suffix(".txt")
+    texts = wording_in(file, request.path.read_text(encoding="utf-8"))
+    names = {tmp_path: "HERE", tmp_path_factory.getbasetemp(): "TMP", ROOT: "REPO"}
+    count = iter(range(1, 1000))
+
+    def compare(message: str | list) -> None:
+        if not isinstance(message, str):
+            message = "\n".join(map(str, message))
+        for path, short in names.items():
+            message = message.replace(str(path), short)
+        message = re.sub(r"^tokenized .*\n", "", message, flags=re.M)  # not where another test has the same data
+        message = re.sub(r"TMP/(\w+?)\d+", r"TMP/\1", message)
+        message = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z|\b[\d.]+ s\b", "TIME", message)
+        message = re.sub(r"\b\d+\.\d+\.\d+(\+\w+)?\b", "VERSION", message)
+        message = "\n".join(line.rstrip() for line in message.splitlines()).strip("\n")
+        name = f"{request.node.name} {next(count)}"
+        if request.config.getoption("--write-wording"):
+            texts[name] = message + "\n"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"\n=== {name}\n{text}" for name, text in texts.items()), encoding="utf-8")
+        assert message == texts[name].rstrip("\n")
+
+    return compare
 
 
 @pytest.fixture

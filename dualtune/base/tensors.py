@@ -94,13 +94,13 @@ def write_model_weights(
 
 def _shards(forms: Mapping[str, StoredForm], most_bytes: int) -> list[list[str]]:
     """Return the names of each shard, filled in the order in which a file holds them."""
-    shards, left = list[list[str]](), 0
+    shards, free_bytes = list[list[str]](), 0
     for name in _ordered(forms):
-        if not shards or forms[name].num_bytes > left:
+        if not shards or forms[name].num_bytes > free_bytes:
             shards.append([])
-            left = most_bytes
+            free_bytes = most_bytes
         shards[-1].append(name)
-        left -= forms[name].num_bytes
+        free_bytes -= forms[name].num_bytes
     return shards
 
 

@@ -86,6 +86,7 @@ class EvalRun:
             say(f"template    {model.note}", err=True)
         if sources is None:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
+        # Answers that cannot be scored are found now: the loss over all rows takes minutes.
         documents, examples = self._held_out(sources, model)
         self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
@@ -97,6 +98,7 @@ class EvalRun:
             "targets": result.eval_targets,
             "rows": len(examples),
         }
+        # The base is measured by the same loaded weights, with the adapter switched off.
         main = BASE if self._options.base else TUNED
         sides = {main: self._side(main, model, documents, examples)}
         if self._options.compare:
@@ -105,6 +107,7 @@ class EvalRun:
         report |= self._means(sides.get(TUNED) or sides[BASE])
         if self._options.compare:
             report["compare"] = [asdict(row) | {"verdict": row.verdict} for row in self._compared(sides)]
+        # Answers that were kept for a stopped call go only when the whole file is written.
         if (path := self._predictions_file()) is not None:
             write_predictions(path, self._predictions(model, examples, sides))
             report["predictions"] = str(path)

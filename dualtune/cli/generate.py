@@ -96,6 +96,7 @@ def command(
         raise click.UsageError("Give --prompt TEXT or --prompts FILE.")
     if output is not None and prompts is None:
         raise click.UsageError("--output is for the answers to --prompts FILE.")
+    # Prompts are read before the model is loaded: a wrong file costs no minute.
     rows = [] if prompts is None else read_prompts(prompts)
     model = base_of(model, [adapter] if adapter else [])
     text = _read_prompt() if prompt == "-" else prompt
@@ -112,6 +113,7 @@ def command(
         say(f"template    {loaded.note}", err=True)
     from dualtune.train.inference import Sampling
 
+    # Only the loaded tokenizer knows whether there is a template for a system message.
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     chats = loaded.tokenizer.template is not None
     trained = {"adapter": adapter} if adapter else {}

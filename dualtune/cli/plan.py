@@ -58,12 +58,14 @@ def command(
         settings = _settings(config, overrides)
         machine = detect() if name == "this" else named(name)
         choice = choose(platform, machine)
+        # The lengths of the data decide how large micro-batches really are, and so the memory.
         samples = look_at_data(settings)
         steps, evaluated = with_lengths_of(settings, samples)
         plan = plan_config(steps, machine, choice, evaluated)
         shown.begin("predicting", "the time of a step")
         load = load_average() if name == "this" else None  # before the CPU is measured, which is load too
         limits = limits_here(choice, machine, plan.ask.dtype) if name == "this" else published(machine)
+        # The time follows from the plan, which has resolved every `auto`.
         time: StepTime | str = UNKNOWN_RATE
         if limits is not None:
             try:

@@ -68,6 +68,7 @@ def command(
     backend = backend_for(platform)
     if backend.world().size > 1:
         raise click.UsageError("A sweep runs in one process. To use several GPUs, run the same command on each.")
+    # All runs are checked before the first one trains: a wrong value would show only after hours.
     with reading() as show:
         checked = check_plan(plan, backend, show)
     tell("\n".join(_described(plan, checked)))
@@ -75,6 +76,7 @@ def command(
         for run in checked:
             tell("\n".join([f"run         {run.trial.name}, {run.num_steps} steps", *run.memory]))
         return tell("dry run     nothing was loaded or written")
+    # A run that fails does not end the others; the sweep fails if none was trained to its end.
     attempt = Attempts(_trainer(backend), tell)
     results = ranked([result_of(trial) for trial in carry_out(plan, checked, attempt, tell)])
     _show(results, checked, plan.directory)

@@ -95,6 +95,7 @@ def command(
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
+    # Whatever failed is in the report, which is written in any case.
     values = report(results, setup, machine)
     write_json(setup.out / "report.json", values)
     if as_json:

@@ -115,24 +115,29 @@ def check_config(
         lines = str(error).splitlines()
         rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
         return ConfigReport(rows)
+    # What training starts from decides rank and targets, so it comes before all that depends on them.
     config, start = _with_start(config)
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
+    # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
         report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
+    # The tokenizer is the model's, the data are tokenized with it, and the steps follow from their lengths.
     model, rows = find_model(config)
     report.checks += rows
     tokenizer, row = load_tokenizer(config, model)
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, samples = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, samples)]
+    # The memory estimate checks the targets itself; without a shape the names in the files are all there is.
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)
+    # Of a config that the backend refuses, no number would be true.
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
         try:
             steps, evaluated = with_lengths_of(config, samples)
@@ -146,6 +151,7 @@ def check_config(
             limits = published(machine)
             documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
+    # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
     return report
 

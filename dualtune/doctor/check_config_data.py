@@ -88,6 +88,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     except DualtuneError as error:
         fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
         return replace(failure(name, error), fix=fix), nothing
+    # What the sample says of the source is known also where its row is a failure.
     bad = [row for row in first if isinstance(row, BadRow)]
     whole = num_rows == len(first)
     text = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
@@ -97,6 +98,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
     sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
+    # One bad row ends a run, unless the config says otherwise; only good rows have tokens to speak of.
     if bad and config.data.on_bad_row == "error":
         text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
         return Check(name, "fail", text, fix, DataError.exit_code), sample

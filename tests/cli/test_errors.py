@@ -62,58 +62,50 @@ def test_all_problems_of_a_config_are_in_one_message(config_file, refused):
     ]  # fmt: skip
 
 
-def test_a_config_file_that_is_no_config(refused, tmp_path):
+def test_a_config_file_that_is_no_config(refused, tmp_path, wording):
     missing = tmp_path / "no.yaml"
-    assert refused(2, "train", missing) == f"{missing}: no such file. `dualtune config` prints a commented default"
-    assert refused(2, "train", tmp_path) == f"{tmp_path}: is a directory, must be a YAML file"
+    wording(refused(2, "train", missing))
+    wording(refused(2, "train", tmp_path))
     (tmp_path / "list.yaml").write_text("- a\n")
-    assert "must be a mapping with the sections model, adapter" in refused(2, "train", tmp_path / "list.yaml")
+    wording(refused(2, "train", tmp_path / "list.yaml"))
 
 
-def test_wrong_overrides(config_file, refused):
+def test_wrong_overrides(config_file, refused, wording):
     file = config_file()
-    assert refused(2, "train", file, "--set", "adapter.rnk=4") == (
-        "--set adapter.rnk: unknown key. Did you mean 'rank'?"
-    )
-    assert "must have the form section.key=value" in refused(2, "train", file, "--set", "rank")
+    wording(refused(2, "train", file, "--set", "adapter.rnk=4"))
+    wording(refused(2, "train", file, "--set", "rank"))
 
 
-def test_values_that_the_backend_does_not_honour(config_file, refused):
+def test_values_that_the_backend_does_not_honour(config_file, refused, wording):
     changes = {"model.quantization": "nf4", "memory.limit": "8GB", "memory.sharding": "full"}
     assert [line.partition(":")[0] for line in refused(2, "train", config_file(changes), *NUMPY).splitlines()] == [
         "model.quantization", "memory.sharding", "memory.limit",
     ]  # fmt: skip
     message = refused(2, "generate", "m", "--prompt", "x", "--quantization", "nf4", *NUMPY)
-    assert message == "model.quantization: got nf4, the backend 'numpy' honours: auto, none"
+    wording(message)
 
 
-def test_an_unknown_target_module_is_answered_with_those_of_the_model(config_file, refused, tiny_llama):
+def test_an_unknown_target_module_is_answered_with_those_of_the_model(config_file, refused, tiny_llama, wording):
     file = config_file({"model.name": tiny_llama, "adapter.targets": ["q_proj", "qkv_proj"]})
     pytest.importorskip("torch")
     for more in ((), ("--dry-run",)):
-        assert refused(2, "train", file, "--platform", "cpu", *more) == (
-            "adapter.targets: no linear layer is called 'qkv_proj'. "
-            "This model has: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. "
-            "Use --set adapter.targets=all-linear, or names: --set 'adapter.targets=[down_proj, gate_proj]'"
-        )
+        wording(refused(2, "train", file, "--platform", "cpu", *more))
 
 
-def test_an_unknown_platform(config_file, refused):
-    assert refused(2, "train", config_file(), "--platform", "tpu") == (
-        "--platform: got 'tpu', allowed: auto, mlx, cuda, cpu, cuda:N"
-    )
+def test_an_unknown_platform(config_file, refused, wording):
+    wording(refused(2, "train", config_file(), "--platform", "tpu"))
 
 
-def test_a_run_directory_that_is_taken(config_file, refused, tmp_path):
+def test_a_run_directory_that_is_taken(config_file, refused, tmp_path, wording):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "thesis.txt").write_text("precious")
-    assert "a is not empty and holds no run. Choose another" in refused(2, "train", config_file(), *NUMPY)
+    wording(refused(2, "train", config_file(), *NUMPY))
     file = config_file({"run.dir": tmp_path / "runs" / "a" / "thesis.txt"})
-    assert "thesis.txt is a file" in refused(2, "train", file, *NUMPY)
+    wording(refused(2, "train", file, *NUMPY))
 
 
-def test_eval_without_an_adapter_or_with_too_many(config_file, refused):
-    assert "Train first, or give --adapter DIR, or --base" in refused(2, "eval", config_file(), *NUMPY)
+def test_eval_without_an_adapter_or_with_too_many(config_file, refused, wording):
+    wording(refused(2, "eval", config_file(), *NUMPY))
     both = refused(2, "eval", config_file(), "--base", "--adapter", "x", *NUMPY)
     assert both == "Give --adapter or --base, not both."
 
@@ -145,21 +137,19 @@ def test_unusable_data_is_named_with_its_line(config_file, refused, tmp_path, na
     assert refused(3, "train", config, "--dry-run", *NUMPY).startswith(message.format(file=file))
 
 
-def test_unusable_evaluation_data(config_file, refused, tmp_path):
+def test_unusable_evaluation_data(config_file, refused, tmp_path, wording):
     file = tmp_path / "eval.jsonl"
     config = config_file({"data.eval": file})
-    assert refused(3, "train", config, *NUMPY).startswith(f"{file}: no such file")
-    assert refused(3, "eval", config, "--base", *NUMPY).startswith(f"{file}: no such file")
-    assert refused(3, "eval", config_file(), "--base", "--data", file, *NUMPY).startswith(f"{file}: no such file")
-    assert refused(3, "eval", config_file({"data.eval": 0}), "--base", *NUMPY).startswith(
-        "data.eval: the config has no held-out data"
-    )
+    wording(refused(3, "train", config, *NUMPY))
+    wording(refused(3, "eval", config, "--base", *NUMPY))
+    wording(refused(3, "eval", config_file(), "--base", "--data", file, *NUMPY))
+    wording(refused(3, "eval", config_file({"data.eval": 0}), "--base", *NUMPY))
 
 
-def test_evaluation_data_without_a_trainable_token_is_not_passed_over(config_file, refused, write_rows):
+def test_evaluation_data_without_a_trainable_token_is_not_passed_over(config_file, refused, write_rows, wording):
     file = write_rows([{"prompt": "x" * 99, "completion": "y"}], "eval.jsonl")
     message = refused(3, "train", config_file({"data.eval": file}), *NUMPY)
-    assert message.startswith(f"{file}: no targets: 0 of 1 rows")
+    wording(message)
 
 
 def test_conversations_without_a_template(config_file, refused, write_rows):
@@ -194,10 +184,10 @@ def test_a_model_directory_that_holds_no_model(config_file, refused, tmp_path, t
     assert message(bare).startswith(f"{bare}: its tokenizer cannot be loaded: ")
 
 
-def test_a_model_that_the_backend_cannot_load(config_file, refused, tiny_softmax):
+def test_a_model_that_the_backend_cannot_load(config_file, refused, tiny_softmax, wording):
     pytest.importorskip("torch")
     message = refused(4, "train", config_file(), "--platform", "cpu")
-    assert message.startswith(f"{tiny_softmax}: torch cannot load this model: ")
+    wording(message)
 
 
 def test_cuda_without_a_gpu(config_file, refused):
@@ -245,28 +235,28 @@ def test_what_is_no_adapter(refused, adapter, tmp_path):
     assert "already exists" in refused(2, "adapter", "convert", adapter, adapter.parent, "--to", "peft")
 
 
-def test_an_adapter_of_another_model(refused, adapter, tmp_path, tiny_llama):
+def test_an_adapter_of_another_model(refused, adapter, tmp_path, tiny_llama, wording):
     pytest.importorskip("torch")
     other = tmp_path / "other"
     write_tiny_llama(other, num_hidden_layers=1, vocab_size=262)
     for file in tiny_llama.glob("*token*"):
         shutil.copyfile(file, other / file.name)
     message = refused(2, "generate", other, "--adapter", adapter, "--prompt", "x", "--platform", "cpu")
-    assert message.startswith("adapter.targets: no linear layer is called ")
+    wording(message)
 
 
-def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path):
+def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path, wording):
     (tmp_path / "file").write_text("")
     below = tmp_path / "file" / "run"
     message = refused(5, "train", config_file({"run.dir": below}), *NUMPY)
-    assert message == f"run.dir: {below} cannot be written: Not a directory"
+    wording(message)
     message = refused(5, "adapter", "convert", adapter, below, "--to", "mlx")
-    assert message.startswith(f"{below}: cannot be written: ")
+    wording(message)
 
 
-def test_paths_that_cannot_be_looked_at(refused, monkeypatch):
+def test_paths_that_cannot_be_looked_at(refused, monkeypatch, wording):
     name = "x" * 300
-    assert refused(5, "report", name) == f"{name}/lock: File name too long"
+    wording(refused(5, "report", name))
     exists = Path.exists
 
     def forbid(path):
@@ -309,18 +299,15 @@ def test_exit_codes_of_real_processes(dualtune, config_file, tmp_path, code, cha
 
 @pytest.mark.parametrize(("platform", "module", "extra"), [("mlx", "mlx", "mlx"), ("cpu", "torch", "torch")])
 def test_a_backend_that_is_not_installed_gives_the_line_that_installs_it(
-    dualtune, config_file, tmp_path, platform, module, extra
+    dualtune, config_file, tmp_path, platform, module, extra, wording
 ):
     (tmp_path / "stub" / module).mkdir(parents=True)
     error = f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')\n"
     (tmp_path / "stub" / module / "__init__.py").write_text(error)
     env = {"PYTHONPATH": str(tmp_path / "stub")}
     result = dualtune("train", config_file(), "--platform", platform, env=env)
-    assert (result.returncode, result.stderr) == (
-        4,
-        f"Error: Backend '{extra}' could not be imported: No module named '{module}'. "
-        f"Install it with: pip install 'dualtune[{extra}]'\n",
-    )
+    assert result.returncode == 4
+    wording(result.stderr)
 
 
 def test_a_hub_model_while_offline_names_every_place_that_was_looked_at(dualtune, config_file, tmp_path):

@@ -116,7 +116,7 @@ class Box:
                 process.kill()
 
     def resume(self, code: int = 0, *args: str):
-        """The same command again, in this process."""
+        """The same command in this process: for what is continued, and for what no process has to end for."""
         result = self.main(*self.command(), *args)
         assert result.returncode == code, result.stdout + result.stderr
         return result

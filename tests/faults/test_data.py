@@ -1,7 +1,7 @@
 """Data and templates that are broken, or meant to break something: named with line and reason, nothing half done."""
 
 import json
-import resource
+import time
 
 import pytest
 
@@ -36,7 +36,7 @@ CONVERSATIONS = {
 
 def refused(box, *lines):
     """`train` ends with 3, says these things, and leaves no run behind; `check-data` says them too."""
-    result = box.train(3)
+    result = box.resume(3)
     assert "Traceback" not in result.stderr
     for line in lines:
         assert line in result.stderr
@@ -69,7 +69,7 @@ def test_a_malformed_file_is_named_with_line_and_reason(box, what):
 def test_what_other_systems_write_is_read(box, what):
     box.settings |= {"data.eval": 0, "train.steps": 1}
     box.settings["data.train"].write_bytes(HARMLESS[what])
-    assert "train data  1 documents" in box.train(0).stdout
+    assert "train data  1 documents" in box.resume(0).stdout
 
 
 @pytest.mark.fault(
@@ -82,9 +82,9 @@ def test_bad_rows_are_left_out_up_to_the_limit(box):
     path = box.settings["data.train"]
     path.write_bytes(path.read_bytes() + b"{\n[]\n")
     box.settings |= {"data.on_bad_row": "skip", "data.max_bad_rows": 2, "train.steps": 1}
-    assert "; 2 bad rows left out" in box.train(0).stdout
+    assert "; 2 bad rows left out" in box.resume(0).stdout
     box.settings |= {"data.max_bad_rows": 1, "run.dir": box.home / "other"}
-    assert "2 of 18 rows cannot be used" in box.train(3).stderr
+    assert "2 of 18 rows cannot be used" in box.resume(3).stderr
 
 
 @pytest.mark.fault(
@@ -125,7 +125,7 @@ def test_data_without_a_trainable_token_is_refused(box, write_rows, what):
     unlearned = [{"messages": [CHAT[0], CHAT[1] | {"train": False}]}] * 3
     too_long = [{"prompt": "x" * 99, "completion": "y"}] * 3
     box.settings |= {"data.eval": 0, "data.train": write_rows(too_long if what == "too long" else unlearned)}
-    result = box.train(3)
+    result = box.resume(3)
     assert "no targets: 0 of 3 rows have a target within data.max_length = 64" in result.stderr
 
 
@@ -146,11 +146,6 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def processor_s_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.mark.fault(
     row=30,
     fault="a chat template that is broken or malicious",
@@ -163,9 +158,9 @@ def test_a_hostile_template_does_no_harm(box, what):
     path = box.home / "template.jinja"
     path.write_text(source)
     box.settings["data.template"] = path
-    before = processor_s_of_children()
-    result = box.train(code)
-    assert processor_s_of_children() - before < 60  # endless otherwise; the limit of a template is 1
+    before = time.process_time()
+    result = box.resume(code)
+    assert time.process_time() - before < 60  # endless otherwise; the limit of a template is 1
     assert reason in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -186,5 +181,5 @@ def test_a_template_that_hides_turns_is_refused(box, write_rows, marked):
     rows = [{"messages": [*CHAT, *CHAT]}]
     box.settings |= {"data.template": path, "data.eval": 0, "data.train": write_rows(rows)}
     reason = "the chat template marks 3 turns as generated" if marked else "message 2: the chat template writes this"
-    assert f"train.jsonl:1: {reason}" in box.train(3).stderr
+    assert f"train.jsonl:1: {reason}" in box.resume(3).stderr
     assert json.loads(box.settings["data.train"].read_text()) == rows[0]

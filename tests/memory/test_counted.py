@@ -65,8 +65,19 @@ def measure(open_backend, tmp_path, monkeypatch):
     return measure_
 
 
+COMBINED = {"both, side by side", "vision tower and linear attention", "Llama in a wrapper", "another"}
+
+
+def cases(families):
+    """A case for each kind; combinations of kinds in `make test-long`."""
+    return [
+        pytest.param(family, id=kind, marks=[pytest.mark.long] if kind in COMBINED else [])
+        for kind, family in families.items()
+    ]
+
+
 @pytest.mark.parametrize("lengths", [[60] * 8, pytest.param([512], marks=pytest.mark.long)], ids=["short", "long"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES))
 def test_a_family_without_a_formula_takes_what_was_estimated(measure, config_of, family, lengths):
     estimated, found = measure(config_of(family), lengths)
     for name in ("weights", "adapter", "optimizer"):
@@ -153,7 +164,7 @@ ON_MLX = {
 PEAK_ON_MLX = (0.9, 1.2)  # of everything that is there at the peak
 
 
-@pytest.mark.parametrize("family", ON_MLX.values(), ids=ON_MLX)
+@pytest.mark.parametrize("family", cases(ON_MLX))
 def test_a_family_without_a_formula_takes_on_mlx_what_was_estimated(open_backend, tmp_path, config_of, family):
     mx = pytest.importorskip("mlx.core")
     config, backend = config_of(family), open_backend("mlx")

@@ -117,6 +117,7 @@ class Controller(Ordinary):
     """Predicts and corrects, in four phases. It shows where things go, not a useful algorithm (decision 0016)."""
 
     name, num_probes = "controller", 4
+
     def __init__(self, config):
         self.load_state(PolicyState())
 

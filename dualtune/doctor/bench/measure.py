@@ -277,10 +277,12 @@ def bench(
         loaded_bytes = backend.memory().used_bytes
         policy = prepared.make_policy(prepared.config)
         _train(prepared, engine, policy, spans, warmup + steps, tell)
+    # The peak is read before the extra passes, which need memory of their own.
     memory = backend.memory()
     batches = _forward_only(prepared, engine, spans, range(warmup, warmup + steps))
     profile = _profile(prepared, engine, policy, out)
 
+    # The backward pass cannot be timed alone: it is what forward and backward take beyond a forward pass.
     step_s = spans.seconds("step", warmup)
     means = {name: sum(spans.seconds(name, warmup)) / steps for name in (DATA, GRADIENT, OPTIMIZER)}
     forward_s = sum(spans.seconds("forward alone")) / steps
@@ -313,6 +315,7 @@ def bench(
         no_utilisation=no_utilisation,
         profile=profile,
     )
+    # The trace first: a result says that the measurement is complete.
     write_file(out / TRACE, spans.trace())
     write_file(out / RESULT, json.dumps(asdict(result), indent=2) + "\n")
     return result

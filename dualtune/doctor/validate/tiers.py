@@ -293,9 +293,11 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
     written = load_config(source)
     quantization = _four_bit(setup.backend)
     divisor = card_of(setup.backend.name).twin.divisors.get(tier.name, 1) if setup.is_twin else 1
+    # The files of a tier lie in its own directory, whatever its config names.
     overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
     notes: list[str] = []
     model = written.model.name
+    # A CPU gets a small model, and random weights the real shape: each difference is a note of the report.
     if setup.is_twin:
         model = "the small model that is part of dualtune"
         overrides += [f"model.name={DEMO_MODEL}", *TWIN_OVERRIDES]
@@ -307,6 +309,7 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
     if quantization != written.model.quantization:
         overrides.append(f"model.quantization={quantization}")
         notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not support")
+    # Fewer steps keep their proportions: windows and checkpoints shrink with them.
     if divisor > 1:
         assert written.train.steps is not None
         overrides += [f"train.steps={written.train.steps // divisor}"]

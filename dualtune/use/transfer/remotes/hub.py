@@ -58,26 +58,52 @@ def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patie
     """
     api, directory = _api(), unpacked / "adapter"
     config = load_config(unpacked / CONFIG) if (unpacked / CONFIG).is_file() else None
-    text = adapter_card(hub.repo, read_adapter(directory), config)
+    card = adapter_card(hub.repo, read_adapter(directory), config)
+    names = {name for name in ADAPTER_FILES if (directory / name).is_file()}
 
     def attempt() -> bool:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
         with _own_errors(hub):
-            info = _info(api, hub)
-            if info is None:
+            present: set[str] = set()
+            if (info := _info(api, hub)) is None:
                 api.create_repo(hub.repo, private=not public, exist_ok=True)
-                there: set[str] = set()
             else:
-                there = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
-                _check_visibility(hub, is_private=bool(info.private), public=public)
-                if _is_same(hub, directory, there):
+                if info.private and public:
+                    raise ConfigError(
+                        f"--public: {hub} exists and is private. Change that in the settings of the repository"
+                    )
+                if not info.private and not public:
+                    raise ConfigError(
+                        f"{hub}: the repository is public, and so would be the adapter. If you want that, add --public"
+                    )
+                present = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
+                if names == present & {*ADAPTER_FILES} and _has_manifest_of(hub, directory):
                     return False
-                if there and not force:
+                if present and not force:
                     raise ConfigError(f"{hub}: the repository already holds other files. Add a commit with --force")
             interrupt.poll()
-            _commit(api, hub, directory, text, there)
+            # One commit, all or nothing. Files of another layout go: the new dualtune.json does not list them.
+            operations = [
+                CommitOperationAdd(FILE, card.encode()),
+                *(CommitOperationAdd(name, str(directory / name)) for name in ADAPTER_FILES if name in names),
+                *(CommitOperationDelete(name) for name in sorted((present & {*ADAPTER_FILES}) - names)),
+            ]
+            api.create_commit(hub.repo, operations, commit_message="Adapter by dualtune", revision=hub.revision)
             return True
 
     return patience.keep_trying(attempt, str(hub))
+
+
+def _has_manifest_of(hub: Hub, directory: Path) -> bool:
+    """Return whether the repository has the same dualtune.json, which has the sha256 of every other file."""
+    from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
+
+    manifest = directory / MANIFEST_FILE
+    if not manifest.is_file():
+        return False
+    stored = Path(hf_hub_download(hub.repo, MANIFEST_FILE, revision=hub.revision))
+    return stored.read_bytes() == manifest.read_bytes()
 
 
 def pull(hub: Hub, into: Path, *, patience: Patience) -> None:
@@ -89,47 +115,14 @@ def pull(hub: Hub, into: Path, *, patience: Patience) -> None:
             info = _info(_api(), hub)
             if info is None:
                 raise EnvironmentFault(f"{hub}: no such repository, or no access to it. Log in with: hf auth login")
-            there = {file.rfilename for file in info.siblings or ()}
-            if ADAPTER_FILES[0] not in there:
+            present = {file.rfilename for file in info.siblings or ()}
+            if ADAPTER_FILES[0] not in present:
                 raise EnvironmentFault(f"{hub}: has no {ADAPTER_FILES[0]} at its top, so it is not an adapter")
-            for name in sorted(there & {*ADAPTER_FILES}):
+            for name in sorted(present & {*ADAPTER_FILES}):
                 interrupt.poll()
                 shutil.copyfile(hf_hub_download(hub.repo, name, revision=info.sha), into / name)
 
     patience.keep_trying(attempt, str(hub))
-
-
-def _commit(api: Any, hub: Hub, directory: Path, text: str, there: set[str]) -> None:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    names = [name for name in ADAPTER_FILES if (directory / name).is_file()]
-    stale = sorted((there & {*ADAPTER_FILES}) - {*names})  # of another layout: the new dualtune.json lacks them
-    operations = [
-        CommitOperationAdd(FILE, text.encode()),
-        *(CommitOperationAdd(name, str(directory / name)) for name in names),
-        *(CommitOperationDelete(name) for name in stale),
-    ]
-    api.create_commit(hub.repo, operations, commit_message="Adapter by dualtune", revision=hub.revision)
-
-
-def _is_same(hub: Hub, directory: Path, there: set[str]) -> bool:
-    """Compare by dualtune.json, which has the sha256 of every other file."""
-    from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
-
-    ours = {name for name in ADAPTER_FILES if (directory / name).is_file()}
-    if MANIFEST_FILE not in ours or there & {*ADAPTER_FILES} != ours:
-        return False
-    theirs = Path(hf_hub_download(hub.repo, MANIFEST_FILE, revision=hub.revision))
-    return theirs.read_bytes() == (directory / MANIFEST_FILE).read_bytes()
-
-
-def _check_visibility(hub: Hub, *, is_private: bool, public: bool) -> None:
-    if is_private and public:
-        raise ConfigError(f"--public: {hub} exists and is private. Change that in the settings of the repository")
-    if not is_private and not public:
-        raise ConfigError(
-            f"{hub}: the repository is public, and so would be the adapter. If you want that, add --public"
-        )
 
 
 def _api() -> Any:
