@@ -10,6 +10,7 @@ import pytest
 from dualtune.engine import detect as apple
 from dualtune.engine import detect as cpu
 from dualtune.engine import detect as module
+from dualtune.engine.card import Package
 from dualtune.engine.detect import detect, surroundings, torch_cuda
 from dualtune.engine.machine import GIB, Surroundings
 
@@ -55,7 +56,7 @@ def test_builds_of_torch_are_told_apart(tmp_path, monkeypatch, line, found):
 
 def test_a_framework_without_metadata_is_found_too(monkeypatch):
     monkeypatch.setattr(module, "versions_of", lambda names: {"transformers": "5"})
-    monkeypatch.setattr(module, "is_installed", lambda name: name == "torch")
+    monkeypatch.setattr(Package, "is_installed", property(lambda package: package.framework == "torch"))
     assert detect().packages == {"transformers": "5", "torch": "?"}
 
 
