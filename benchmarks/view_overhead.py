@@ -36,7 +36,6 @@ from dualtune.config import Config, load_config
 from dualtune.engine.backend import Backend, get_backend
 from dualtune.show.run import run
 from dualtune.show.view.lines import RunLog
-from dualtune.train import moments
 from dualtune.train.hooks import Hook
 
 DEMO = Path(dualtune.__file__).parent / "demo"
@@ -107,7 +106,7 @@ def train_once(backend: Backend, documents: int, steps: int, *, shows: bool) -> 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = config_of(Path(folder) / "run", documents, steps)
         if not shows:
-            stack.enter_context(patch.object(moments, "RunLog", lambda *_: Hook()))
+            stack.enter_context(patch("dualtune.show.run.RunLog", lambda *_: Hook()))
             run(config, backend, [clock])
             return clock.step_s, 0.0
         stack.enter_context(on_a_terminal())

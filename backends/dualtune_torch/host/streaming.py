@@ -134,9 +134,7 @@ class _HostCopy:
         self.module = module
         self.tensors = list(_frozen_matrices(module))
         self.num_bytes = flat_size(self.tensors)
-        # From pinned memory a device copies by itself; torch rounds it to a power of two.
-        is_cpu = device.type == "cpu"
-        self._flat = None if is_cpu else torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._flat = _pinned(self.num_bytes, device)
         self._host = [tensor.data for tensor in self.tensors]
         if self._flat is not None:
             self._host = views(self._flat, self._host)
@@ -159,6 +157,11 @@ class _HostCopy:
     def _bind(self, places: Sequence[Tensor]) -> None:
         for tensor, place in zip(self.tensors, places, strict=True):
             tensor.data = place
+
+
+def _pinned(num_bytes: int, device: torch.device) -> Tensor | None:
+    """Return a host buffer from which a device copies by itself; None on a CPU. torch rounds it to a power of two."""
+    return None if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _layers_of(model: PreTrainedModel, num_slots: int) -> Iterable[nn.Module]:

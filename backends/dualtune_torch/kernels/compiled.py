@@ -42,7 +42,7 @@ def compile_function(function: Function) -> Function:
         if is_plain():
             return function(*args)
         tensors = [argument for argument in args if isinstance(argument, Tensor) and argument.dim()]
-        if not any(tensor.is_cuda for tensor in tensors):
+        if not any(map(_is_on_gpu, tensors)):
             return on_cpu(*args)
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -67,6 +67,10 @@ def plain() -> Iterator[None]:
         yield
     finally:
         _plain.reset(before)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _compiled(function: Any, dynamic: bool | None) -> Any:
