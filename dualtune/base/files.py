@@ -13,6 +13,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
+from io import BufferedReader
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -447,10 +448,10 @@ def _not_own(path: Path, fault: str) -> FormatError:
     )
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises NotRegular for anything else, such as an endless FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise NotRegular(None, "is not a regular file")
-    return cast(BinaryIO, os.fdopen(fd, "rb"))
+    return os.fdopen(fd, "rb")

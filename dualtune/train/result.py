@@ -25,7 +25,7 @@ from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.engine.backend import Engine
 from dualtune.engine.peft_trial import named
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.adapter import Tensors, modules_of
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
@@ -182,19 +182,14 @@ def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:
 
 
 def _adapter(prepared: Prepared, tensors: Tensors) -> Adapter:
-    return Adapter(
-        _written_spec(prepared, tensors), tensors, prepared.config.model.name,
-        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
-    )  # fmt: skip
-
-
-def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
-    """Return the spec with short target names instead of "all-linear" or a list of all modules."""
+    """Return the adapter with short target names instead of "all-linear" or a list of all modules."""
+    spec, modules = prepared.spec, modules_of(tensors)
     if prepared.start is not None:
-        return replace(prepared.spec, targets=prepared.start.spec.targets)
-    if prepared.spec.targets == (ALL_LINEAR,) or lacks(modules_of(tensors), prepared.spec.targets):
-        return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
-    return prepared.spec
+        spec = replace(spec, targets=prepared.start.spec.targets)
+    elif spec.targets == (ALL_LINEAR,) or lacks(modules, spec.targets):
+        spec = replace(spec, targets=tuple(sorted({module.split(".")[-1] for module in modules})))
+    is_transposed = is_fan_in_fan_out(read_config(prepared.model.directory))
+    return Adapter(spec, tensors, prepared.config.model.name, fan_in_fan_out=is_transposed)
 
 
 def _finite(value: float | None) -> float | None:

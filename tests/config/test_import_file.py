@@ -222,7 +222,7 @@ def test_any_values_give_a_config_or_one_clear_error(name, data, tmp_path):
 
 
 def test_every_key_of_ours_in_the_tables_exists():
-    named = [key for _, rule in RULES for key in rule.ours.replace(" or ", ", ").split(", ") if key]
+    named = [key for _, rule in RULES for key in rule.keys.replace(" or ", ", ").split(", ") if key]
     cells = [cell for page in PAGES for cell in re.findall(r"^\| [^|]+ \| ([^|]+) \|", page, re.M)]
     named += [key for cell in cells for key in re.findall(rf"`((?:{'|'.join(sections())})\.\w+)`", cell)]
     assert named and set(named) <= OURS
@@ -233,7 +233,7 @@ def test_every_key_of_the_table_is_spoken_for(name, rule, tmp_path):
     """Each key alone, with a value that is no default: it gives a line, is named among what is left, or is an error."""
     right = RIGHT[name] | ({"num_layers": -1} if name == "mlx-lm" else {})
     for key in rule.names:
-        assert rule.note or rule.ours, key
+        assert rule.note or rule.keys, key
         top, _, inner = key.replace("*", "x").partition(".")
         table = right | {top: {inner: 3, "rank": 8, "scale": 1} if inner else 3}
         file = tmp_path / "f.yaml"
@@ -260,8 +260,8 @@ def test_advice_and_translation_agree():
         for key in rule.names:
             if key == "micro_batch_size":  # a part of the batch, and how much goes through the model at once
                 continue
-            if rule.convert and rule.ours and (advice := FOREIGN_KEYS.get(key)) and "." in advice:
-                assert advice in rule.ours.replace(" or ", ", ").split(", "), key
+            if rule.convert and rule.keys and (advice := FOREIGN_KEYS.get(key)) and "." in advice:
+                assert advice in rule.keys.replace(" or ", ", ").split(", "), key
 
 
 def test_the_pages_have_the_tables_of_the_rules():

@@ -123,6 +123,7 @@ class Answers:
     def _answer(self, job: PendingAnswer) -> None:
         request, progress = job.request, GenerationProgress()
         tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
+        # An answer that must be a call is begun as one: the model continues it, and only chooses the function.
         begun = _begun(request, tokenizer) if request.must_call else BegunAnswer()
         text = AnswerText(request, _calls(request, tokenizer) if request.tools else None, begun.text)
         question = _encoded(request, tokenizer, self._systems.get(request.model))
@@ -136,6 +137,7 @@ class Answers:
             cache=self._adapters.use(request.model), shown=tokenizer.call_marks if request.tools else frozenset(),
             first=begun.choices,
         )  # fmt: skip
+        # Text goes to the client as it comes, but for what may become a stop text or a call.
         cut = StopTexts(request.stops)
         is_late = False
         for piece in pieces:
@@ -145,6 +147,7 @@ class Answers:
             if cut.found or text.is_complete or job.is_cancelled or is_late:
                 pieces.close()
                 break
+        # What was held back is said, or is a call; an answer that ended too early for its call is an error.
         last_pieces = text.end(cut.rest())
         is_cut = is_late or progress.num_tokens >= progress.max_tokens
         is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut

@@ -152,10 +152,12 @@ def _read(
 ) -> str:
     """Check every member while it streams into what `create(name)` opens. Return the sha256 of the whole file."""
     raw, whole = manifest.to_bytes(bundle), hashlib.sha256()
+    # BUNDLE.json has been read, and its signature verified: these bytes count, not what the file holds by now.
     for _ in archive.chunks(file, BUNDLE_FILE, len(raw), path):
         pass
     whole.update(archive.header(BUNDLE_FILE, len(raw)) + raw + bytes(archive.padding(len(raw))))
     for name, entry in bundle.files.items():
+        # A member is checked while it is written; it is removed with all others if its end shows that it was changed.
         digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
         listing = bytearray() if name.endswith(LISTINGS) else None  # small: these names have a size limit
         whole.update(archive.header(name, entry.num_bytes))

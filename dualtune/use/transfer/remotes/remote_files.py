@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault, FormatError
 from dualtune.base.files import Folder, open_regular
+from dualtune.base.untrusted import open_file
 from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 from dualtune.use.transfer.remotes.store import (
     MAX_FILE_BYTES,
@@ -25,7 +26,6 @@ from dualtune.use.transfer.remotes.store import (
     check_unchanged,
     chunks_in,
     chunks_of,
-    open_to_send,
     pieces_of,
     sha256_in,
 )
@@ -117,7 +117,7 @@ class RemoteFiles:
     def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
         """Copy a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
         where = self.shown(path)
-        with open_to_send(file) as source:
+        with open_file(file) as source:
             sha256 = sha256_in(source)
             check_unchanged(file, sha256, verified)
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import Folder, open_regular
+from dualtune.base.untrusted import open_file
 from dualtune.use.transfer.bundles.names import MAX_TOTAL_BYTES, MIB
 from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 
@@ -172,7 +173,7 @@ class ChunkStore(ABC):
         ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
         file does not have the sha256 that was verified before.
         """
-        with open_to_send(file) as source:
+        with open_file(file) as source:
             chunks, sha256 = chunks_and_sha256_in(source)
             check_unchanged(file, sha256, verified)
             upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
@@ -231,17 +232,6 @@ class ChunkStore(ABC):
             part.truncate(chunks.num_bytes)
             os.fsync(part.fileno())
         folder.remove_parts(name, keep=name)
-
-
-@contextlib.contextmanager
-def open_to_send(file: Path) -> Generator[BinaryIO]:
-    """Yield the open file. FormatError if it cannot be read."""
-    try:
-        source = open_regular(file)
-    except OSError as error:
-        raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
-    with source:
-        yield source
 
 
 def check_unchanged(file: Path, sha256: str, verified: str | None) -> None:
