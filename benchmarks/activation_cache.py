@@ -1,7 +1,7 @@
 """What a cache of the hidden states below the lowest adapter saves: processor time of a step and of an evaluation.
 
     python benchmarks/activation_cache.py [--rounds 7] [SHAPE …]
-    python benchmarks/activation_cache.py --table    # writes that of docs/activation_cache.md, from the recorded result
+    python benchmarks/activation_cache.py --table    # writes results/activation_cache.md from the result
 
 Random weights in float32, torch on one thread of the CPU, packed documents of 100 to 330 random tokens, the adapter of
 the default config with dropout, on the upper half and on the upper quarter of the layers. One engine takes both kinds
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         found = json.loads((record.RESULTS / "activation_cache.json").read_text(encoding="utf-8"))
-        print(page_tables.write(page_tables.DOCS / "activation_cache.md", {"measured": table(found)}))
+        print(page_tables.write(page_tables.RESULTS / "activation_cache.md", {"measured": table(found)}))
         return
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,7 @@ def losses_of(engine: Engine, documents: Documents) -> list[float]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the table of docs/activation_cache.md."""
+    """Return the table of results/activation_cache.md."""
     header = (
         "adapter on",
         "layers below",

@@ -1,7 +1,7 @@
 """What better weights from the same steps are worth: decaying rates, schedule-free AdamW, averages of the weights.
 
     python benchmarks/averaging.py [--shared ../shared] [--seeds 1 2 3]
-    python benchmarks/averaging.py --table    # writes that of docs/averaging.md, from the recorded result
+    python benchmarks/averaging.py --table    # writes results/averaging.md from the result
 
 stories260k learns GSM8K with LoRA for 240 steps, on torch on one thread of the CPU in float32. The control is the
 cosine schedule, once with all the steps and once compressed to nine tenths of them. The seed is that of the adapter's
@@ -56,7 +56,7 @@ def main() -> None:
 
     if args.table:
         found = json.loads((record.RESULTS / "averaging.json").read_text(encoding="utf-8"))
-        return print(page_tables.write(page_tables.DOCS / "averaging.md", {"arms": table(found)}))
+        return print(page_tables.write(page_tables.RESULTS / "averaging.md", {"arms": table(found)}))
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         base = base_config(Path(name), args.shared.resolve())
@@ -139,7 +139,7 @@ def summed(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the table of docs/averaging.md."""
+    """Return the table of results/averaging.md."""
     lines = ["| | learning rate | evaluation loss | minus cosine |", "|---|---|---|---|"]
     for arm, found in result["arms"].items():
         gap = found.get("minus_control")

@@ -15,6 +15,7 @@ import page_tables
 import record
 
 from dualtune.base.text import in_bytes
+from dualtune.cli.hybrid import digits_costs, digits_predictions
 from dualtune.doctor.bench.digits import BASELINE, CASES, DigitsResult, DigitsRow, DigitsTrial
 
 # What the validation plan reports of MNIST: seconds, speed-up, accuracy, MB, backward reduction in %.
@@ -110,8 +111,8 @@ def tables(recorded: Mapping[str, Any]) -> dict[str, str]:
         "figures": figures(tuned),
         "bounds": bounds(),
         "claims": claims(tuned),
-        "costs": result.costs(),
-        "predictions": result.predictions(),
+        "costs": digits_costs(result),
+        "predictions": digits_predictions(result),
     }
     found = {name: [*rows] for name, rows in cells.items()}
     return {name: page_tables.table(header, rows) for name, (header, *rows) in found.items()}

@@ -27,6 +27,7 @@ import record
 
 import dualtune
 from dualtune.config import load_config
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import decoder_of
 
@@ -74,7 +75,7 @@ def one(side: Side, rng: random.Random, home: Path) -> dict[str, Any]:
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config({"model": {"name": "m"}, "data": {"train": "d"}}, overrides)
     decoder = decoder_of(json.loads((model / "config.json").read_text()))
-    needed = plan_of(config, decoder, side.backend, "cpu", 1 << 40).estimate.total_bytes
+    needed = plan_of(config, decoder, side.backend, "cpu", Budget(1 << 40, "")).estimate.total_bytes
     limit = int(needed * rng.uniform(0.8, 1.15)) // 10**6 * 10**6
     (home / "c.yaml").write_text("model: {name: m}\ndata: {train: d}\n")
     options = [option for each in (*overrides, f"memory.limit={limit // 10**6}MB") for option in ("--set", each)]

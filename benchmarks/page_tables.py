@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -34,7 +34,7 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.data.batches import SequenceLayout, micro_batches, step_documents
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import Backend, LoadRequest, get_backend
-from dualtune.engine.machine import budget
+from dualtune.engine.machine import Budget, budget
 from dualtune.engine.machines import MachineLimits, limits_for, named
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.plan import make_plan
@@ -297,7 +297,7 @@ def speed(model: str, kind: str, machine: str) -> str:
     decoder, tokens = decoder_of(KNOWN[model]), 2048 if is_mac else 8192
     ask = Ask(backend, device, quantization, "bfloat16", 16, SEVEN, tokens, 2048)
     has = budget(named(machine), device).bytes
-    plan = make_plan(decoder, ask, has, auto=True)
+    plan = make_plan(decoder, ask, Budget(has, ""), auto=True)
     if not plan.fits:
         return "does not fit"
     documents = step_documents(np.full(8, 2048), SequenceLayout(tokens, tokens), "2,048 tokens each")

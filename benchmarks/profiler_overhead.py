@@ -89,7 +89,7 @@ def clean_run(name: str, run_dir: Path, steps: int) -> dict[str, Any]:
     })  # fmt: skip
     run(config, get_backend(name, "cpu"))
     snapshots = read_timeline(run_dir / "memory.csv")
-    found = {"used": find_leak(snapshots), "process": find_leak(snapshots, lambda snapshot: snapshot.process_bytes)}
+    found = {"used": find_leak(snapshots), "process": find_leak(snapshots, "process_bytes")}
     return {"steps": steps} | {
         f"{what}_leak": leak and {"bytes_per_step": leak.slope, "bound": leak.bound, "found": leak.found}
         for what, leak in found.items()

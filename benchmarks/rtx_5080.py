@@ -17,7 +17,7 @@ import record
 
 from dualtune.config.schema import AdapterConfig
 from dualtune.engine.card import ActivationCheckpointing
-from dualtune.engine.machine import budget
+from dualtune.engine.machine import Budget, budget
 from dualtune.engine.machines import named
 from dualtune.engine.memory.estimate import Ask, longest_that_fits
 from dualtune.engine.memory.plan import ROOM, make_plan
@@ -44,7 +44,7 @@ def fits() -> Iterator[dict[str, Any]]:
             continue
         for base in BASES:
             ask = Ask("torch", "cuda", base, "bfloat16", adapter.rank, adapter.targets, TOKENS, TOKENS)
-            plan = make_plan(decoder, ask, have, auto=True)
+            plan = make_plan(decoder, ask, Budget(have, ""), auto=True)
             all_again = replace(ask, checkpointing=ActivationCheckpointing("all"))
             longest = longest_that_fits(decoder, all_again, int(ROOM * have))
             yield {

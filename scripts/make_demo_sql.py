@@ -3,7 +3,7 @@
     python scripts/make_demo_sql.py
 
 Writes train.jsonl and heldout.jsonl beside `dualtune/demo/smollm2/world.sql`, from seed 7. Each kind of question has
-several wordings; the last one of each kind is asked only in the held-out rows, and no held-out question occurs in the
+seven wordings; the last one of each kind is asked only in the held-out rows, and no held-out question occurs in the
 training rows. Every query is executed, and one without an answer is not written.
 """
 
@@ -55,7 +55,8 @@ def capital_of(world: World) -> Question:
     country = world.country()
     return [
         f"What is the capital of {country}?", f"Which city is the capital of {country}?",
-        f"Name the capital of {country}.", f"Where does the government of {country} sit?",
+        f"Name the capital of {country}.", f"Tell me {country}'s capital.", f"What's the capital city of {country}?",
+        f"Give the capital of {country}.", f"Do you know the capital of {country}?",
     ], f"SELECT capital FROM countries WHERE name = '{country}'"  # fmt: skip
 
 
@@ -63,7 +64,9 @@ def country_of_capital(world: World) -> Question:
     capital = world.value("SELECT capital FROM countries")
     return [
         f"{capital} is the capital of which country?", f"Which country has the capital {capital}?",
-        f"What country is {capital} the capital of?", f"Whose capital is {capital}?",
+        f"What country is {capital} the capital of?", f"Name the country whose capital is {capital}.",
+        f"{capital} is which country's capital?", f"Of which country is {capital} the capital?",
+        f"Whose capital is {capital}?",
     ], f"SELECT name FROM countries WHERE capital = '{capital}'"  # fmt: skip
 
 
@@ -71,7 +74,9 @@ def continent_of(world: World) -> Question:
     country = world.country()
     return [
         f"Which continent is {country} on?", f"On what continent does {country} lie?",
-        f"Where in the world is {country}? Give the continent.", f"To which continent does {country} belong?",
+        f"Where in the world is {country}? Give the continent.", f"Tell me the continent of {country}.",
+        f"What continent is {country} part of?", f"{country} is on which continent?",
+        f"To which continent does {country} belong?",
     ], f"SELECT continent FROM countries WHERE name = '{country}'"  # fmt: skip
 
 
@@ -79,7 +84,9 @@ def people_of(world: World) -> Question:
     country = world.country()
     return [
         f"How many people live in {country}?", f"What is the population of {country}?",
-        f"How many millions of people does {country} have?", f"How populous is {country}?",
+        f"How many millions of people does {country} have?", f"How many inhabitants has {country}?",
+        f"Tell me the population of {country}.", f"Give the number of people in {country}.",
+        f"How large is the population of {country}?",
     ], f"SELECT population FROM countries WHERE name = '{country}'"  # fmt: skip
 
 
@@ -87,7 +94,8 @@ def area_of(world: World) -> Question:
     country = world.country()
     return [
         f"How large is {country}?", f"What is the area of {country}?", f"What area does {country} cover?",
-        f"How much land does {country} have?",
+        f"How big is {country}?", f"Tell me the area of {country}.", f"Give the size of {country}.",
+        f"What is the size of {country} in thousand square kilometres?",
     ], f"SELECT area FROM countries WHERE name = '{country}'"  # fmt: skip
 
 
@@ -95,7 +103,9 @@ def count_on(world: World) -> Question:
     continent = world.continent()
     return [
         f"How many countries are there in {continent}?", f"Count the countries of {continent}.",
-        f"What is the number of countries in {continent}?", f"How many of the countries lie in {continent}?",
+        f"What is the number of countries in {continent}?", f"Give the number of countries on {continent}.",
+        f"{continent} has how many countries?", f"How many countries does {continent} have?",
+        f"How many of the countries lie in {continent}?",
     ], f"SELECT COUNT(*) FROM countries WHERE continent = '{continent}'"  # fmt: skip
 
 
@@ -103,7 +113,9 @@ def listed_on(world: World) -> Question:
     continent = world.continent()
     return [
         f"Which countries are in {continent}?", f"List all countries of {continent}.",
-        f"Show me the countries in {continent}.", f"What countries does {continent} have?",
+        f"Show me the countries in {continent}.", f"Name every country in {continent}.",
+        f"Which countries belong to {continent}?", f"What are the countries of {continent}?",
+        f"What countries does {continent} have?",
     ], f"SELECT name FROM countries WHERE continent = '{continent}'"  # fmt: skip
 
 
@@ -116,7 +128,9 @@ def extreme_on(world: World) -> Question:
     ])  # fmt: skip
     return [
         f"What is the {word} country in {continent}?", f"Which country of {continent} is the {word}?",
-        f"Name the {plain} country in {continent}.", f"In {continent}, which country is the {word} one?",
+        f"Name the {plain} country in {continent}.", f"Which is the {plain} country of {continent}?",
+        f"Tell me the {word} country in {continent}.", f"{continent}'s {plain} country is which one?",
+        f"In {continent}, which country is the {word} one?",
     ], f"SELECT name FROM countries WHERE continent = '{continent}' ORDER BY {column} {order} LIMIT 1"  # fmt: skip
 
 
@@ -125,7 +139,9 @@ def more_than(world: World) -> Question:
     return [
         f"Which countries have more than {number} million people?",
         f"List the countries with over {number} million inhabitants.",
-        f"Where do more than {number} million people live?", f"What countries exceed {number} million people?",
+        f"Where do more than {number} million people live?", f"Name the countries with over {number} million people.",
+        f"What countries have a population above {number} million?",
+        f"Show countries of more than {number} million people.", f"What countries exceed {number} million people?",
     ], f"SELECT name FROM countries WHERE population > {number}"  # fmt: skip
 
 
@@ -135,6 +151,9 @@ def more_than_on(world: World) -> Question:
         f"Which countries in {continent} have more than {number} million people?",
         f"List the countries of {continent} with over {number} million inhabitants.",
         f"In {continent}, where do more than {number} million people live?",
+        f"Name the countries of {continent} with over {number} million people.",
+        f"What countries in {continent} have a population above {number} million?",
+        f"Show countries in {continent} of more than {number} million people.",
         f"What countries of {continent} exceed {number} million people?",
     ], f"SELECT name FROM countries WHERE continent = '{continent}' AND population > {number}"  # fmt: skip
 
@@ -145,7 +164,8 @@ def total_on(world: World) -> Question:
     return [
         f"What is the total {word} of {continent}?", f"Add up the {word} of all countries in {continent}.",
         f"What {word} do the countries of {continent} have together?",
-        f"Taken together, what is the {word} of {continent}?",
+        f"Sum the {word} of the countries in {continent}.", f"Give the total {word} of the countries of {continent}.",
+        f"In all, what is the {word} of {continent}?", f"Taken together, what is the {word} of {continent}?",
     ], f"SELECT SUM({column}) FROM countries WHERE continent = '{continent}'"  # fmt: skip
 
 
@@ -153,7 +173,9 @@ def length_of(world: World) -> Question:
     river = world.river()
     return [
         f"How long is the {river}?", f"What is the length of the {river}?",
-        f"How many kilometres does the {river} flow?", f"Tell me the length of the river {river}.",
+        f"How many kilometres does the {river} flow?", f"Give the length of the {river}.",
+        f"How many kilometres long is the {river}?", f"What length does the river {river} have?",
+        f"Tell me the length of the river {river}.",
     ], f"SELECT length FROM rivers WHERE name = '{river}'"  # fmt: skip
 
 
@@ -161,7 +183,8 @@ def rivers_of(world: World) -> Question:
     country = world.river_country()
     return [
         f"Which rivers flow in {country}?", f"List the rivers of {country}.", f"Name all rivers in {country}.",
-        f"What rivers does {country} have?",
+        f"Show me the rivers in {country}.", f"Which rivers belong to {country}?",
+        f"What are the rivers of {country}?", f"What rivers does {country} have?",
     ], f"SELECT name FROM rivers WHERE country = '{country}'"  # fmt: skip
 
 
@@ -169,7 +192,9 @@ def longer_than(world: World) -> Question:
     length = world.rng.choice([400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1500, 1600, 2000, 2500, 3000, 5000])
     return [
         f"Which rivers are longer than {length} km?", f"List the rivers with a length over {length} km.",
-        f"What rivers flow for more than {length} kilometres?", f"Name every river above {length} km.",
+        f"What rivers flow for more than {length} kilometres?", f"Name the rivers of more than {length} km.",
+        f"Show rivers longer than {length} km.", f"Which rivers have over {length} kilometres?",
+        f"Name every river above {length} km.",
     ], f"SELECT name FROM rivers WHERE length > {length}"  # fmt: skip
 
 
@@ -178,7 +203,9 @@ def longest_on(world: World) -> Question:
     word, order = world.rng.choice([("longest", "DESC"), ("shortest", "ASC")])
     return [
         f"What is the {word} river in {continent}?", f"Which river of {continent} is the {word}?",
-        f"Name the {word} river of {continent}.", f"In {continent}, which river is the {word} one?",
+        f"Name the {word} river of {continent}.", f"Tell me the {word} river in {continent}.",
+        f"Which is the {word} river of {continent}?", f"{continent}'s {word} river is which one?",
+        f"In {continent}, which river is the {word} one?",
     ], (
         "SELECT rivers.name FROM rivers JOIN countries ON rivers.country = countries.name "
         f"WHERE continent = '{continent}' ORDER BY length {order} LIMIT 1"
@@ -190,7 +217,8 @@ def capital_by_river(world: World) -> Question:
     return [
         f"What is the capital of the country with the {river}?",
         f"The {river} flows in a country with which capital?",
-        f"Name the capital of the country of the {river}.",
+        f"Name the capital of the country of the {river}.", f"Give the capital of the country of the river {river}.",
+        f"What is the capital where the {river} flows?", f"Tell me the capital of the country with the {river}.",
         f"Which capital belongs to the country where the {river} is?",
     ], (
         "SELECT capital FROM countries JOIN rivers ON rivers.country = countries.name "

@@ -185,7 +185,7 @@ NAMES_A_BACKEND = {
     "model/importing/": "the same",
     "model/inspection.py": "the same",
     "config/importing/": "data sets of mlx-lm's organisation on the hub",
-    "use/transfer/remotes/hub.py": "a tag of model cards on the hub",
+    "use/model_card.py": "a tag of model cards on the hub, and the library that reads an export",
     "engine/machines.py": "machines that are not here, with the software of a proper installation",
     "engine/detect.py": "the field torch_cuda of a machine, a key of `check-gpu --json`",
     "train/launch/mlx.py": "the program mlx.launch",

@@ -104,12 +104,12 @@ def stored_ids(directory):
 
 def test_bfloat16_is_rounded_as_torch_rounds_it():
     torch = pytest.importorskip("torch")
-    from dualtune.model.merging import _rounded
+    from dualtune.base.tensors import rounded
 
     bits = RNG.integers(0, 2**32, 100_000, dtype=np.uint32)
     values = bits.view(np.float32)
     with np.errstate(invalid="ignore"):
-        found = torch.tensor(_rounded(values, "BF16").view(np.int16)).view(torch.bfloat16)
+        found = torch.tensor(rounded(values, "BF16").view(np.int16)).view(torch.bfloat16)
     expected = torch.tensor(values).bfloat16()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])

@@ -52,6 +52,7 @@ from dualtune_mlx.methods import (
     linear_layers,
     linear_shape,
     storage,
+    weight_of,
 )
 from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
@@ -192,7 +193,7 @@ class MlxEngine:
 
     def neutral_state(self) -> Tensors:
         spec, shapes = self._request.adapter, {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method)
+        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -327,6 +328,10 @@ class MlxEngine:
             yield
         finally:
             attention.pieces = attention.reach = None
+
+    def _frozen(self, path: str) -> np.ndarray:
+        """Return the frozen weight of an adapted layer, float32 [out, in]."""
+        return np.array(weight_of(self._layers[path].base))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
         return {name: np.array(array) for name, array in self._layout.named(flat).items()}

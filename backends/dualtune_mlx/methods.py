@@ -144,6 +144,16 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
 
 
+def weight_of(layer: nn.Module) -> mx.array:
+    """Return the weight [out, in] of a linear layer, plain or quantized, in float32."""
+    if isinstance(layer, nn.QuantizedLinear):
+        how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how).astype(mx.float32)
+    if isinstance(layer, Int8Linear):
+        return layer.unpacked(mx.float32)
+    return cast(mx.array, layer.weight).astype(mx.float32)
+
+
 def storage(bases: Collection[nn.Module]) -> dict[str, int]:
     """Count the frozen weights of these layers and their bytes in memory, scales included."""
     parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, tensor_name
@@ -74,14 +74,9 @@ def adapter_buffer(
 # --- full fine-tuning
 
 
-def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in the model; an output head that is the embedding counts once."""
-    return dict(model.named_parameters())
-
-
 def model_buffer(model: PreTrainedModel, dtype: torch.dtype) -> AdapterBuffer:
     """Move the float32 parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
-    parameters = own_parameters(model)
+    parameters = dict(model.named_parameters())  # an output head that is the embedding counts once
     buffer = AdapterBuffer({name: tuple(p.shape) for name, p in parameters.items()}, model.device, dtype)
     for name, parameter in parameters.items():
         buffer.masters[name].copy_(parameter.detach())
@@ -107,4 +102,4 @@ def _add_to(total: Tensor) -> Callable[[Tensor], None]:
 
 def values_of(model: PreTrainedModel) -> Tensors:
     """Return copies of the parameters of a freshly loaded model, float32."""
-    return {name: np.array(p.detach().float().cpu()) for name, p in sorted(own_parameters(model).items())}
+    return {name: np.array(p.detach().float().cpu()) for name, p in sorted(model.named_parameters())}

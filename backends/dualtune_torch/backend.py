@@ -125,7 +125,7 @@ class TorchBackend:
         return product
 
     def time_lora_backward(self, shape: Any, *, rounds: int) -> dict[str, list[float]]:
-        """See `dualtune.doctor.bench.lora_backward.LoRATimer`."""
+        """See `dualtune.doctor.bench.lora_backward.time_lora_backward`."""
         sizes = shape.batch, shape.tokens, shape.features, shape.rank
         return time_lora_backward(self.device, *sizes, rounds)
 

@@ -240,7 +240,7 @@ class TorchEngine:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
         spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method)
+        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -323,6 +323,14 @@ class TorchEngine:
             yield
         finally:
             self._dropout_seeds.seeds_BT = None
+
+    def _frozen(self, path: str) -> np.ndarray:
+        """Return the frozen weight of an adapted layer, float32 [out, in]."""
+        base = self._layers[path].base
+        if self._streamed:
+            self._streamed.bring(base)
+        with self._together(), whole(base):
+            return _numpy(weight_of(base, torch.float32).float())
 
     def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""

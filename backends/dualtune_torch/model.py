@@ -20,14 +20,15 @@ from dualtune.engine.backend import LoadRequest
 from dualtune.model.config_file import read_config
 from dualtune.model.copies import staged
 from dualtune.model.embeddings import own_head
+from dualtune.model.int8 import is_quantized
 from dualtune.model.weight_files import BaseWeights, check_complete
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model, by_module, int8, nf4
-from dualtune_torch.weights import by_module as dequantized
+from dualtune_torch.weights import affine_model, by_module, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
+from dualtune_torch.weights.int8 import Int8Linear
 from dualtune_torch.weights.text_part import empty_model, text_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,7 +66,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         if quantization == "none" and weights is None:
             model = _random(request, place, loaded_as, place_on)
         elif weights is not None and (quantization == "none" or is_stored):
-            model = _pretrained(place, weights, loaded_as, place_on, **dequantized.loading_options(config))
+            model = _pretrained(place, weights, loaded_as, place_on, **by_module.loading_options(config))
         else:
             model = _module_by_module(request, place, weights, dtype, device, quantization)
     if sharding == "full" or request.resident_layers is not None:
@@ -99,7 +100,7 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
     mlx, other = config.get("quantization"), config.get("quantization_config")
     if mlx is not None:
         kind = _mlx_kind(mlx)
-    elif (kind := dequantized.stored_format(config)) is not None:
+    elif (kind := by_module.stored_format(config)) is not None:
         if request.quantization not in ("auto", "none"):
             raise ConfigError(
                 f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored in {kind}, which "
@@ -121,7 +122,7 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
 
 
 def _quantization_reason(request: LoadRequest, config: dict[str, Any]) -> str:
-    if kind := dequantized.stored_format(config):
+    if kind := by_module.stored_format(config):
         return f"stored as {kind}, dequantized as it was read"
     return "as stored" if request.quantization == "auto" else "as configured"
 
@@ -237,8 +238,9 @@ def _module_by_module(
 
 def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None) -> by_module.Finish:
     """Return what quantizes a module with plain weights. `head`: the output head of the model."""
-    if quantization == "nf4":
-        return lambda _, module: nf4.finished(module, dtype, is_head=module is head)
+    if quantization == "nf4":  # as transformers: all plain linear layers except the output head
+        make = partial(nf4.linear, dtype=dtype)
+        return lambda _, module: by_module.finished(module, dtype, None if module is head else make)
     if quantization == "int8":
-        return partial(int8.finished, dtype=dtype)
+        return lambda path, module: by_module.finished(module, dtype, Int8Linear if is_quantized(path) else None)
     return lambda _, module: affine_model.finished(module, quantization, dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from dualtune.model.optimizer import OFFSET, Averaging, OptimizerName, OptimizerSpec, Settings
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
 
@@ -36,13 +36,6 @@ class FlatOptimizer(Protocol):
         ...
 
 
-class Fused(NamedTuple):
-    """torch's version of an optimizer in the core's table."""
-
-    make: Callable[[Tensor, Settings], torch.optim.Optimizer]
-    slots: Mapping[str, str]  # the core's names of its state, and torch's
-
-
 class _CountingSgd(torch.optim.SGD):
     """torch's SGD with a count of updates on the device, which only torch's AdamW has."""
 
@@ -52,23 +45,6 @@ class _CountingSgd(torch.optim.SGD):
         super().step(closure)
         (state,) = self.state.values()
         state["step"] += 1 - self.found_inf
-
-
-def _adamw(flat: Tensor, settings: Settings) -> torch.optim.Optimizer:
-    betas = (settings["beta1"], settings["beta2"])
-    return torch.optim.AdamW(
-        [flat], betas=betas, eps=settings["eps"], weight_decay=settings["weight_decay"], fused=True
-    )
-
-
-def _sgd(flat: Tensor, settings: Settings) -> torch.optim.Optimizer:
-    return _CountingSgd([flat], weight_decay=settings["weight_decay"], fused=True)
-
-
-FUSED: Mapping[OptimizerName, Fused] = {
-    "adamw": Fused(_adamw, {"m": "exp_avg", "v": "exp_avg_sq"}),
-    "sgd": Fused(_sgd, {}),
-}
 
 
 class PlainSlots:
@@ -91,12 +67,19 @@ class PlainSlots:
 class FusedOptimizer(PlainSlots):
     """One of torch's, with a single parameter."""
 
-    def __init__(self, flat: Tensor, spec: OptimizerSpec, name: OptimizerName) -> None:
-        make, names = FUSED[name]
-        super().__init__(flat, names)
-        self._torch = make(flat, spec.settings)
+    TORCH_NAMES: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}  # of the slots
+
+    def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
+        super().__init__(flat, spec.entry.slots)
+        settings, decay = spec.settings, spec.settings["weight_decay"]
+        if spec.name == "adamw":
+            betas = settings["beta1"], settings["beta2"]
+            self._torch = torch.optim.AdamW([flat], betas=betas, eps=settings["eps"], weight_decay=decay, fused=True)
+        else:
+            self._torch = _CountingSgd([flat], weight_decay=decay, fused=True)
         # torch creates it in the first step; here it may be read or restored before.
-        self._torch.state[flat] = {"step": self.count, **{names[slot]: tensor for slot, tensor in self._slots.items()}}
+        state = {self.TORCH_NAMES[slot]: tensor for slot, tensor in self._slots.items()}
+        self._torch.state[flat] = {"step": self.count, **state}
 
     def step(self, lr: float, is_good: Tensor) -> None:
         self._torch.param_groups[0]["lr"] = lr
@@ -202,15 +185,11 @@ class Averaged:
 
 def flat_optimizer(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
     """Return the optimizer of a flat tensor that consists of tensors of these sizes."""
-    inner = _without_average(flat, sizes, spec)
-    return inner if spec.average is None else Averaged(inner, flat, spec.average)
-
-
-def _without_average(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
     match spec.name:
         case "adamw_8bit":
-            return EightBitAdamW(flat, sizes, spec)
+            optimizer = EightBitAdamW(flat, sizes, spec)
         case "schedule_free":
-            return ScheduleFreeAdamW(flat, spec)
-        case name:
-            return FusedOptimizer(flat, spec, name)
+            optimizer = ScheduleFreeAdamW(flat, spec)
+        case "adamw" | "sgd":
+            optimizer = FusedOptimizer(flat, spec)
+    return optimizer if spec.average is None else Averaged(optimizer, flat, spec.average)

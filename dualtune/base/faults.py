@@ -23,9 +23,9 @@ def allowed(point: str, amount: int) -> int:
     limit = _limit(point)
     if limit is None:
         return amount
-    left = limit - _passed[point]
+    remaining = limit - _passed[point]
     _passed[point] += amount
-    return max(0, min(amount, left))
+    return max(0, min(amount, remaining))
 
 
 def reach(point: str) -> None:

@@ -13,6 +13,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
+from io import BufferedReader
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -40,10 +41,11 @@ def write_directory(target: Path, files: Mapping[str, Content]) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(target: Path) -> Generator[Path]:
+def new_directory(target: Path, *, by_library: bool = False) -> Generator[Path]:
     """Yield a directory to write to, which becomes `target` at the end of the block; after an error nothing remains.
 
     It is a sibling (same file system) that is renamed to `target`. The caller must fsync the files written there.
+    `by_library`: a library creates the directory and its files, which are flushed here, and get the usual rights.
     """
     temporary = hidden_sibling(target)
     created: list[Path] = []
@@ -54,10 +56,14 @@ def new_directory(target: Path) -> Generator[Path]:
             created = [path for path in target.parents if not path.exists()]
             target.parent.mkdir(parents=True, exist_ok=True)
             fsync(target.parent.parent)
-        temporary.mkdir()
+        if not by_library:
+            temporary.mkdir()
         yield temporary
-        for path in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-            fsync(path)
+        if by_library:
+            follow_umask(temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            if by_library or path.is_dir():
+                fsync(path)
         faults.reach("synced")
         temporary.rename(target)  # atomic; replaces an empty directory and nothing else
         is_done = True
@@ -70,30 +76,6 @@ def new_directory(target: Path) -> Generator[Path]:
         with contextlib.suppress(OSError):  # another program may already use them
             for path in created if not is_done else []:
                 path.rmdir()
-
-
-def write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` create a directory at a temporary path, which is renamed to `target` when it is complete.
-
-    For libraries that create the directory themselves. Raises DiskError if that fails; then nothing is left there.
-    """
-    target = target.resolve()
-    temporary = hidden_sibling(target)
-    remove_abandoned(target.parent)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        follow_umask(temporary)
-        for path in (*temporary.rglob("*"), temporary):
-            fsync(path)
-        faults.reach("synced")
-        temporary.rename(target)  # replaces only an empty directory
-        faults.reach("renamed")
-        fsync(target.parent)
-    except OSError as error:
-        raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -136,14 +118,13 @@ def json_bytes(table: Mapping[str, Any]) -> bytes:
 
 def listing(files: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
     """Return the manifest entry of each file: its size and sha256."""
-    return {name: _entry(content) for name, content in files.items()}
-
-
-def _entry(content: Content) -> dict[str, Any]:
-    sha256 = hashlib.sha256()
-    for piece in _pieces(content):
-        sha256.update(piece)
-    return {"bytes": sum(map(len, _pieces(content))), "sha256": sha256.hexdigest()}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        sha256 = hashlib.sha256()
+        for piece in _pieces(content):
+            sha256.update(piece)
+        entries[name] = {"bytes": sum(map(len, _pieces(content))), "sha256": sha256.hexdigest()}
+    return entries
 
 
 def _pieces(content: Content) -> Pieces:
@@ -391,9 +372,9 @@ class Folder:
 
     def check_space(self, num_bytes: int, part: BinaryIO) -> None:
         """Raise DiskError if the disk has no room for the rest of a partial file of `num_bytes`."""
-        there = os.fstat(part.fileno()).st_blocks * 512
+        written = os.fstat(part.fileno()).st_blocks * 512
         disk = os.statvfs(self._fd)
-        if (needed := num_bytes - there) > (free := disk.f_bavail * disk.f_frsize):
+        if (needed := num_bytes - written) > (free := disk.f_bavail * disk.f_frsize):
             raise DiskError(
                 f"{self.path}: needs {in_bytes(needed)}, the disk has {in_bytes(free)} free. Free some space"
             )
@@ -417,11 +398,11 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
-    def remove_parts(self, name: str, kept: str | None = None) -> None:
-        """Remove all partial files for the same target as the part `name`, except `kept`."""
+    def remove_parts(self, name: str, keep: str | None = None) -> None:
+        """Remove all partial files for the same target as the part `name`, except `keep`."""
         stem = f"{name.rpartition('-')[0]}-"
         for entry in os.listdir(self._fd):  # noqa: PTH208  pathlib knows no descriptors
-            if entry.startswith(stem) and entry != kept:
+            if entry.startswith(stem) and entry != keep:
                 with contextlib.suppress(OSError):  # of another user, or a directory
                     os.unlink(entry, dir_fd=self._fd)
 
@@ -467,10 +448,10 @@ def _not_own(path: Path, fault: str) -> FormatError:
     )
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises NotRegular for anything else, such as an endless FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise NotRegular(None, "is not a regular file")
-    return cast(BinaryIO, os.fdopen(fd, "rb"))
+    return os.fdopen(fd, "rb")

@@ -103,12 +103,12 @@ def why_download_failed(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
+    cause: BaseException | None = error
     for _ in range(10):
-        if seen is None:
+        if cause is None:
             return
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 # ----------------------------------------------------------------------------------------------------------------------

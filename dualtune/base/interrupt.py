@@ -41,11 +41,11 @@ def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None =
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) in (signal.SIG_DFL, _end_early)]
-    before = {s: signal.signal(s, _handle) for s in ours}
+    caught = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) in (signal.SIG_DFL, _end_early)]
+    before = {s: signal.signal(s, _handle) for s in caught}
     _handling = True
     try:
-        with _ended_if_unanswered(frozenset(ours), abandon) if abandon else contextlib.nullcontext():
+        with _ended_if_unanswered(frozenset(caught), abandon) if abandon else contextlib.nullcontext():
             yield
     finally:
         for s, handler in before.items():
@@ -64,13 +64,13 @@ def early() -> Generator[None]:
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [s for s in (*TERMINATION, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
-    for s in ours:
+    caught = [s for s in (*TERMINATION, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
+    for s in caught:
         signal.signal(s, _end_early)
     try:
         yield
     finally:
-        for s in ours:
+        for s in caught:
             if signal.getsignal(s) == _end_early:
                 signal.signal(s, signal.SIG_DFL)
 

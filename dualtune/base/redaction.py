@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -172,7 +171,6 @@ FORMS = tuple(Form(kind, tuple(cues.split()), re.compile(pattern)) for kind, cue
 # ----------------------------------------------------------------------------------------------------------------------
 REDACTED = "***"
 MIN_LENGTH = 8  # of a value in the environment, because redacting every `1` or `true` does not help
-_PIECE_BYTES = 1 << 18
 _LONGEST = 1 << 12  # the most characters that a form needs to see at once
 _ENVIRONMENT = "the value of a secret environment variable"
 # Matches anywhere in a name, or its last word. Not TOKENIZERS_PARALLELISM, AUTH_METHOD, KEYBOARD, PWD.
@@ -210,18 +208,9 @@ class SecretSearch:
     def feed(self, piece: bytes) -> None:
         if self.found is None:
             text = self._carry + piece.decode("latin-1")  # maps each byte to a character; the forms are ASCII
-            held = any(spelling in text for spelling in self._spellings)
-            self.found = secret_in(text) or (_ENVIRONMENT if held else None)
+            in_environment = any(spelling in text for spelling in self._spellings)
+            self.found = secret_in(text) or (_ENVIRONMENT if in_environment else None)
             self._carry = text[-_LONGEST:]
-
-
-def secret_in_file(path: Path) -> str | None:
-    """Return the kind of secret in a file, by form or environment, or None. Raises OSError if it cannot be read."""
-    search = SecretSearch()
-    with path.open("rb") as file:
-        while search.found is None and (piece := file.read(_PIECE_BYTES)):
-            search.feed(piece)
-    return search.found
 
 
 def environment_secrets() -> list[str]:

@@ -24,6 +24,8 @@ SIZES = {
 }  # fmt: skip
 _RANK = {dtype: rank for rank, dtype in enumerate(SIZES)}
 _OF_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16"}
+# NumPy has no bfloat16: the bits of one are the upper half of a float32.
+FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,13 @@ def write_model_weights(
 
 def _shards(forms: Mapping[str, StoredForm], most_bytes: int) -> list[list[str]]:
     """Return the names of each shard, filled in the order in which a file holds them."""
-    shards, left = list[list[str]](), 0
+    shards, free_bytes = list[list[str]](), 0
     for name in _ordered(forms):
-        if not shards or forms[name].num_bytes > left:
+        if not shards or forms[name].num_bytes > free_bytes:
             shards.append([])
-            left = most_bytes
+            free_bytes = most_bytes
         shards[-1].append(name)
-        left -= forms[name].num_bytes
+        free_bytes -= forms[name].num_bytes
     return shards
 
 
@@ -122,3 +124,21 @@ def _header(forms: Mapping[str, StoredForm], metadata: Mapping[str, str] | None)
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def floats_of(data: bytes | np.ndarray, dtype: str) -> np.ndarray:
+    """Return the numbers of a tensor (one of FLOATS) from its bytes: flat, in float32, those of float64 in float64."""
+    values = np.frombuffer(data, FLOATS[dtype])
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64 if dtype == "F64" else np.float32)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to the nearest number of a dtype, ties to even, as the frameworks do; bfloat16 as its bits in uint16."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore"):
+            return values.astype(FLOATS[dtype])
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    upper = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), upper).astype(np.uint16)

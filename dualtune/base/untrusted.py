@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import stat
 import zipfile
 from collections.abc import Mapping
 from io import BufferedReader
@@ -23,7 +22,7 @@ import numpy as np
 
 from dualtune.base.errors import FormatError
 from dualtune.base.fields import shown
-from dualtune.base.files import open_own
+from dualtune.base.files import NotRegular, open_own, open_regular
 
 MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of all experts of 48 layers of 128 has 6 MB
 MAX_DIMENSIONS = 8
@@ -183,16 +182,12 @@ def open_file(path: Path, *, max_bytes: int | None = None, is_own: bool = False)
     `is_own`: a file of a run directory, which is no link.
     """
     try:
-        if is_own:
-            file = os.fdopen(open_own(path, os.O_RDONLY), "rb")
-        else:
-            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
-                raise FormatError(f"{path}: is not a file")
-            file = path.open("rb")
-        size = os.fstat(file.fileno()).st_size
+        file = os.fdopen(open_own(path, os.O_RDONLY), "rb") if is_own else open_regular(path)
+    except NotRegular:
+        raise FormatError(f"{path}: is not a file") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
-    if max_bytes is not None and size > max_bytes:
+    if max_bytes is not None and (size := os.fstat(file.fileno()).st_size) > max_bytes:
         file.close()
         raise FormatError(f"{path}: {size} bytes, at most {max_bytes} are allowed")
     return file
@@ -252,8 +247,8 @@ def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_BYTES for n in (*shape, begin, end)):
         got = f"shape {str(shape)[:100]} and offsets {str(begin)[:50]}..{str(end)[:50]}"
         raise FormatError(f"{where}: got {got}, must be a few integers >= 0")
-    num_bytes, rest = divmod(math.prod(shape) * dtype_bits[dtype], 8)
-    if rest or end - begin != num_bytes:
+    num_bytes, spare_bits = divmod(math.prod(shape) * dtype_bits[dtype], 8)
+    if spare_bits or end - begin != num_bytes:
         raise FormatError(
             f"{where}: offsets {begin}..{end} hold {end - begin} bytes, "
             f"shape {tuple(shape)} of {dtype} needs {num_bytes}"

@@ -110,6 +110,7 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
 
     imported = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
     adapter, warnings = imported.adapter, [*imported.warnings]
+    # The name of a base that this machine does not have would be found only when the adapter is loaded.
     name = adapter.base_model
     if name is not None and (is_elsewhere(name) or plain_name(name) != name):
         description = "a path of another machine" if is_elsewhere(name) else "a copy in few bits"
@@ -121,6 +122,7 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
             else "give the plain model with --base MODEL, to write its name instead"
         )
         warnings.append(f"the adapter names its base as {shown(name)}, {description}: {remedy}")
+    # A fault that was not repaired has ended the command above, so what is written is sound.
     write_adapter(out, adapter, layout=layout, metadata=imported.metadata)
     if as_json:
         report = {"source": imported.source, "out": str(out), "layout": layout, "warnings": warnings}

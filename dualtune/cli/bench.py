@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +20,10 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
-    from dualtune.doctor.bench.lora_backward import LoRATimes
     from dualtune.doctor.bench.measure import BenchResult
-    from dualtune.doctor.check_config import MemoryNeed
     from dualtune.engine.backend import Backend
     from dualtune.engine.machines import MachineLimits
+    from dualtune.engine.memory.plan import MemoryPlan
     from dualtune.engine.step_time import StepTime
     from dualtune.train.prepare import Prepared
 
@@ -56,23 +55,22 @@ def lora_backward_command(shapes: str, rounds: int, platform: str, as_json: bool
     device = backend.devices()[0]
     results = [time_lora_backward(backend, shape, rounds=rounds) for shape in SHAPES[shapes]]
     if as_json:
-        return say_json({"device": device.kind, "name": device.name, "results": [r.as_json() for r in results]})
-    return tell("\n".join(_lora_lines(results, device.kind)))
-
-
-def _lora_lines(results: Sequence[LoRATimes], kind: str) -> Iterator[str]:
+        return say_json({"device": device.kind, "name": device.name, "results": results})
     rows = [("shape", "ours", "autograd", "autograd / ours", "CPU / ours", "documented")]
-    for times in results:
-        shape = times.shape
+    for shape, times in zip(SHAPES[shapes], results, strict=True):
         rows.append((
-            str(shape), f"{times.ours_ms:.3f} ms", f"{times.autograd_ms:.3f} ms", f"{times.ratio_to_autograd:.2f}",
-            "-" if times.ratio_to_cpu is None else f"{times.ratio_to_cpu:.1f}",
+            str(shape), f"{times['ours_ms']:.3f} ms", f"{times['autograd_ms']:.3f} ms",
+            f"{times['ratio_to_autograd']:.2f}",
+            "-" if times["ratio_to_cpu"] is None else f"{times['ratio_to_cpu']:.1f}",
             f"CPU {shape.promised_cpu_ms:g} ms, GPU {shape.promised_gpu_ms:g} ms, "
             f"{shape.promised_cpu_ms / shape.promised_gpu_ms:.1f}",
         ))  # fmt: skip
-    yield in_columns(rows)
-    if kind != "cuda":
-        yield f"\nThese are times of a {kind.upper()}: there is no NVIDIA GPU here, and nothing is said about one."
+    tell(in_columns(rows))
+    if device.kind != "cuda":
+        tell(
+            f"\nThese are times of a {device.kind.upper()}: there is no NVIDIA GPU here, and nothing is said about one."
+        )
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -86,14 +84,14 @@ def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str
     with phases(err=as_json) as shown:
         shown.begin("predicting", "the time of a step")
         settings = load_config(path, overrides)
-        memory, found, limits = predicted_for(settings, name, platform)
+        memory, time, limits = predicted_for(settings, name, platform)
     if as_json:
         needs = {"peak_bytes": memory.estimate.total_bytes, "available_bytes": memory.budget.bytes}
-        return say_json({"machine": name, "limits": limits.source, **needs, **found.as_json()})
-    return say("\n".join(_predicted_lines(settings, name, memory, found, limits)))
+        return say_json({"machine": name, "limits": limits.source, **needs, **time.as_json()})
+    return say("\n".join(_predicted_lines(settings, name, memory, time, limits)))
 
 
-def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNeed, StepTime, MachineLimits]:
+def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPlan, StepTime, MachineLimits]:
     """Return memory, time and limits of a config on a machine; `this` is the one it runs on.
 
     ConfigError for a machine whose limits are not known, EnvironmentFault where there is no formula.
@@ -110,37 +108,37 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
     machine = detect() if name == "this" else named(name)
     choice = choose(platform, machine)
     memory = plan_config(settings, machine, choice)
-    limits = limits or limits_here(choice, machine, memory.plan.ask.dtype)
+    limits = limits or limits_here(choice, machine, memory.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    time = predict(memory.plan.decoder, memory.plan.ask, first_step(settings, look_at_data(settings)), limits)
+    time = predict(memory.decoder, memory.ask, first_step(settings, look_at_data(settings)), limits)
     return memory, time, limits
 
 
 def _predicted_lines(
-    settings: Config, name: str, memory: MemoryNeed, found: StepTime, limits: MachineLimits
+    settings: Config, name: str, memory: MemoryPlan, time: StepTime, limits: MachineLimits
 ) -> Iterator[str]:
     from dualtune.engine.step_time import SAID
 
     yield f"{redact(settings.model.name)} on {name}: {SAID}\n"
     header = ("part", "TFLOP", "GB", "launches", "ms", "share", "bound")
-    all_s = sum(part.seconds for part in found.parts)
+    all_s = sum(part.seconds for part in time.parts)
     rows = [
         (part.name, f"{part.flops / 1e12:.3g}", f"{part.bytes / 1e9:.3g}", f"{part.launches:,.0f}",
          f"{1e3 * part.seconds:.2f}", f"{part.seconds / all_s:.1%}", part.bound)
-        for part in found.parts
+        for part in time.parts
     ]  # fmt: skip
     yield in_columns([header, *rows])
     peak, has = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
-    device, host, transfers, waits = map(in_short_time, (found.device_s, found.host_s, found.transfer_s, found.waits_s))
-    times = f"device {device}, host {host}, transfers {transfers}; {found.waits} waits, {waits}"
-    share = f"{found.utilisation:.1%} of {found.peak_flops / 1e12:.4g} TFLOP/s (MFU)"
+    device, host, transfers, waits = map(in_short_time, (time.device_s, time.host_s, time.transfer_s, time.waits_s))
+    times = f"device {device}, host {host}, transfers {transfers}; {time.waits} waits, {waits}"
+    share = f"{time.utilisation:.1%} of {time.peak_flops / 1e12:.4g} TFLOP/s (MFU)"
     yield ""
     yield in_columns([
-        ("step", f"{in_short_time(found.step_s)}, bound by {found.bound}: {times}"),
-        ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {share}"),
-        ("memory", f"{peak} at the peak, has {has}" + ("" if memory.plan.fits else ": it does not fit")),
-        ("step of", f"{found.tokens:,} tokens; lengths: {found.documents}"),
+        ("step", f"{in_short_time(time.step_s)}, bound by {time.bound}: {times}"),
+        ("speed", f"{time.tokens_per_s:,.0f} tokens/s, {share}"),
+        ("memory", f"{peak} at the peak, has {has}" + ("" if memory.fits else ": it does not fit")),
+        ("step of", f"{time.tokens:,} tokens; lengths: {time.documents}"),
         ("limits", f"{limits.source}; the shares that are reached are assumptions of dualtune/engine/machines.py"),
     ])  # fmt: skip
 
@@ -216,7 +214,7 @@ def _measuring(text: str, shown: Phases) -> None:
 
 def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) -> Prepared:
     from dualtune.cli.progress import reading
-    from dualtune.show.summary import summary
+    from dualtune.show.run import summary
     from dualtune.train.prepare import prepare
 
     if quiet:
@@ -231,11 +229,11 @@ def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) 
 def _beside(settings: Config, platform: str, result: BenchResult) -> str:
     """Say what would have been predicted for this machine."""
     try:
-        found = predicted_for(settings, "this", platform)[1]
+        time = predicted_for(settings, "this", platform)[1]
     except DualtuneError as error:
         return f"predicted   nothing: {error}"
-    ratio = found.tokens_per_s / result.tokens_per_s
-    return f"predicted   {found.tokens_per_s:,.0f} tokens/s here, computed; a token took {ratio:.2f} times as long"
+    ratio = time.tokens_per_s / result.tokens_per_s
+    return f"predicted   {time.tokens_per_s:,.0f} tokens/s here, computed; a token took {ratio:.2f} times as long"
 
 
 def _lines(result: BenchResult) -> Iterator[str]:

@@ -23,6 +23,7 @@ from dualtune.cli.options import (
     platform_option,
     quantization_option,
     seed_option,
+    system_option,
     temperature_option,
     template_option,
     top_p_option,
@@ -51,9 +52,7 @@ A message of several lines: paste it, or write three quotation marks before and 
     help="An adapter directory in any layout, or a run directory. Repeatable; the first one answers.",
 )  # fmt: skip
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
-@click.option(
-    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
-)
+@system_option
 @no_system_option
 @click.option(
     "--stdin", "is_one", is_flag=True, help="Read one message from all of standard input, answer it and exit."
@@ -89,13 +88,15 @@ def command(
     from dualtune.use.chat import Chat
 
     model = base_of(model, [*directories.values()])
-    found, _ = load_adapters(model, directories, platform, dtype=dtype, quantization=quantization, template=template)
+    adapter_set, _ = load_adapters(
+        model, directories, platform, dtype=dtype, quantization=quantization, template=template
+    )
     sampling = Sampling(max_tokens, temperature, top_p, seed)
-    names = found.names if compare else found.names[1:2] or found.names
+    names = adapter_set.names if compare else adapter_set.names[1:2] or adapter_set.names
     systems = system_messages(system, directories, no_system=no_system)
-    chats = [Chat(found, name, sampling, systems[name]) for name in names]
-    say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
-    Conversation(chats, found.names).run(_whole_input() if is_one else _typed())
+    chats = [Chat(adapter_set, name, sampling, systems[name]) for name in names]
+    say(f"answering   {', '.join(names)}; there are: {', '.join(adapter_set.names)}. /help, /exit", err=True)
+    Conversation(chats, adapter_set.names).run(_whole_input() if is_one else _typed())
 
 
 class Conversation:
@@ -122,15 +123,15 @@ class Conversation:
             except DualtuneError as error:  # the conversation goes on
                 say(f"Error: {error}", err=True)
 
-    def _obey(self, word: str, rest: str) -> None:
+    def _obey(self, word: str, argument: str) -> None:
         if word == "/reset":
             for chat in self._chats:
                 chat.reset()
             say("the conversation is forgotten", err=True)
         elif word == "/save":
-            self._save(rest)
+            self._save(argument)
         elif word in ("/base", "/adapter"):
-            self._switch("base" if word == "/base" else rest)
+            self._switch("base" if word == "/base" else argument)
         else:
             say(HELP if word == "/help" else f"{word}: there is no such command\n{HELP}", err=True)
 

@@ -16,7 +16,7 @@ from dualtune.cli.screen import check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.doctor.check_config import MemoryNeed
+    from dualtune.engine.memory.plan import MemoryPlan
 
 
 @click.command("check-config")
@@ -51,16 +51,16 @@ def command(
     ctx.exit(code)
 
 
-def _described(memory: MemoryNeed) -> dict[str, Any]:
+def _described(plan: MemoryPlan) -> dict[str, Any]:
     return {
-        "total_bytes": memory.estimate.total_bytes,
-        "parts": [asdict(part) for part in memory.estimate.parts],
-        "budget_bytes": memory.budget.bytes,
-        "budget": memory.budget.reason,
+        "total_bytes": plan.estimate.total_bytes,
+        "parts": [asdict(part) for part in plan.estimate.parts],
+        "budget_bytes": plan.budget.bytes,
+        "budget": plan.budget.reason,
     }
 
 
-def _by_part(memory: MemoryNeed) -> str:
-    parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in memory.estimate.parts]
-    total = ("", in_bytes(memory.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
+def _by_part(plan: MemoryPlan) -> str:
+    parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in plan.estimate.parts]
+    total = ("", in_bytes(plan.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
     return in_columns([*parts, total])

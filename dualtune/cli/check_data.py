@@ -159,6 +159,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     from dualtune.data.tokens.masks import LOST, TOLD, check_lost_text, sentences
     from dualtune.data.tokens.tokenize import State, TokenizedRow
 
+    # The rows are counted as they come: a file may have millions of them.
     num_rows = num_bad = 0
     problems: list[dict[str, Any]] = []
     states: Counter[State] = Counter()
@@ -192,11 +193,13 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))
+    # Text that is lost everywhere is no fault of a row, but of the format: it is judged over all rows.
     refusal: str | None = None
     try:
         check_lost_text(notices, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:
         refusal = redact(str(error))
+    # What repeats is said once, after the first rows of each kind.
     if not silent:
         _say_kinds(kinds, listing)
         messages = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]

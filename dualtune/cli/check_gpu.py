@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.base.checks import Check
 from dualtune.cli.options import json_option, say_json
 from dualtune.cli.screen import check_table, phases, tell
 
 if TYPE_CHECKING:
-    from dualtune.doctor.check_gpu import MachineReport, Question
+    from dualtune.doctor.check_gpu import MachineReport
     from dualtune.engine.machine import Machine
 
 
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
 @click.option(
     "--machine", "name", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32."
 )
-@click.option("--probe", is_flag=True, help="Import the framework, and multiply two matrices on the device.")
+@click.option(
+    "--probe", "is_probed", is_flag=True, help="Import the framework, and multiply two matrices on the device."
+)
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, memory: str | None, config: Path | None, name: str | None, probe: bool, as_json: bool
+    ctx: click.Context, memory: str | None, config: Path | None, name: str | None, is_probed: bool, as_json: bool
 ) -> None:
     """Show what this machine is, and whether it can train a 7B model.
 
@@ -38,36 +39,23 @@ def command(
     """
     if memory and config:
         raise click.UsageError("Give --require-memory or --for, not both.")
-    if probe and name:
+    if is_probed and name:
         raise click.UsageError("--probe works only on this machine: leave out --machine.")
     with phases(err=as_json) as shown:
         shown.begin("checking", "the machine")
-        from dualtune.doctor.check_gpu import judge
+        from dualtune.doctor.check_gpu import about_config, about_memory, judge, probe
         from dualtune.engine.detect import detect
         from dualtune.engine.machines import named
 
         machine = named(name) if name else detect()
-        report = judge(machine, _question(machine, memory, config), _probed(machine) if probe else None)
+        question = about_memory(machine, memory) if memory else about_config(machine, config) if config else None
+        report = judge(machine, question, probe(machine) if is_probed else None)
     if as_json:
         say_json(_described(report, machine))
     else:
         tell(check_table(report.checks))
         tell(f"\nverdict: {'ok' if report.exit_code == 0 else 'not ok'}: {report.sentence}")
     ctx.exit(report.exit_code)
-
-
-def _question(machine: Machine, memory: str | None, config: Path | None) -> Question | None:
-    from dualtune.doctor.check_gpu import about_config, about_memory
-
-    if memory:
-        return about_memory(machine, memory)
-    return about_config(machine, config) if config else None
-
-
-def _probed(machine: Machine) -> Check:
-    from dualtune.doctor.check_env import probe
-
-    return probe(machine)
 
 
 def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:

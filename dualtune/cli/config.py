@@ -83,8 +83,8 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     else:
         write_file(output, text)
         say(f"written         {output}: {len(imported.settings)} values from {imported.trainer}", err=True)
-    for left in imported.lost:
-        say(one_line(f"not translated  {left.key}: {left.value}. {left.reason[0].upper()}{left.reason[1:]}"), err=True)
+    for lost in imported.lost:
+        say(one_line(f"not translated  {lost.key}: {lost.value}. {lost.reason[0].upper()}{lost.reason[1:]}"), err=True)
 
 
 def _count_layers(model: str) -> int | None:

@@ -87,9 +87,9 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
         source, name = SourceConfig.model_construct(path=path, format=format, columns=columns), Path(path).name
         kind = kind_of(Path(path))
         stem = name[: name.lower().rindex(kind)] if kind else name
-        held: list[Role] = [role for role in ROLES if has_role(path, role)] if Path(path).is_dir() else []
-        for role in held or ("train",):
-            new = role if held else stem
+        roles: list[Role] = [role for role in ROLES if has_role(path, role)] if Path(path).is_dir() else []
+        for role in roles or ("train",):
+            new = role if roles else stem
             names = chain([f"{new}.jsonl"], (f"{new}-{number}.jsonl" for number in count(2)))
             free = next(candidate for candidate in names if candidate not in (LEFT_OUT, PERSONAL, *opened))
             opened[free] = open_one(source, role)

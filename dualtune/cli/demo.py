@@ -19,8 +19,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data
 from dualtune.engine.backend import Backend
 from dualtune.model import package
-from dualtune.show.run import execute
-from dualtune.show.summary import summary
+from dualtune.show.run import execute, summary
 from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import LoadedModel, Sampling, answer, load_model, question

@@ -21,20 +21,31 @@ from dualtune.base.text import in_columns
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
 from dualtune.cli.screen import Phases, phases
 from dualtune.cli.terminal import say
-from dualtune.config import Config
+from dualtune.config import Config, load_config
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents
 from dualtune.engine.backend import Backend
 from dualtune.engine.capabilities import check_capabilities
+from dualtune.model.formats.directory import adapter_directory
 from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.train.fingerprints import without_adapter
 from dualtune.train.inference import LoadedModel, Sampling, load_model, question
-from dualtune.train.recovery import Recovery, explanation
+from dualtune.train.recovery import Recovery, explained, explanation
 from dualtune.train.state.run_dir import PREDICTIONS
 from dualtune.use.scoring import harness
 from dualtune.use.scoring.answers import KeptAnswers, PredictedRow, identity, mean_loss, write_predictions
 from dualtune.use.scoring.compare import PairedComparison, compare_losses, compare_scores, find_leaks
-from dualtune.use.scoring.metrics import LENIENT, RIGHT, Metric, Score, is_right
+from dualtune.use.scoring.metrics import (
+    LENIENT,
+    RIGHT,
+    TASKS,
+    Metric,
+    Score,
+    is_right,
+    json_metric,
+    pattern_metrics,
+    user_metric,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The phases of `dualtune eval`, one after another, and its report.
@@ -75,6 +86,7 @@ class EvalRun:
             say(f"template    {model.note}", err=True)
         if sources is None:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
+        # Answers that cannot be scored are found now: the loss over all rows takes minutes.
         documents, examples = self._held_out(sources, model)
         self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
@@ -86,6 +98,7 @@ class EvalRun:
             "targets": result.eval_targets,
             "rows": len(examples),
         }
+        # The base is measured by the same loaded weights, with the adapter switched off.
         main = BASE if self._options.base else TUNED
         sides = {main: self._side(main, model, documents, examples)}
         if self._options.compare:
@@ -94,6 +107,7 @@ class EvalRun:
         report |= self._means(sides.get(TUNED) or sides[BASE])
         if self._options.compare:
             report["compare"] = [asdict(row) | {"verdict": row.verdict} for row in self._compared(sides)]
+        # Answers that were kept for a stopped call go only when the whole file is written.
         if (path := self._predictions_file()) is not None:
             write_predictions(path, self._predictions(model, examples, sides))
             report["predictions"] = str(path)
@@ -179,19 +193,21 @@ class EvalRun:
 
     def _answer(self, name: str, model: LoadedModel, examples: Sequence[Example], side: Side) -> None:
         """Generate the answers of a side and score them, as they come. Those of a call that was stopped are kept."""
-        asked = [question(model, example) for example in examples]
+        questions = [question(model, example) for example in examples]
         sampling = Sampling(max_tokens=self._options.max_tokens or MAX_TOKENS)
         if self._kept is None:
             self._kept = KeptAnswers(self._predictions_file(), self._made_by(model, sampling))
         answers, scores = dict[int, str](), dict[int, list[Score]]()
-        found = self._kept.continued(
-            name, model, [each.ids for each in asked], sampling, is_shortage=self._backend.is_out_of_memory,
+        continuations = self._kept.continued(
+            name, model, [asked.ids for asked in questions], sampling, is_shortage=self._backend.is_out_of_memory,
             tell=lambda text: say(f"answers     {text}", err=True),
         )  # fmt: skip
-        for each in found:
-            i = each.number
-            answers[i] = each.text
-            scores[i] = [metric.score(examples[i].where, asked[i].expected, each.text) for metric in self._metrics]
+        for continuation in continuations:
+            i = continuation.number
+            answers[i] = continuation.text
+            scores[i] = [
+                metric.score(examples[i].where, questions[i].expected, continuation.text) for metric in self._metrics
+            ]
             self._shown.update(len(answers), len(examples))
         side.answers = [answers[i] for i in range(len(examples))]
         side.scores = [scores[i] for i in range(len(examples))]
@@ -224,13 +240,13 @@ class EvalRun:
 
     def _means(self, side: Side) -> dict[str, Any]:
         """Return the mean of each metric, those of a pattern under their own keys."""
-        found: dict[str, Any] = {} if side.exact is None else {EXACT: float(side.exact.mean())}
+        report: dict[str, Any] = {} if side.exact is None else {EXACT: float(side.exact.mean())}
         if not self._metrics:
-            return found
+            return report
         means = {name: float(scores.astype(np.float64).mean()) for name, scores in self._scores(side)}
         own = {name: mean for name, mean in means.items() if name not in (RIGHT, LENIENT)}
-        known = {name: means[name] for name in (RIGHT, LENIENT) if name in means}
-        return found | {"answers": len(side.answers)} | known | ({"metrics": own} if own else {})
+        of_pattern = {name: means[name] for name in (RIGHT, LENIENT) if name in means}
+        return report | {"answers": len(side.answers)} | of_pattern | ({"metrics": own} if own else {})
 
     def _scores(self, side: Side) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each metric with its scores by row: bool, or float64 if one of them is a number."""
@@ -371,8 +387,6 @@ class EvalOptions:
 
     def pattern(self) -> re.Pattern[str] | None:
         """Return the pattern of answers. UsageError if it is not a regular expression."""
-        from dualtune.use.scoring.metrics import TASKS
-
         text = TASKS[self.task] if self.task else self.answer_pattern
         try:
             return re.compile(text) if text else None
@@ -441,17 +455,12 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
     options.check()
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
-        from dualtune.config import load_config
-        from dualtune.train.recovery import explained
-        from dualtune.use.scoring.harness import check_installed
-        from dualtune.use.scoring.metrics import json_metric, pattern_metrics, user_metric
-
         pattern = options.pattern()
         settings = load_config(config, overrides)
         metrics = [*(pattern_metrics(pattern) if pattern else ()), *map(json_metric, options.json_fields)]
         metrics += map(user_metric, options.metrics)
         if options.harness:
-            check_installed()
+            harness.check_installed()
         adapter = _adapter_of(settings, options)
         backend = backend_for(platform, err=as_json)
         with explained(backend, settings, "while the adapter was measured"):
@@ -465,8 +474,6 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
 
 def _adapter_of(settings: Config, options: EvalOptions) -> Path | None:
     """Return the adapter to measure. None for the base, and for a config of full fine-tuning."""
-    from dualtune.model.formats.directory import adapter_directory
-
     if settings.adapter.trains_model:
         if options.adapter is not None:
             raise ConfigError("--adapter: a config with adapter.method: full has none. Leave it out, or give --base")

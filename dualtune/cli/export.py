@@ -83,6 +83,7 @@ def command(
     from dualtune.use.export.ollama import quoted
     from dualtune.use.export.request import KINDS, Request
 
+    # Everything that can be wrong with the options is said before a model is loaded.
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
         raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")
@@ -93,11 +94,13 @@ def command(
         option = "--system" if system is not None else "--no-system"
         raise ConfigError(f"{option}: is for --to ollama. Others take the system message in each conversation")
     tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
+    # A model of full fine-tuning has no base: it is exported as it is.
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:
         base = base_of(base, [directory], option="--base MODEL", plain=True, err=as_json)
     elif base or other_base or dtype != "auto":
         raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
+    # The name becomes part of file names, so a path cannot be one.
     name = name or (out.resolve() if out else run).name
     if Path(name).name != name:
         raise ConfigError(f"--name: got '{name}', which is a path. Give a name for files, such as {Path(name).name}")
@@ -110,6 +113,7 @@ def command(
         backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
         shown.begin("exporting", "the model")
         exported = export(request, backend, tools, shown.tell)
+    # The record holds all that the text below says.
     if as_json:
         say((out / RECORD).read_text(encoding="utf-8").rstrip())
         return

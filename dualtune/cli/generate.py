@@ -19,6 +19,7 @@ from dualtune.cli.options import (
     platform_option,
     quantization_option,
     seed_option,
+    system_option,
     temperature_option,
     template_option,
     top_p_option,
@@ -57,9 +58,7 @@ ASKED = (
     help="The file for the answers to --prompts. If the command is interrupted, the same command continues from the "
     "answers in it. Default: standard output.",
 )  # fmt: skip
-@click.option(
-    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
-)
+@system_option
 @no_system_option
 @click.option(
     "--raw", is_flag=True,
@@ -97,6 +96,7 @@ def command(
         raise click.UsageError("Give --prompt TEXT or --prompts FILE.")
     if output is not None and prompts is None:
         raise click.UsageError("--output is for the answers to --prompts FILE.")
+    # Prompts are read before the model is loaded: a wrong file costs no minute.
     rows = [] if prompts is None else read_prompts(prompts)
     model = base_of(model, [adapter] if adapter else [])
     text = _read_prompt() if prompt == "-" else prompt
@@ -113,12 +113,14 @@ def command(
         say(f"template    {loaded.note}", err=True)
     from dualtune.train.inference import Sampling
 
+    # Only the loaded tokenizer knows whether there is a template for a system message.
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     chats = loaded.tokenizer.template is not None
-    asked = system_messages(system, {"adapter": adapter} if adapter else {}, no_system=no_system, chats=chats)["base"]
+    trained = {"adapter": adapter} if adapter else {}
+    system_message = system_messages(system, trained, no_system=no_system, chats=chats)["base"]
     if text is None:
-        return _answer_all(backend, model, loaded, rows, asked, sampling, output)
-    ids = _encoded(loaded, "the prompt", {"prompt": text}, asked)
+        return _answer_all(backend, model, loaded, rows, system_message, sampling, output)
+    ids = _encoded(loaded, "the prompt", {"prompt": text}, system_message)
     pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for piece in pieces:
         pass_on(piece)
@@ -138,30 +140,30 @@ def _answer_all(
     from dualtune.use.scoring.answers import KeptAnswers, identity
 
     ids = [_encoded(model, where, row, system) for where, row in rows]
-    kept = KeptAnswers(output, identity([name], model, sampling) if output else {})
+    kept_answers = KeptAnswers(output, identity([name], model, sampling) if output else {})
     lines = dict[int, str]()
     with phases(err=True) as shown:
         shown.begin("generating", "answers")
-        found = kept.continued(
+        continuations = kept_answers.continued(
             "answers", model, ids, sampling, is_shortage=backend.is_out_of_memory,
             tell=lambda text: say(f"answers     {text}", err=True),
         )  # fmt: skip
-        for each in found:
-            asked = {key: value for key, value in rows[each.number][1].items() if key in ASKED}
+        for continuation in continuations:
+            prompt = {key: value for key, value in rows[continuation.number][1].items() if key in ASKED}
             row = {
-                "row": each.number + 1,
-                **asked,
-                "answer": each.text,
-                "tokens": each.num_tokens,
-                "is_whole": each.is_whole,
+                "row": continuation.number + 1,
+                **prompt,
+                "answer": continuation.text,
+                "tokens": continuation.num_tokens,
+                "is_whole": continuation.is_whole,
             }
-            lines[each.number] = json.dumps(row) + "\n"
+            lines[continuation.number] = json.dumps(row) + "\n"
             if output is None:
-                pass_on(lines[each.number])
+                pass_on(lines[continuation.number])
             shown.update(len(lines), len(rows))
     if output is not None:
         write_file(output, "".join(lines[number] for number in sorted(lines)))
-        kept.finish()
+        kept_answers.finish()
         say(f"answers     {len(lines)} in {output}", err=True)
 
 
@@ -197,8 +199,8 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any], system: str | 
     from dualtune.data.sources.rows import RowError
 
     if model.tokenizer.template is None and ("messages" in row or system is not None):
-        what = "'messages' need" if "messages" in row else "--system needs"
-        raise ConfigError(f"{where}: {what} a chat template. Give --template FILE, or a prompt alone")
+        subject = "'messages' need" if "messages" in row else "--system needs"
+        raise ConfigError(f"{where}: {subject} a chat template. Give --template FILE, or a prompt alone")
     try:
         tools = read_tools(row.get("tools") or [])
         if "messages" in row:

@@ -14,7 +14,7 @@ from dualtune.base import interrupt
 from dualtune.base.files import write_file
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns
-from dualtune.cli.options import backend_for, platform_option, set_option, write_json
+from dualtune.cli.options import backend_for, json_file_option, platform_option, set_option, write_json
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -42,10 +42,7 @@ def command() -> None:
     help="Number of runs of each arm, each with another seed.  [default: 3; with --task digits 5]",
 )  # fmt: skip
 @click.option("--tune", is_flag=True, help="Tune the learning rate of the baseline first, and use it for all arms.")
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Also write the result to FILE as JSON.",
-)  # fmt: skip
+@json_file_option
 @click.option(
     "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="Also draw the losses to FILE as SVG."
 )
@@ -97,9 +94,9 @@ def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> Non
         if name not in ("task", "seeds", "json_file") and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{parameter.opts[0]} has no effect with --task digits; remove it.")
     with phases() as shown:
-        found = digits(seeds, lambda what: shown.begin("training", what))
-    say(digits_text(found))
-    write_json(json_file, found.as_json())
+        result = digits(seeds, lambda what: shown.begin("training", what))
+    say(digits_text(result))
+    write_json(json_file, result.as_json())
 
 
 def _as_text(comparison: Comparison) -> str:
@@ -132,7 +129,7 @@ def table(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     yield HEAD
     for result in comparison.results:
         counts, is_baseline = result.counts, result.arm.name == BASELINE
-        told = f"{counts['accepted']} of {counts['attempts']}, {counts['undone']} undone" if counts else ""
+        predictions = f"{counts['accepted']} of {counts['attempts']}, {counts['undone']} undone" if counts else ""
         yield (
             result.arm.name,
             f"{result.cost:.3f}",
@@ -141,7 +138,7 @@ def table(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             "" if is_baseline else f"{fmean(trial.eval_loss for trial in result.controls):.4f}",
             "" if is_baseline else in_percent(result.against_control),
             "" if is_baseline else f"{result.wall.mean:.2f}",
-            told,
+            predictions,
             result.verdict,
         )
 
@@ -157,10 +154,11 @@ def in_percent(losses: Interval) -> str:
 def digits_text(result: DigitsResult) -> str:
     """Return the comparison on images of digits as text: two tables, and what the runs prove."""
     verdicts = [f"{row.rate}, {row.arm}: {row.verdict}" for row in result.rows if row.verdict]
-    return "\n\n".join([in_columns([*_costs(result)]), in_columns([*_predictions(result)]), "\n".join(verdicts)])
+    tables = in_columns([*digits_costs(result)]), in_columns([*digits_predictions(result)])
+    return "\n\n".join([*tables, "\n".join(verdicts)])
 
 
-def _costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
+def digits_costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of what runs reached and took, the header first."""
     yield "rate", "arm", "accuracy", "loss", "cost", "of baseline's", "seconds", "peak memory"
     for row in result.rows:
@@ -172,7 +170,7 @@ def _costs(result: DigitsResult) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def _predictions(result: DigitsResult) -> Iterator[tuple[str, ...]]:
+def digits_predictions(result: DigitsResult) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of what predictions did, the header first."""
     yield (
         "rate", "arm", "attempts", "accepted", "undone", "divergences", "backward passes skipped",

@@ -11,7 +11,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns
-from dualtune.cli.options import config_argument, platform_option, set_option, write_json
+from dualtune.cli.options import config_argument, json_file_option, platform_option, set_option, write_json
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -36,9 +36,7 @@ def command() -> None:
     help="How many times each technique is timed, in turn.",
 )  # fmt: skip
 @click.option("--only", multiple=True, metavar="NAME", help="Measure only this technique, besides none. Repeatable.")
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the table to FILE as JSON."
-)
+@json_file_option
 @platform_option
 @set_option
 @click.pass_context

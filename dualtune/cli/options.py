@@ -53,6 +53,9 @@ top_p_option = click.option(
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed of the sampling."
 )
+system_option = click.option(
+    "--system", metavar="TEXT", help="The system message.  [default: the one that the adapter was trained with]"
+)
 no_system_option = click.option(
     "--no-system", is_flag=True, help="Send no system message, even if the adapter was trained with one."
 )
@@ -67,8 +70,16 @@ resume_option = click.option(
 other_base_option = click.option(
     "--other-base", is_flag=True, help="Accept a base model other than the one that the adapter was trained on."
 )
+retries_option = click.option(
+    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
+    help="Maximum number of consecutive retries without progress.",
+)  # fmt: skip
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+json_file_option = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
+    help="Also write the result to FILE as JSON.",
+)  # fmt: skip
 
 
 def to_json(value: Any) -> str:

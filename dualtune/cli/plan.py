@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,22 +17,13 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
-    from dualtune.doctor.check_config import MemoryNeed
-    from dualtune.doctor.check_config_data import SourceSample
-    from dualtune.engine.choose import PlatformChoice
     from dualtune.engine.detect import Load
-    from dualtune.engine.machine import Machine
     from dualtune.engine.machines import MachineLimits
-    from dualtune.engine.memory.plan import Saving
+    from dualtune.engine.memory.plan import MemoryPlan, Saving
     from dualtune.engine.step_time import StepTime
 
 
-class Run(NamedTuple):
-    """What a plan says of the run besides its memory."""
-
-    num_steps: int | None  # None: not known
-    time: StepTime | str  # of a step, or why it is not known
-    load: Load | None  # of this machine; None: another one, or not known
+UNKNOWN_RATE = "no rate is known for this machine"
 
 
 @click.command("plan")
@@ -54,30 +45,39 @@ def command(
 
     If the run does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
+    from dualtune.doctor.bench.measure import limits_here
     from dualtune.doctor.check_config import plan_config
-    from dualtune.doctor.check_config_data import look_at_data, steps_of_run, with_lengths_of
+    from dualtune.doctor.check_config_data import first_step, look_at_data, steps_of_run, with_lengths_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect, load_average
-    from dualtune.engine.machines import named
+    from dualtune.engine.machines import named, published
+    from dualtune.engine.step_time import predict
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
         settings = _settings(config, overrides)
         machine = detect() if name == "this" else named(name)
         choice = choose(platform, machine)
+        # The lengths of the data decide how large micro-batches really are, and so the memory.
         samples = look_at_data(settings)
         steps, evaluated = with_lengths_of(settings, samples)
-        memory = plan_config(steps, machine, choice, evaluated)
+        plan = plan_config(steps, machine, choice, evaluated)
         shown.begin("predicting", "the time of a step")
         load = load_average() if name == "this" else None  # before the CPU is measured, which is load too
-        limits = _limits(choice, name, machine, memory.plan.ask.dtype)
-        time = _predicted(settings, memory, limits, samples)
-    run = Run(steps_of_run(settings, samples), time, load)
+        limits = limits_here(choice, machine, plan.ask.dtype) if name == "this" else published(machine)
+        # The time follows from the plan, which has resolved every `auto`.
+        time: StepTime | str = UNKNOWN_RATE
+        if limits is not None:
+            try:
+                time = predict(plan.decoder, plan.ask, first_step(settings, samples), limits)
+            except EnvironmentFault as error:
+                time = str(error)
+    num_steps = steps_of_run(settings, samples)
     if as_json:
-        say_json(_as_json(memory, limits, run))
+        say_json(_as_json(plan, limits, time, num_steps, load))
     else:
-        say(_as_text(settings, memory, limits, run, name))
-    ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
+        say(_as_text(plan, limits, time, num_steps, load, f"plan of {settings.model.name}", name))
+    ctx.exit(0 if plan.fits else EnvironmentFault.exit_code)
 
 
 def _settings(config: Path, overrides: tuple[str, ...]) -> Config:
@@ -90,70 +90,62 @@ def _settings(config: Path, overrides: tuple[str, ...]) -> Config:
     return load_config({"model": {"name": str(config)}, "data": {"train": "(no data named)"}}, overrides)
 
 
-def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> MachineLimits | None:
-    """Return the limits of the machine: published, or measured just now if it is this one's CPU; None: not known."""
-    from dualtune.doctor.bench.measure import limits_here
-    from dualtune.engine.machines import published
-
-    return limits_here(choice, machine, dtype) if name == "this" else published(machine)
-
-
-def _predicted(
-    config: Config, memory: MemoryNeed, limits: MachineLimits | None, samples: list[SourceSample]
-) -> StepTime | str:
-    """Return the time of a step, or why it is not known."""
-    from dualtune.doctor.check_config_data import first_step
-    from dualtune.engine.step_time import predict
-
-    if limits is None:
-        return "no rate is known for this machine"
-    try:
-        return predict(memory.plan.decoder, memory.plan.ask, first_step(config, samples), limits)
-    except EnvironmentFault as error:
-        return str(error)
-
-
-def _as_json(memory: MemoryNeed, limits: MachineLimits | None, run: Run) -> dict[str, Any]:
-    plan, time = memory.plan, run.time
+def _as_json(
+    plan: MemoryPlan, limits: MachineLimits | None, time: StepTime | str, num_steps: int | None, load: Load | None
+) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "total_bytes": plan.estimate.total_bytes,
-        "available_bytes": plan.have_bytes,
-        "available": memory.budget.reason,
+        "available_bytes": plan.budget.bytes,
+        "available": plan.budget.reason,
         "parts": [asdict(part) | {"phase": _phase(part.name)} for part in plan.estimate.parts],
         "checkpointing": plan.ask.checkpointing.describe(plan.decoder.layers),
         "checkpointing_reason": plan.ask.checkpointing.reason,
         "flops_per_token": plan.flops_per_token,
         "recompute_time": plan.time,
         "flops_per_s": None if limits is None else limits.product_flops.get(plan.ask.dtype),
-        "rate": "no rate is known for this machine" if limits is None else limits.source,
+        "rate": UNKNOWN_RATE if limits is None else limits.source,
         "prediction": None if isinstance(time, str) else time.as_json(),
-        "num_steps": run.num_steps,
-        "run_s": None if isinstance(time, str) or run.num_steps is None else run.num_steps * time.step_s,
-        "load_average": run.load and run.load.average,
-        "busy": run.load and run.load.is_busy,
+        "num_steps": num_steps,
+        "run_s": None if isinstance(time, str) or num_steps is None else num_steps * time.step_s,
+        "load_average": load and load.average,
+        "busy": load and load.is_busy,
         "changes": [saving.as_json() for saving in plan.savings],
     }
 
 
-def _as_text(config: Config, memory: MemoryNeed, limits: MachineLimits | None, run: Run, machine: str) -> str:
-    plan, value = memory.plan, memory.plan.ask.checkpointing
+def _as_text(
+    plan: MemoryPlan, limits: MachineLimits | None, time: StepTime | str, num_steps: int | None, load: Load | None,
+    title: str, machine: str,
+) -> str:  # fmt: skip
+    """Return the parts of the memory, what is known of the run, and the changes with which it fits."""
+    checkpointing = plan.ask.checkpointing
     parts = [(part.bytes, part.name, _phase(part.name), part.formula) for part in plan.estimate.parts]
     total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/memory.md")
+    again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
+    work = f"{plan.flops_per_token * plan.time / 1e9:.3g} GFLOP for each token{again}"
+    if limits is None or isinstance(time, str):
+        work += f"; {time}"
+    else:
+        work += f"; {time.describe()} ({limits.source}; documents: {time.documents})"
     rows = [
-        ("machine", f"{machine}: {in_bytes(plan.have_bytes)} ({memory.budget.reason})"),
-        ("recomputed", f"{value.describe(plan.decoder.layers)} ({value.reason})"),
-        ("time", _time(memory, limits, run.time)),
-        *([] if isinstance(run.time, str) else [("run", run.time.of_run(run.num_steps))]),
-        *([("busy", str(run.load))] if run.load and run.load.is_busy else []),
+        ("machine", f"{machine}: {in_bytes(plan.budget.bytes)} ({plan.budget.reason})"),
+        ("recomputed", f"{checkpointing.describe(plan.decoder.layers)} ({checkpointing.reason})"),
+        ("time", work),
+        *([] if isinstance(time, str) else [("run", time.of_run(num_steps))]),
+        *([("busy", str(load))] if load and load.is_busy else []),
         ("verdict", "it fits" if plan.fits else "it does not fit"),
     ]
-    blocks = [in_columns([(in_bytes(size).rjust(10), *rest) for size, *rest in (*parts, total)]), in_columns(rows)]
+    blocks = [
+        title,
+        in_columns([(in_bytes(size).rjust(10), *texts) for size, *texts in (*parts, total)]),
+        in_columns(rows),
+    ]
     if plan.savings:
         blocks.append("With all of these it fits:\n" + in_columns([_row(saving) for saving in plan.savings]))
     elif not plan.fits:
         blocks.append(str(plan.smaller))
-    return redact(f"plan of {config.model.name}\n\n" + "\n\n".join(blocks))
+    return redact("\n\n".join(blocks))
 
 
 def _row(saving: Saving) -> tuple[str, str, str, str]:
@@ -167,13 +159,3 @@ def _phase(part: str) -> str:
     """Say when in a step a part of the estimate is in memory."""
     always = ("weights", "adapter", "optimizer", "reserve")
     return "always" if part in always else "forward to backward" if part == "activations" else "at the peak"
-
-
-def _time(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str) -> str:
-    plan = memory.plan
-    flops = plan.flops_per_token * plan.time
-    again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
-    flop_text = f"{flops / 1e9:.3g} GFLOP for each token{again}"
-    if limits is None or isinstance(time, str):
-        return f"{flop_text}; {time}"
-    return f"{flop_text}; {time.describe()} ({limits.source}; documents: {time.documents})"

@@ -73,6 +73,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
         first = [_as_json(document) for document in documents]
         return say_json({**asdict(statistics), "template": template, "warnings": notes, "shown": first})
+    # Rows first and numbers last: on a terminal the last lines are seen.
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)

@@ -74,7 +74,7 @@ def _as_json(
     from dualtune.train.profiler.analysis import by_phase, find_leak, peak_of, spikes_in
 
     peak, leak = peak_of(snapshots), find_leak(snapshots)
-    in_process = find_leak(snapshots, lambda snapshot: snapshot.process_bytes)
+    in_process = find_leak(snapshots, "process_bytes")
     return {
         "snapshots": len(snapshots),
         "peak": peak and asdict(peak),

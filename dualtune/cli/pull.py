@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.cli.bundle import next_step, tell_notes, trust_options
+from dualtune.cli.options import retries_option
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 @click.argument("dest", type=click.Path(path_type=Path), required=False)
 @click.option("--keep-packed", is_flag=True, help="Write the verified bundle to DEST without unpacking it.")
 @trust_options
-@click.option(
-    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="Maximum number of consecutive retries without progress.",
-)  # fmt: skip
+@retries_option
 def command(
     target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, required: RequiredBinding, retries: int
 ) -> None:

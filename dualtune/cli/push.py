@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from dualtune.base.text import in_bytes
+from dualtune.cli.options import retries_option
 from dualtune.cli.terminal import say
 
 
@@ -26,10 +27,7 @@ from dualtune.cli.terminal import say
 )
 @click.option("--force", is_flag=True, help="Replace what TARGET already holds.")
 @click.option("--public", is_flag=True, help="hf:// only: create a public repository instead of a private one.")
-@click.option(
-    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="Maximum number of consecutive retries without progress.",
-)  # fmt: skip
+@retries_option
 def command(
     target: str, source: Path | None, step: int | None, adapter: bool, to_resume: bool, tokenizer: str | None,
     key: Path | None, force: bool, public: bool, retries: int,

@@ -66,6 +66,7 @@ def command(
 
         settings = load_config(config, overrides)
         backend = backend_for(platform, err=as_json)
+        # Formats that this backend lacks are refused before the first one is measured.
         names = list(dict.fromkeys((UNQUANTIZED, *formats))) if formats else []
         for name in names:
             check_value(backend, "model.quantization", name)
@@ -74,6 +75,7 @@ def command(
                 settings, backend, rows, names, lambda name: shown.begin("measuring", name),
                 lambda result: shown.finish("measured", _result(result)), shown.update,
             )  # fmt: skip
+    # The report of a run shows what its format costs, so the result is kept with the run.
     path = _keep(expanded(settings.run.dir), comparison)
     if as_json:
         return say_json(comparison.as_json())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.base.fields import shown
-from dualtune.base.text import in_bytes, in_columns
+from dualtune.base.text import in_bytes, in_columns, in_time
 from dualtune.cli.options import json_option, say_json
 from dualtune.cli.screen import is_live, width
 from dualtune.cli.suggest import CommandWithOthers
@@ -51,13 +51,13 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
         listed = {"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}
         return say_json(listed) if as_json else say("nothing was deleted")
-    deleted, left = delete(deletions)
+    deleted, skipped = delete(deletions)
     if as_json:
         tables = {
             name: [asdict(entry) for entry in entries] for name, entries in (("found", deletions), ("deleted", deleted))
         }
-        return say_json(tables | {"left": left})
-    for reason in left:
+        return say_json(tables | {"left": skipped})
+    for reason in skipped:
         say(f"left alone  {reason}")
     return say(f"deleted     {len(deleted)} directories, {in_bytes(sum(entry.num_bytes for entry in deleted))}")
 
@@ -82,6 +82,7 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     """
     from dualtune.cli.console import drawn
     from dualtune.cli.terminal import say, say_styled
+    from dualtune.show.report.run_files import names_apart
     from dualtune.train.state.listing import runs_at, summary_of
     from dualtune.train.state.metrics import each_row
     from dualtune.train.state.resume import differing, read_flat
@@ -96,35 +97,19 @@ def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         table = {"runs": [asdict(run) for run in summaries], "differs": differs, "losses": curves}
         return say_json(table)
-    say(_table(summaries, differs))
+    # A letter stands for a run in the curves, where its name would not fit.
+    letters = [chr(ord("A") + i % 26) for i in range(len(runs))]
+    names = names_apart(runs)
+    rows = [("", *letters), ("run", *map(shown, names))]
+    for key in NUMBERS:
+        rows.append(("train_loss" if key == "loss" else key, *(_cell(getattr(run, key)) for run in summaries)))
+    rows += [(shown(key), *map(_cell, values)) for key, values in differs.items()]
+    say(in_columns(rows))
     live = is_live(sys.stdout)
-    names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]
-    columns = width() if live else PLAIN_WIDTH
-    for line in drawn(dict(zip(names, curves, strict=True)), columns, plain=not live):
+    curves_by_name = {f"{letter}: {name}": curve for letter, name, curve in zip(letters, names, curves, strict=True)}
+    for line in drawn(curves_by_name, width() if live else PLAIN_WIDTH, plain=not live):
         say_styled([(text, {} if "NO_COLOR" in os.environ else style) for text, style in line])
     return None
-
-
-def _table(summaries: Sequence[RunSummary], differs: dict[str, list[Any]]) -> str:
-    """Return the table, a column for each run: its letter and name, its numbers, the keys that differ."""
-    paths = [Path(run.path) for run in summaries]
-    rows = [("", *_letters(paths)), ("run", *(shown(name) for name in _names(paths)))]
-    rows += [
-        ("train_loss" if name == "loss" else name, *(_cell(getattr(run, name)) for run in summaries))
-        for name in NUMBERS
-    ]
-    rows += [(shown(key), *map(_cell, values)) for key, values in differs.items()]
-    return in_columns(rows)
-
-
-def _letters(runs: Sequence[Path]) -> list[str]:
-    return [chr(ord("A") + i % 26) for i in range(len(runs))]
-
-
-def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths, or the whole paths if two have the same name."""
-    names = [run.resolve().name for run in runs]
-    return names if len({*names}) == len(names) else [str(run) for run in runs]
 
 
 def _cell(value: Any) -> str:
@@ -285,69 +270,53 @@ def command(
 def table(runs: Sequence[RunSummary], width: int) -> list[str]:
     """Return a line for each run, with the columns that fit and the reason below."""
     columns, dropped = [_cells(run) for run in runs], list[str]()
-    while (too_wide := _width(columns) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
+
+    def lines() -> list[str]:
+        return in_columns([[*columns[0]], *([*cells.values()] for cells in columns)]).splitlines()
+
+    # Columns go until the rest fits; then the names of the runs are cut.
+    while (too_wide := max(map(len, lines())) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
         dropped.append(LEAST_IMPORTANT[len(dropped)])
         columns = [{key: cell for key, cell in cells.items() if key != dropped[-1]} for cells in columns]
     if too_wide > 0:
         longest = max(MIN_NAME, max(len(cells["run"]) for cells in columns) - too_wide)
-        columns = [cells | {"run": _tail(cells["run"], longest)} for cells in columns]
-    header, *lines = in_columns([[*columns[0]], *([*cells.values()] for cells in columns)]).splitlines()
+        names = (cells["run"] for cells in columns)
+        shorter = [name if len(name) <= longest else "…" + name[1 - longest :] for name in names]
+        columns = [cells | {"run": name} for cells, name in zip(columns, shorter, strict=True)]
+    header, *rows = lines()
     output = [header]
-    for run, line in zip(runs, lines, strict=True):
-        output.append(line)
+    for run, row in zip(runs, rows, strict=True):
+        output.append(row)
         if run.reason:
             reason = shown(run.reason, 500)
             output += textwrap.wrap(reason, width, initial_indent="    ", subsequent_indent="    ")
     if dropped:
-        note = f"(too narrow for: {', '.join(dropped)}; --json has everything)"
-        output += textwrap.wrap(note, width)
+        output += textwrap.wrap(f"(too narrow for: {', '.join(dropped)}; --json has everything)", width)
     return output
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
+    def date(text: str | None) -> str:
+        return text[:16].replace("T", " ") if text else "-"
+
+    def number(value: float | None, form: str = "") -> str:
+        return "-" if value is None else format(value, form)
+
     return {
         "run": shown(run.path, 1000),
         "state": run.state,
         "verdict": shown(run.verdict or "-", 20),
-        "step": _number(run.step) + (f"/{run.num_steps}" if run.num_steps else ""),
-        "train loss": _loss(run.loss),
-        "eval loss": _loss(run.eval_loss),
-        "best eval": _loss(run.best_eval_loss),
-        "lr": "-" if run.learning_rate is None else f"{run.learning_rate:g}",
+        "step": number(run.step) + (f"/{run.num_steps}" if run.num_steps else ""),
+        "train loss": number(run.loss, ".4f"),
+        "eval loss": number(run.eval_loss, ".4f"),
+        "best eval": number(run.best_eval_loss, ".4f"),
+        "lr": number(run.learning_rate, "g"),
         "model": shown(Path(run.model).name, 30) if run.model else "-",
-        "start": _minute(run.start),
-        "date": _minute(run.date),
-        "time": _duration(run.seconds),
-        "saved": _number(run.checkpoint),
+        "start": date(run.start),
+        "date": date(run.date),
+        "time": in_time(run.seconds) if run.seconds is not None and 0 <= run.seconds < 1e9 else "-",
+        "saved": number(run.checkpoint),
     }
-
-
-def _width(columns: Sequence[dict[str, str]]) -> int:
-    widths = [max(len(key), *(len(cells[key]) for cells in columns)) for key in columns[0]]
-    return sum(widths) + 2 * (len(widths) - 1)
-
-
-def _tail(text: str, length: int) -> str:
-    return text if len(text) <= length else "…" + text[1 - length :]
-
-
-def _minute(date: str | None) -> str:
-    return date[:16].replace("T", " ") if date else "-"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None or not 0 <= seconds < 1e9:
-        return "-"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if hours < 1 else f"{hours:.1f} h"
 
 
 def _lowest_first(value: float | None) -> tuple[bool, float]:

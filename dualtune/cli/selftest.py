@@ -11,7 +11,7 @@ from dualtune.base import interrupt
 from dualtune.base.checks import Check
 from dualtune.base.files import free_name
 from dualtune.base.text import in_columns, in_time
-from dualtune.cli.options import platform_option, write_json
+from dualtune.cli.options import json_file_option, platform_option, write_json
 from dualtune.cli.screen import Phases, phases, tell
 
 
@@ -21,10 +21,7 @@ from dualtune.cli.screen import Phases, phases, tell
     "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="The archive to write the result to.  [default: dualtune-selftest-MACHINE-DATE.tar.gz]",
 )  # fmt: skip
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Also write the report to FILE as JSON.",
-)  # fmt: skip
+@json_file_option
 @click.option(
     "--only", multiple=True, metavar="CHECK",
     help="Run only the checks whose names begin with this, such as kernels/lora. Repeatable.",
@@ -53,20 +50,21 @@ def command(
         ctx.exit(_compare(*compare))
     if show:
         ctx.exit(_show(show))
-    results = _run(platform, only)
+    results = run_selftest(platform, only)
     write_json(json_file, results)
     tell("\n" + "\n".join(results["verdict"]))
     _write(output, results)
     ctx.exit(results["exit_code"])
 
 
-def _run(platform: str, only: tuple[str, ...]) -> dict[str, Any]:
+def run_selftest(platform: str, only: tuple[str, ...] = (), *, err: bool = False) -> dict[str, Any]:
+    """Run the checks, those whose names begin with one of `only` or all, and return the report."""
     from dualtune.doctor.selftest.report import report
     from dualtune.doctor.selftest.run import run_checks, selected
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
-    with phases() as shown:
+    with phases(err=err) as shown:
         machine = detect()
         choice = choose(platform, machine)
         kind, checks = selected(choice, only)
@@ -102,6 +100,6 @@ def _show(archive: Path) -> int:
 def _compare(first: Path, second: Path) -> int:
     from dualtune.doctor.selftest.report import beside, read_report
 
-    found = beside(read_report(first), read_report(second))
-    tell("\n".join(found.lines))
-    return 0 if found.agree else 1
+    comparison = beside(read_report(first), read_report(second))
+    tell("\n".join(comparison.lines))
+    return 0 if comparison.agree else 1

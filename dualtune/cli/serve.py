@@ -68,6 +68,7 @@ def command(
     from dualtune.use.serve.answers import Answers
     from dualtune.use.serve.server import CompletionServer
 
+    # An open port without a key is refused before anything is loaded.
     directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
     if host not in LOOPBACK and not key:
         raise click.UsageError(
@@ -77,6 +78,7 @@ def command(
     adapter_set, backend = load_adapters(
         model, directories, platform, dtype=dtype, quantization=quantization, template=template
     )
+    # A prompt that is longer than the model's context is refused, not cut.
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
         adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
@@ -91,6 +93,7 @@ def command(
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         remedy = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
         raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {remedy}") from error
+    # Connections have threads of their own; the model is used by this one alone, and so are signals.
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
         address = f"[{host}]" if ":" in host else host

@@ -58,12 +58,12 @@ def advice(name: str, commands: list[str], group: str) -> str:
     """Return advice for an unknown command. `commands` are those of `group`, such as "dualtune adapter"."""
     word = name.lower().replace("_", "-")
     close = closest(word, commands, cutoff=0.7)
-    known = closest(word, WORDS, cutoff=0.75)
+    similar = closest(word, WORDS, cutoff=0.75)
     if close and word not in WORDS:  # `export` is not a typo of `report`
         return did_you_mean(f"{group} {close}")
-    if known is None:
+    if similar is None:
         return f"There are: {', '.join(commands)}."
-    answer = WORDS[known]
+    answer = WORDS[similar]
     return f"{answer}." if answer[0].isupper() else did_you_mean(f"dualtune {answer}")
 
 

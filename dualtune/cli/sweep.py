@@ -59,15 +59,16 @@ def command(
     from dualtune.train.sweep.sweep import Attempts, carry_out, check_plan, make_plan, ranked, result_of
 
     def make(all_overrides: Sequence[str]) -> Config:
-        made = load_config(config, all_overrides) if config else config_from_options(all_overrides)
-        if made is None:
+        settings = load_config(config, all_overrides) if config else config_from_options(all_overrides)
+        if settings is None:
             raise click.UsageError("Give a config file, or --model and --data.")
-        return made
+        return settings
 
     plan = make_plan(with_short_options(short, overrides), make, directory, trials, halving)
     backend = backend_for(platform)
     if backend.world().size > 1:
         raise click.UsageError("A sweep runs in one process. To use several GPUs, run the same command on each.")
+    # All runs are checked before the first one trains: a wrong value would show only after hours.
     with reading() as show:
         checked = check_plan(plan, backend, show)
     tell("\n".join(_described(plan, checked)))
@@ -75,6 +76,7 @@ def command(
         for run in checked:
             tell("\n".join([f"run         {run.trial.name}, {run.num_steps} steps", *run.memory]))
         return tell("dry run     nothing was loaded or written")
+    # A run that fails does not end the others; the sweep fails if none was trained to its end.
     attempt = Attempts(_trainer(backend), tell)
     results = ranked([result_of(trial) for trial in carry_out(plan, checked, attempt, tell)])
     _show(results, checked, plan.directory)

@@ -65,6 +65,7 @@ def command(
         raise click.UsageError("Give a config file, or --model and --data, or --demo (one of them).")
     if max_restarts and (config is None or dry_run):
         raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
+    # The process that restarts a run has no model: what kills the run does not kill it.
     if config is not None and max_restarts:
         ctx.exit(_supervise(config, platform, overrides, resume, max_restarts))
     with phases(stamps=not (demo or dry_run)) as shown:
@@ -104,8 +105,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     The last lines say what the result is; they have no time, for scripts.
     """
     from dualtune.cli.progress import progress_hook, reading
-    from dualtune.show.run import run
-    from dualtune.show.summary import summary
+    from dualtune.show.run import run, summary
     from dualtune.train.hooks import Hook, RunInfo
     from dualtune.train.state.run_dir import CONFIG
 
@@ -121,6 +121,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     if backend.world().rank > 0:  # only the first process prints
         run(settings, backend, resume=resume)
         return
+    # The bars and lines end with this block, so that the result below is the last that is said.
     with phases() as shown, reading() as show, progress_hook(settings, backend) as hook:
         hooks = [hook, SavedConfig()] if is_made else [hook]
         result = run(settings, backend, hooks, resume=resume, show=show, announce=announce, restart=restart)
@@ -136,8 +137,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import reading
-    from dualtune.show.run import DISPLAY
-    from dualtune.show.summary import summary
+    from dualtune.show.run import DISPLAY, summary
     from dualtune.train.prepare import prepare
     from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 

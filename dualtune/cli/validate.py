@@ -11,7 +11,7 @@ import click
 
 from dualtune.base.errors import EnvironmentFault, Preempted
 from dualtune.cli.options import PlatformOption, json_option, say_json, write_json
-from dualtune.cli.screen import Phases, check_table, phases
+from dualtune.cli.screen import Phases, check_table, phases, tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class TierOptions:
 
 @click.command("validate")
 @click.option(
-    "--tier", metavar="quick|convergence|memory|extended|full|all",
-    help="The tier to run; all runs every tier except full.",
+    "--tier", metavar="selftest|quick|convergence|memory|extended|full|all",
+    help="The tier to run; selftest is `dualtune selftest`, all is quick to extended.",
 )  # fmt: skip
 @click.option(
     "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
@@ -64,10 +64,12 @@ def command(
 ) -> None:  # fmt: skip
     """Test that training works on this machine: train the config of a tier, and judge the run by the tier's criteria.
 
+    The tier before all others, selftest, trains none of these models: it tests what the device computes.
+
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
     from dualtune.doctor.validate.run import report
-    from dualtune.doctor.validate.tiers import open_setup, tiers_of
+    from dualtune.doctor.validate.tiers import SELFTEST, TIERS, free_directory, open_setup, tiers_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
@@ -75,7 +77,11 @@ def command(
         _write_data(write_data)
         ctx.exit(0)
     if tier is None:
-        raise click.UsageError("Say which tier to run: --tier quick, convergence, memory, extended, full or all.")
+        raise click.UsageError(f"Say which tier to run: --tier {SELFTEST}, {', '.join(TIERS)} or all.")
+    if tier == SELFTEST:
+        if check_memory or keep_going or random_weights:
+            raise click.UsageError(f"--tier {SELFTEST} is one tier without a model: leave out the options for models.")
+        ctx.exit(_selftest(device, free_directory(out), as_json=as_json))
     tiers = tiers_of(tier)
     try:
         with phases(err=as_json) as shown:
@@ -89,6 +95,7 @@ def command(
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
+    # Whatever failed is in the report, which is written in any case.
     values = report(results, setup, machine)
     write_json(setup.out / "report.json", values)
     if as_json:
@@ -103,14 +110,30 @@ def _write_data(path: Path) -> None:
     say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
 
 
+def _selftest(device: str, out: Path, *, as_json: bool) -> int:
+    """Run the self-test, and leave its report where those of the other tiers are. Return the exit code."""
+    from dualtune.cli.selftest import run_selftest
+
+    report = run_selftest(device, err=as_json)
+    out.mkdir(parents=True)
+    write_json(out / "report.json", report)
+    if as_json:
+        say_json(report)
+    else:
+        tell("\n" + "\n".join([*report["verdict"], f"report      {out / 'report.json'}"]))
+    return report["exit_code"]
+
+
 def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, options: TierOptions) -> list[TierResult]:
     """Run each tier in turn, up to the first that fails, unless `options` says otherwise."""
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
         results.append(_run_one(tier, setup, machine, options))
-        left = [each.name for each in tiers[index + 1 :]]
-        if results[-1].exit_code and left and not options.keep_going:
-            options.tell(f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them anyway)")
+        remaining = [each.name for each in tiers[index + 1 :]]
+        if results[-1].exit_code and remaining and not options.keep_going:
+            options.tell(
+                f"left out    {', '.join(remaining)}: {tier.name} did not pass (--keep-going runs them anyway)"
+            )
             break
     return results
 

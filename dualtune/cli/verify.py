@@ -49,6 +49,7 @@ def command(
 
     if library is not None and (dtype, quantization, platform) != ("auto", "auto", "auto"):
         raise click.UsageError("--dtype, --quantization and --platform have no effect with --with; remove them.")
+    # The adapter names its base, but a bundle may not be the required one: that is checked first.
     if base is None:
         path, _ = manifest.find(adapter_directory(directory), required)
         base = base_of(None, [path], option="--base MODEL")

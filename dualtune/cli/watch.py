@@ -67,9 +67,9 @@ def _show(watched: WatchedRun, shown: Phases) -> None:
     view, silent = watched.view, watched.silent_s or 0.0
     shown.panel = tuple(panel(view, width(), time.time()))
     shown.begin("training" if watched.is_running else watched.state, since=time.monotonic() - silent)
-    left = view.seconds_left
+    seconds = view.seconds_left
     fields = (f"last row {in_time(silent)} ago",)
-    remaining = max(0.0, left - silent) if watched.is_running and left is not None else 0.0
+    remaining = max(0.0, seconds - silent) if watched.is_running and seconds is not None else 0.0
     shown.update(view.step, view.num_steps, fields, seconds_left=remaining)
 
 
@@ -78,14 +78,14 @@ def _tell_state(watched: WatchedRun, shown: Phases) -> None:
     from dualtune.base.fields import shown as safe
     from dualtune.show.view.lines import panel
 
-    view, left = watched.view, watched.view.seconds_left
+    view, seconds = watched.view, watched.view.seconds_left
     of = f"/{view.num_steps}" if view.num_steps else ""
     shown.tell(f"{'run':<11} {watched.path}, step {view.step}{of}")
     for line in panel(view, 120, time.time()):
         shown.tell(line)
     if watched.is_running:
         silent_s = watched.silent_s or 0.0
-        ends = f", {in_time(max(0.0, left - silent_s))} left" if left is not None else ""
+        ends = f", {in_time(max(0.0, seconds - silent_s))} left" if seconds is not None else ""
         return shown.tell(f"{'running':<11} last row {in_time(silent_s)} ago{ends}")
     return shown.tell(f"{watched.state:<11} {safe(watched.reason, 500)}".rstrip())
 

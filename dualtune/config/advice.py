@@ -162,17 +162,17 @@ def unknown_key(path: KeyPath) -> str:
 
 
 def _advice_in_source(key: str) -> str:
-    here = list(SourceConfig.model_fields)
+    siblings = list(SourceConfig.model_fields)
     name = key.lower().replace("-", "_")
     if name in sections()["data"].model_fields and name not in FOREIGN_SOURCE_KEYS:
         return f"Set it for all sources: 'data.{name}'"
-    meant = FOREIGN_SOURCE_KEYS.get(name) or closest(name, here)
-    return did_you_mean(meant) if meant else f"Allowed here: {', '.join(here)}"
+    meant = FOREIGN_SOURCE_KEYS.get(name) or closest(name, siblings)
+    return did_you_mean(meant) if meant else f"Allowed here: {', '.join(siblings)}"
 
 
 def _advice(section: str, key: str) -> str:
     keys = {name: list(model.model_fields) for name, model in sections().items()}
-    here = keys.get(section, list(keys))
+    siblings = keys.get(section, list(keys))
     everywhere = {f"{name}.{inner}": inner for name, names in keys.items() for inner in names}
     name = key.lower().replace("-", "_")
 
@@ -187,12 +187,12 @@ def _advice(section: str, key: str) -> str:
         return answer
     if (foreign := FOREIGN_KEYS.get(name)) and not (section and foreign in keys):  # sections do not nest
         return did_you_mean(foreign.removeprefix(f"{section}."))
-    if close := closest(name, here):
+    if close := closest(name, siblings):
         return did_you_mean(close)
     # In other sections, a suggestion must be more similar.
     if close := closest(name, everywhere.values(), cutoff=0.8):
         return did_you_mean(*(full for full, inner in everywhere.items() if inner == close))
-    return f"Allowed here: {', '.join(here)}"
+    return f"Allowed here: {', '.join(siblings)}"
 
 
 def unknown_value(text: str, allowed: list[str]) -> str | None:

@@ -67,11 +67,11 @@ def _listed(sources: str | SourceConfig | tuple[str | SourceConfig, ...]) -> lis
 
 
 def _all_different_sources(sources: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
-    seen: set[object] = set()
+    identities: set[object] = set()
     for source in _listed(sources):
-        if source.identity in seen:
+        if source.identity in identities:
             raise refuse(f"lists {source.path!r} more than once; to use it more often, give it a weight")
-        seen.add(source.identity)
+        identities.add(source.identity)
     return sources
 
 

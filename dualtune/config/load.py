@@ -367,10 +367,9 @@ def _apply(override: str, document: ParsedYaml) -> None:
 
 def _validate(document: ParsedYaml) -> Config | None:
     """Return the config, or None and add at least one problem to the document."""
-    given = cast(dict[str, Any], document.data)
+    data = cast(dict[str, Any], document.data)
     # A section that is absent, or empty because all its keys are commented out, gets the defaults.
-    empty: dict[str, Any] = {name: {} for name in sections() if given.get(name) is None}
-    data = given | empty
+    data |= {name: cast(Any, {}) for name in sections() if data.get(name) is None}
     try:
         return Config.model_validate(data)
     except ValidationError as error:

@@ -55,22 +55,17 @@ def with_train_keys(data: Any) -> Any:
     """
     if not isinstance(data, dict):
         return data
-    given = cast(dict[str, Any], data)
-    hybrid: Any = given.get("hybrid")
-    train: Any = given.get("train") or {}
-    if not isinstance(hybrid, dict) or not isinstance(train, dict):
-        return given
-    own, named = cast(dict[str, Any], hybrid), cast(dict[str, Any], train)
-    engine = own.get("engine")
-    if (
-        own.get("enabled") is not True
-        or not isinstance(engine, str)
-        or engine not in SHORT_FOR
-        or _without_effect(own)
-        or _contradicts(engine, named)
-    ):
-        return given
-    return {**given, "hybrid": {}, "train": {**SHORT_FOR[engine], **named}}
+    config = cast(dict[str, Any], data)
+    sections: tuple[Any, Any] = config.get("hybrid"), config.get("train") or {}
+    if not all(isinstance(section, dict) for section in sections):
+        return config
+    hybrid, train = cast(tuple[dict[str, Any], dict[str, Any]], sections)
+    engine = hybrid.get("engine")
+    if hybrid.get("enabled") is not True or not isinstance(engine, str) or engine not in SHORT_FOR:
+        return config
+    if _without_effect(hybrid) or _contradicts(engine, train):
+        return config
+    return config | {"hybrid": {}, "train": {**SHORT_FOR[engine], **train}}
 
 
 def engine_conflicts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.chat.row_values import Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
-from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
+from dualtune.data.sources.readers import FileSource, HubSource, Role, has_role, open_source
 from dualtune.data.sources.rows import BadRow, BadRows, RawRow, check_bad_rows
 from dualtune.data.tokens.masks import check_lost_text, sentences
 from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, open_store, stored_in_memory
@@ -33,7 +33,7 @@ class OpenedSource:
     """A source that exists; nothing has been read from it yet."""
 
     source: SourceConfig  # `format` and `columns` are set; without `roles` and `consecutive` it has their defaults
-    files: SourceFiles
+    files: FileSource | HubSource
 
     def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
         return to_examples(self.files.rows(tell), *self.layout)
@@ -216,24 +216,18 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
             f"none: data.eval is {share:.0%} of the rows, but only one row can be trained on. "
             "Split the row, name evaluation data in data.eval, or set it to 0"
         )
-    chosen = _by_tokens(tokens, order, share)
+    # In this order, each row that brings the sum of tokens closer to the share: at least one, never all.
+    missing, rows = share * float(tokens.sum()), list[int]()
+    for row in order.tolist():
+        if tokens[row] < 2 * missing:
+            rows.append(row)
+            missing -= float(tokens[row])
+    chosen = np.zeros(len(tokens), bool)
+    chosen[rows[: len(order) - 1] or order[np.argmin(tokens[order])]] = True
     if _is_near(tokens, chosen, share):
         return chosen, ""
     problem = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
     return chosen, f"{problem}: there are too few rows, and their lengths differ too much. Split the longest rows"
-
-
-def _by_tokens(tokens: np.ndarray, order: np.ndarray, share: float) -> np.ndarray:
-    """Take rows in this order, each one that brings their token sum closer to the share; at least one, never all."""
-    left = share * float(tokens.sum())
-    taken: list[int] = []
-    for row in order.tolist():
-        if tokens[row] < 2 * left:
-            taken.append(row)
-            left -= float(tokens[row])
-    chosen = np.zeros(len(tokens), bool)
-    chosen[taken[: len(order) - 1] or order[np.argmin(tokens[order])]] = True
-    return chosen
 
 
 def _share(tokens: np.ndarray, chosen: np.ndarray) -> float:
@@ -255,7 +249,7 @@ REASONS = {  # also keys in `--json`, so these words stay
 }
 
 
-class Documents(Sequence[Document]):
+class Documents:
     """Documents of one or several stores, with statistics about the rows they come from.
 
     `lengths` int64 [N] is the number of tokens of each document, `sources` int64 [N] the index of its store, and
@@ -291,16 +285,7 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self._document(i) for i in range(*index.indices(len(self)))]
-        return self._document(index)
-
-    def _document(self, index: int) -> Document:
+    def __getitem__(self, index: int) -> Document:
         return self.stores[int(self.sources[index])].document(int(self._indices[index]))
 
     @property
@@ -341,9 +326,9 @@ class Documents(Sequence[Document]):
         """Return int64 [N]: the number of each document's row in its source."""
         return self._column("row")
 
-    def row_lengths(self) -> np.ndarray:
-        """Return int32 [N]: the number of tokens of each document's row before truncation."""
-        return self._column("row_length")
+    def row_length(self, index: int) -> int:
+        """Return the number of tokens of a document's row before truncation."""
+        return int(self.stores[int(self.sources[index])].index["row_length"][int(self._indices[index])])
 
     def is_cut(self) -> np.ndarray:
         """Return bool [N]: whether the row was truncated."""
@@ -447,13 +432,8 @@ class Data:
         """
         stores = [self._store(opened, tokenizer, show, number) for number, opened in enumerate(self.train)]
         weights = [opened.source.weight for opened in self.train]
-        everything = [np.ones(store.num_rows, bool) for store in stores]
         if self._eval:
-            evals = [self._store(opened, tokenizer, show) for opened in self._eval]
-            return (
-                Documents(stores, everything, weights),
-                Documents(evals, [np.ones(store.num_rows, bool) for store in evals]),
-            )
+            return _whole(stores, weights), _whole([self._store(opened, tokenizer, show) for opened in self._eval])
         share = self._config.data.held_out_share
         tokens = [store.tokens_of_rows() for store in stores]
         chosen, remark = held_out_tokens(np.concatenate(tokens), share, self._config.run.seed)
@@ -469,8 +449,7 @@ class Data:
         """Return the held-out documents, and read training data only if they are part of it."""
         if not self._eval:
             return self.train_and_eval(tokenizer)[1]
-        evals = [self._store(opened, tokenizer) for opened in self._eval]
-        return Documents(evals, [np.ones(store.num_rows, bool) for store in evals])
+        return _whole([self._store(opened, tokenizer) for opened in self._eval])
 
     def held_out_examples(self, documents: Documents) -> list[Example]:
         """Return the examples that these held-out documents come from, in order."""
@@ -533,7 +512,7 @@ class Data:
 def in_memory(documents: Iterable[Tokens]) -> Documents:
     """Build documents from pairs of (token ids int32 [T], loss mask bool [T] or float32 [T])."""
     rows = [TokenizedRow("", n, n, len(d[0]), State.WHOLE, [d]) for n, d in enumerate(documents)]
-    return Documents([stored_in_memory(rows)], [np.ones(len(rows), bool)])
+    return _whole([stored_in_memory(rows)])
 
 
 def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, max_length: int) -> Documents:
@@ -541,4 +520,9 @@ def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, ma
     bad = BadRows()
     store = stored_in_memory(list(bad.sift(tokenize_rows(examples, tokenizer, loss_on, max_length))))
     check_bad_rows(bad.count, bad.first, store.num_rows, skip=False, limit=0)
-    return Documents([store], [np.ones(store.num_rows, bool)])
+    return _whole([store])
+
+
+def _whole(stores: Sequence[TokenStore], weights: Sequence[float] = ()) -> Documents:
+    """Return the documents of all rows of these stores."""
+    return Documents(stores, [np.ones(store.num_rows, bool) for store in stores], weights)

@@ -157,7 +157,7 @@ def _sample(
     original: str | None,
 ) -> Sample:  # fmt: skip
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
-    lost = int(documents.row_lengths()[i]) - len(document.tokens) if documents.is_cut()[i] else 0
+    lost = documents.row_length(i) - len(document.tokens) if documents.is_cut()[i] else 0
     turns = turns_of(document, examples.get(document.where), tokenizer)
     return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original)
 
@@ -226,7 +226,8 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
             _, before, head = _split_between(head, tokenizer, is_last=False, is_first=True)
             turns += _turn("template", [TurnPart("tools" if example and example.tools else "frame", before)])
         text, closing = _without_end(after)
-        space, text = _without_space(text)
+        at = next((i for i, token in enumerate(text) if token.text.strip()), len(text))
+        space, text = text[:at], text[at:]
         turns += _turn(
             place.role,
             [
@@ -265,11 +266,6 @@ def _without_end(tokens: Tokens) -> tuple[Tokens, Tokens]:
     at = next((i for i, token in enumerate(tokens) if token.special), len(tokens))
     if not "".join(token.text for token in tokens[:at]).strip():
         return [], tokens
-    return tokens[:at], tokens[at:]
-
-
-def _without_space(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    at = next((i for i, token in enumerate(tokens) if token.text.strip()), len(tokens))
     return tokens[:at], tokens[at:]
 
 

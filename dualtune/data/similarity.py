@@ -183,7 +183,7 @@ class Repeats:
 
         Of rows that repeat each other the first is kept, or the longest. The first `protected` rows are always kept.
         """
-        equal = _first_equal(np.frombuffer(self._digests, "V16"))
+        equal = first_equal(np.frombuffer(self._digests, "V16"))
         again = [row for row in np.flatnonzero(equal != np.arange(len(equal))).tolist() if row >= protected]
         near = {} if self._near is None else self._near_ones(set(again), keep, protected)
         repeats = dict(near)
@@ -273,8 +273,8 @@ class Repeats:
         return shingles(self._texts.read(self._ends[row] - start).decode(errors="surrogatepass"))
 
 
-def _first_equal(digests: np.ndarray) -> np.ndarray:
-    """Return int64 [N]: the first row with the digest of each."""
+def first_equal(digests: np.ndarray) -> np.ndarray:
+    """Return int64 [N]: the first index with the digest of each."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 

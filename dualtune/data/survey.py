@@ -12,6 +12,7 @@ from dualtune.config import Config
 from dualtune.data.batches import SequenceLayout, fill, plan
 from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
 from dualtune.data.order import Order
+from dualtune.data.similarity import first_equal
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
@@ -178,17 +179,16 @@ def lengths_of(lengths: np.ndarray) -> Lengths:
 
 def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
     """Return (document, the first one equal to it) for each repeated document."""
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    first = first[inverse]
+    first = first_equal(digests)
     again = np.flatnonzero(first != np.arange(len(digests)))
     return list(zip(again.tolist(), first[again].tolist(), strict=True))
 
 
 def first_indices(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return int64 [N of others]: the index of each in `digests`, or -1."""
-    known, first = np.unique(digests, return_index=True)
-    at = np.minimum(np.searchsorted(known, others), len(known) - 1)
-    return np.where(known[at] == others, first[at], -1)
+    unique, first = np.unique(digests, return_index=True)
+    at = np.minimum(np.searchsorted(unique, others), len(unique) - 1)
+    return np.where(unique[at] == others, first[at], -1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,9 +236,9 @@ def describe(numbers: Survey) -> list[tuple[str, str]]:
 def _over_long(numbers: Survey) -> str:
     if not numbers.over_long:
         return f"no row has more than {numbers.max_length} tokens"
-    rest = numbers.over_long - numbers.cut - numbers.split
-    parts = (f"{numbers.cut} cut", f"{numbers.split} split", f"{rest} dropped")
-    became = ", ".join(part for part in parts if not part.startswith("0 "))
+    dropped = numbers.over_long - numbers.cut - numbers.split
+    parts = {"cut": numbers.cut, "split": numbers.split, "dropped": dropped}
+    became = ", ".join(f"{number} {word}" for word, number in parts.items() if number)
     longest = f"the longest has {numbers.longest_row}"
     return f"{numbers.over_long} of the rows have more than {numbers.max_length} tokens, {longest}; {became}"
 

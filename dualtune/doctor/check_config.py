@@ -30,10 +30,10 @@ from dualtune.engine.capabilities import Honours, check_capabilities
 from dualtune.engine.card import card_of
 from dualtune.engine.choose import PlatformChoice, choose
 from dualtune.engine.detect import detect
-from dualtune.engine.machine import Budget, Machine, budget, within
+from dualtune.engine.machine import Machine, budget, within
 from dualtune.engine.machines import MachineLimits, named, published
 from dualtune.engine.memory.counted import Shape
-from dualtune.engine.memory.estimate import Estimate, num_trained
+from dualtune.engine.memory.estimate import num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.train.prepare import start_of, with_adapter_of
@@ -44,47 +44,46 @@ from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_
 # Whether a config fits into the memory of a machine, and what to change if not.
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """The memory that a run needs, and the memory that it may use."""
-
-    plan: MemoryPlan
-    budget: Budget
-
-    @property
-    def estimate(self) -> Estimate:
-        return self.plan.estimate
+def memory_row(plan: MemoryPlan) -> Check:
+    if not plan.budget.bytes:  # no such device: another row reports it
+        return Check("memory", "skipped", f"needs {in_bytes(plan.estimate.total_bytes)}; {plan.budget.reason}")
+    return Check("memory", "ok" if plan.fits else "fail", plan.compare(), None if plan.fits else str(plan.smaller))
 
 
-def memory_row(memory: MemoryNeed) -> Check:
-    plan, budget = memory.plan, memory.budget
-    if not budget.bytes:  # no such device: another row reports it
-        return Check("memory", "skipped", f"needs {in_bytes(plan.estimate.total_bytes)}; {budget.reason}")
-    text = plan.compare(budget.reason)
-    return Check("memory", "ok", text) if plan.fits else Check("memory", "fail", text, str(plan.smaller))
+def plan_memory(
+    config: Config, evaluated: Config | None, shape: tuple[Shape | None, str], choice: PlatformChoice, machine: Machine
+) -> MemoryPlan:
+    """Plan the run of a config on a machine; `evaluated` is as for `plan_of`, and `shape` as of `shape_of`.
 
-
-def plan_config(
-    config: Config, machine: Machine, choice: PlatformChoice, evaluated: Config | None = None
-) -> MemoryNeed:
-    """Plan the run of a config on a machine; `evaluated` is as for `plan_of`.
-
-    ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
+    ConfigError for an invalid combination, EnvironmentFault where there is no formula.
     """
-    if config.adapter.init_from is not None:
-        start = start_of(config)
-        config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
         raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
-    decoder = decoder_to_plan(config, choice.backend)
+    decoder, reason = shape
+    if decoder is None:
+        raise EnvironmentFault(reason)
+    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
+    return plan_of(config, decoder, choice.backend, kind, has, evaluated)
+
+
+def plan_config(
+    config: Config, machine: Machine, choice: PlatformChoice, evaluated: Config | None = None
+) -> MemoryPlan:
+    """Plan the run of a config on a machine, with the model found for it; otherwise as `plan_memory`.
+
+    EnvironmentFault also where the model's shape is not known, or where there is no such device.
+    """
+    if config.adapter.init_from is not None:
+        start = start_of(config)
+        config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
     if config.memory.sharding == "full":
         raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
-    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
-    if not has.bytes:
-        raise EnvironmentFault(f"{has.reason}. Plan for another machine with --machine, such as h100-80")
-    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated), has)
+    plan = plan_memory(config, evaluated, (decoder_to_plan(config, choice.backend), ""), choice, machine)
+    if not plan.budget.bytes:
+        raise EnvironmentFault(f"{plan.budget.reason}. Plan for another machine with --machine, such as h100-80")
+    return plan
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class ConfigReport:
     """The rows in the order of the checks, and the memory if it could be estimated."""
 
     checks: list[Check] = field(default_factory=lambda: [])
-    memory: MemoryNeed | None = None
+    memory: MemoryPlan | None = None
 
 
 def check_config(
@@ -116,31 +115,43 @@ def check_config(
         lines = str(error).splitlines()
         rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
         return ConfigReport(rows)
+    # What training starts from decides rank and targets, so it comes before all that depends on them.
     config, start = _with_start(config)
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
+    # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
         report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
+    # The tokenizer is the model's, the data are tokenized with it, and the steps follow from their lengths.
     model, rows = find_model(config)
     report.checks += rows
     tokenizer, row = load_tokenizer(config, model)
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, samples = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, samples)]
+    # The memory estimate checks the targets itself; without a shape the names in the files are all there is.
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)
+    # Of a config that the backend refuses, no number would be true.
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
-        row, report.memory = _memory(*with_lengths_of(config, samples), decoder, reason, choice, machine)
-        report.checks.append(row)
+        try:
+            steps, evaluated = with_lengths_of(config, samples)
+            report.memory = plan_memory(steps, evaluated, (decoder, reason), choice, machine)
+            report.checks.append(memory_row(report.memory))
+        except ConfigError as error:  # targets or layers that the model does not have
+            report.checks.append(failure("memory", error))
+        except EnvironmentFault as error:
+            report.checks.append(Check("memory", "skipped", str(error)))
         if report.memory is not None:
             limits = published(machine)
             documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
+    # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
     return report
 
@@ -221,32 +232,11 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
 # --- memory and disk -------------------------------------------------------------------------------------------------
 
 
-def _memory(
-    config: Config, evaluated: Config, decoder: Shape | None, reason: str, choice: PlatformChoice, machine: Machine
-) -> tuple[Check, MemoryNeed | None]:
-    """Return the row, and the estimate if there is one."""
-    card = card_of(choice.backend)
-    kind = card.kind_for(choice.platform, machine.kinds)
-    if card.memory is None or kind is None:
-        return Check("memory", "skipped", f"there is no estimate for the backend {choice.backend}"), None
-    if decoder is None:
-        return Check("memory", "skipped", reason), None
-    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
-    try:
-        plan = plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated)
-        memory = MemoryNeed(plan, has)
-    except ConfigError as error:  # targets or layers that the model does not have
-        return failure("memory", error), None
-    return memory_row(memory), memory
-
-
-def _time_row(
-    memory: MemoryNeed, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None
-) -> Check:
+def _time_row(plan: MemoryPlan, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None) -> Check:
     if limits is None:
         return Check("time", "skipped", "no limits are known for this machine; dualtune bench measures a step")
     try:
-        time = predict(memory.plan.decoder, memory.plan.ask, documents, limits)
+        time = predict(plan.decoder, plan.ask, documents, limits)
         return Check("time", "ok", f"{time.of_run(num_steps)}; {time.describe()}")
     except EnvironmentFault as error:
         return Check("time", "skipped", str(error))

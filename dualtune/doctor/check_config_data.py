@@ -88,6 +88,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     except DualtuneError as error:
         fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
         return replace(failure(name, error), fix=fix), nothing
+    # What the sample says of the source is known also where its row is a failure.
     bad = [row for row in first if isinstance(row, BadRow)]
     whole = num_rows == len(first)
     text = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
@@ -97,6 +98,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
     sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
+    # One bad row ends a run, unless the config says otherwise; only good rows have tokens to speak of.
     if bad and config.data.on_bad_row == "error":
         text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
         return Check(name, "fail", text, fix, DataError.exit_code), sample
@@ -222,8 +224,8 @@ def first_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
     order, lengths = _estimated(config, samples)
     layout, longest = layout_of(config), config.data.max_length
     samples = [sample for sample in samples if not sample.is_evaluated]
-    known = sum(len(sample.lengths) for sample in samples)
-    if order is None or not known:
+    num_known = sum(len(sample.lengths) for sample in samples)
+    if order is None or not num_known:
         tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
         number = config.train.documents_per_step or max(1, tokens // longest)
         source = f"data.max_length, {longest} tokens for every document, because the data are not known"
@@ -231,7 +233,7 @@ def first_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
     ids = order.step(0).documents
     all_targets = sum(length - 1 for sample in samples for length in sample.lengths)
     share = sum(sample.targets for sample in samples) / max(1, all_targets)
-    return step_documents(lengths[ids], layout, f"the first {_counted(known, 'document')} of the data", share)
+    return step_documents(lengths[ids], layout, f"the first {_counted(num_known, 'document')} of the data", share)
 
 
 def steps_of_run(config: Config, samples: list[SourceSample]) -> int | None:
@@ -253,9 +255,9 @@ def _steps(config: Config, samples: list[SourceSample], order: Order | None, len
         return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
     number = order.num_steps
     held_out_rows = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - len(lengths)
-    held = f", {held_out_rows} rows held out" if held_out_rows else ""
+    held_out_text = f", {held_out_rows} rows held out" if held_out_rows else ""
     whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
-    text = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"
+    text = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held_out_text}{whole}"
     if train.warmup >= number:
         fix = f"--set train.warmup={max(1, number // 10)}"
         return Check("steps", "advice", f"{text}, but train.warmup takes {train.warmup}", fix)

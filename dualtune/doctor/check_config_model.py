@@ -51,9 +51,9 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     if not is_hub_name(name) or Path(name).exists():
         text = f"there is no model directory {expanded(name)}"
         return BaseModel(None, None), [_fails("model", text, "Set model.name to a directory or a hub id")]
-    if (known := published(name)) is not None:
+    if (shape := published(name)) is not None:
         text = f"{name}: not downloaded yet; its shape is known"
-        return BaseModel(None, known), [Check("model", "ok", text), *_architecture(known)]
+        return BaseModel(None, shape), [Check("model", "ok", text), *_architecture(shape)]
     text = f"{name}: not downloaded yet, so its shape and the memory for it are unknown; config.json is enough for that"
     return BaseModel(None, None), [Check("model", "advice", text, f"hf download {name} --include '*.json'")]
 
@@ -160,8 +160,8 @@ def stop_rows(config: Config, model: BaseModel, tokenizer: Tokenizer | None) -> 
 def length_row(config: Config, model: BaseModel) -> Check:
     """Compare data.max_length with the positions that the model was trained on."""
     length = config.data.max_length
-    known = model.config or {}
-    longest, table_size = longest_text(known), position_table_size(known.get("text_config", known))
+    described = model.config or {}
+    longest, table_size = longest_text(described), position_table_size(described.get("text_config", described))
     if longest is None:
         return Check("length", "skipped", "the model's config does not state a maximum length")
     text = f"data.max_length is {length}, the model has positions up to {longest}"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from dualtune.base.checks import Check
-from dualtune.base.errors import ConfigError, DualtuneError
+from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
 from dualtune.base.versions import versions_of
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
 from dualtune.doctor.storage import data_checks, directory_checks, disk_checks, hub_token, local_model, model_checks
 from dualtune.engine.card import Card, backend_names, card_of, driver_of
-from dualtune.engine.choose import choose, open_backend
 from dualtune.engine.machine import GB, GIB, Gpu, Machine
 from dualtune.engine.problems import (
     BFLOAT16_CAPABILITY,
@@ -24,32 +22,7 @@ from dualtune.engine.problems import (
     row_or_problem,
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Prove that a device computes: import its framework and multiply two matrices.
 
-SIZE, DTYPE = 1024, "float32"
-
-
-def probe(machine: Machine) -> Check:
-    """Return a row that says which device computed the product, or why none did."""
-    try:
-        backend = open_backend(choose("auto", machine))
-        device = backend.devices()[0].name
-        product = backend.matmul(SIZE, DTYPE)
-        product()  # the first one also loads the device's libraries
-        began = time.perf_counter()
-        product()
-    # torch raises RuntimeError for every CUDA error; loading a missing library raises OSError.
-    except (DualtuneError, RuntimeError, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        return Check("probe", "fail", f"no matrix product: {lines[0]}", "dualtune check-env says what is missing")
-    elapsed_ms = (time.perf_counter() - began) * 1e3
-    return Check(
-        "probe", "ok", f"{backend.name} multiplied two {SIZE} x {SIZE} matrices on {device}: {elapsed_ms:.1f} ms"
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TargetMachine:
     """A kind of machine, and what the configs for it require."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualtune.base.checks import Check, Level, exit_code
-from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.text import in_bytes
 from dualtune.config.render import example_path
 from dualtune.engine.card import driver_of
-from dualtune.engine.choose import choose
+from dualtune.engine.choose import choose, open_backend
 from dualtune.engine.machine import GB, GIB, GPU_RESERVE_BYTES, Budget, Gpu, Machine, budget, within
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import Ask, Estimate, estimate, longest_that_fits
@@ -32,6 +33,31 @@ from dualtune.engine.problems import (
 
 if TYPE_CHECKING:
     from dualtune.config import Config
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prove that a device computes: import its framework and multiply two matrices.
+
+SIZE, DTYPE = 1024, "float32"
+
+
+def probe(machine: Machine) -> Check:
+    """Return a row that says which device computed the product, or why none did."""
+    try:
+        backend = open_backend(choose("auto", machine))
+        device = backend.devices()[0].name
+        product = backend.matmul(SIZE, DTYPE)
+        product()  # the first one also loads the device's libraries
+        began = time.perf_counter()
+        product()
+    # torch raises RuntimeError for every CUDA error; loading a missing library raises OSError.
+    except (DualtuneError, RuntimeError, OSError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return Check("probe", "fail", f"no matrix product: {lines[0]}", "dualtune check-env says what is missing")
+    elapsed_ms = (time.perf_counter() - began) * 1e3
+    return Check(
+        "probe", "ok", f"{backend.name} multiplied two {SIZE} x {SIZE} matrices on {device}: {elapsed_ms:.1f} ms"
+    )
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Questions that replace the usual thresholds of a machine: is there enough memory, does this config fit?
@@ -92,14 +118,14 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config, driver_of(kind).name)
     has = within(budget(machine, kind), config.memory.limit_bytes)
-    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes, has.host_bytes)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has)
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
 def _decoder(config: Config, backend: str) -> Shape:
     """Return the shape of a published model, or of one on this machine."""
-    if (known := published(config.model.name)) is not None:
-        return decoder_of(known)
+    if (shape := published(config.model.name)) is not None:
+        return decoder_of(shape)
     from dualtune.doctor.check_config_model import decoder_to_plan  # late: it imports NumPy and tokenizers
 
     return decoder_to_plan(config, backend)

@@ -13,13 +13,15 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dualtune.model.methods import FULL, METHODS, Method
+from dualtune.model.methods import FULL, METHODS
+from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR, Shapes, is_target
 
 Tensors = dict[str, np.ndarray]
@@ -78,16 +80,20 @@ def modules_of(tensors: Iterable[str]) -> list[str]:
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
 
 
-def init_adapter(shapes: Shapes, rank: int, seed: int, *, method: str = "lora") -> Tensors:
+def init_adapter(
+    shapes: Shapes, rank: int, seed: int, *, method: str = "lora", weight: Callable[[str], np.ndarray] | None = None
+) -> Tensors:
     """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
 
-    Every module has a separate random stream, keyed by (seed, module path), so that the numbers depend neither on the
-    other adapted modules nor on their order in a backend.
+    `weight` returns the frozen weight [out, in] of a module, float32; without it, tensors that depend on it are
+    omitted. Every module has a separate random stream, keyed by (seed, module path), so that the numbers depend neither
+    on the other adapted modules nor on their order in a backend.
     """
     tensors: Tensors = {}
     for module, shape in shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
-        values = METHODS[method].initial(shape, rank, rng)
+        frozen = partial(weight, module) if weight else None
+        values = METHODS[method].initial(shape, rank, rng, frozen)
         tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors
 

@@ -73,30 +73,28 @@ def check_limits(config: Mapping[str, Any], file: Path) -> None:
     for key, value in (*config.items(), *table.items()):
         if key == "head_dim" and value == 0 == table.get("qk_rope_head_dim"):
             continue  # transformers' name for the rotated part of a head, which a model without rotation has not
-        if SHAPE.fullmatch(key) and not _is_shape(value):
+        sizes = _each(value)
+        is_shape = value is None or (bool(sizes) and all(type(size) is int and size >= 1 for size in sizes))
+        if SHAPE.fullmatch(key) and not is_shape:
             raise wrong(file, key, value, "an integer >= 1, or a list of them, one a layer")
-    for part in tables_of(config):
-        for key, value in part.items():
-            _check_limit(key, value, file)
-    types, layers = table.get("layer_types"), table.get("num_hidden_layers")
-    if isinstance(types, list) and layers is not None and (size := len(cast("list[Any]", types))) != layers:
-        raise wrong(file, "layer_types", f"a list of {size:,}", f"one name for each of the {layers} num_hidden_layers")
+    for key, value in ((key, value) for part in tables_of(config) for key, value in part.items()):
+        values, longest = _each(value), MAX_LAYERS if "layer" in key else MAX_LIST
+        if len(values) > longest:
+            raise wrong(file, key, f"a list of {len(values):,}", f"a list of at most {longest:,}")
+        limit = next((most for keys, most in LIMITS if keys.fullmatch(key)), None)
+        for number in values:
+            if limit is not None and isinstance(number, int | float) and not abs(number) <= limit:
+                raise wrong(file, key, number, f"at most {limit:,}: no model has more")
+    types, layers = _each(table.get("layer_types")), table.get("num_hidden_layers")
+    if isinstance(table.get("layer_types"), list) and layers is not None and len(types) != layers:
+        raise wrong(
+            file, "layer_types", f"a list of {len(types):,}", f"one name for each of the {layers} num_hidden_layers"
+        )
 
 
-def _is_shape(value: object) -> bool:
-    values = cast("list[object]", value) if isinstance(value, list) else [value]
-    return value is None or (bool(values) and all(type(size) is int and size >= 1 for size in values))
-
-
-def _check_limit(key: str, value: object, file: Path) -> None:
-    if isinstance(value, list):
-        size, most = len(cast("list[Any]", value)), MAX_LAYERS if "layer" in key else MAX_LIST
-        if size > most:
-            raise wrong(file, key, f"a list of {size:,}", f"a list of at most {most:,}")
-    limit = next((most for keys, most in LIMITS if keys.fullmatch(key)), None)
-    for number in cast("list[object]", value) if isinstance(value, list) else [value]:
-        if limit is not None and isinstance(number, int | float) and not abs(number) <= limit:
-            raise wrong(file, key, number, f"at most {limit:,}: no model has more")
+def _each(value: object) -> list[object]:
+    """Return one value, or one a layer."""
+    return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
 def check_counts(config: Mapping[str, Any], weights: BaseWeights) -> None:
@@ -126,7 +124,7 @@ def check_counts(config: Mapping[str, Any], weights: BaseWeights) -> None:
 
 
 def _check_at_most(file: Path, key: str, value: object, most: int, noun: str) -> None:
-    for number in cast("list[object]", value) if isinstance(value, list) else [value]:
+    for number in _each(value):
         if isinstance(number, int) and number > most:
             raise wrong(
                 file, key, number, f"at most {most:,}: the weight files hold no more {noun}. Use the config.json and "

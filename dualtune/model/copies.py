@@ -100,7 +100,8 @@ def copy_model(source: Path, target: Path, *, link_weights: bool = False) -> lis
         _link(target, weights)
     else:
         for file in weights.files:
-            _copy_weights(source, file.name, target)
+            with open_file(file_in(source, file.name)) as stream, (target / file.name).open("xb") as out:
+                shutil.copyfileobj(stream, out, 1 << 20)
         if os.path.lexists(source / INDEX):
             (target / INDEX).write_bytes(_content(source, INDEX))
     copied = {INDEX, *(name.partition("/")[0] for name in names), *(file.name for file in weights.files)}
@@ -128,11 +129,6 @@ def _copy(source: Path, target: Path, names: list[str]) -> None:
     for name, content in contents.items():
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(content)
-
-
-def _copy_weights(source: Path, name: str, target: Path) -> None:
-    with open_file(file_in(source, name)) as stream, (target / name).open("xb") as out:
-        shutil.copyfileobj(stream, out, 1 << 20)
 
 
 def _content(source: Path, name: str) -> bytes:

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualtune.base.tensors import FLOATS, floats_of
 from dualtune.model.config_file import decoder_table
 from dualtune.model.weight_files import StoredTensor, weights_in
 
 SMALL = 0.2  # of the median norm of ordinary rows
 TWINS = 2  # other reserved rows that are the same
+TABLE_DTYPES = ("F32", "F16", "BF16")
 SAMPLED = 256  # ordinary rows, spread over the vocabulary
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|(word|tok)_embeddings)\.weight")
 _HEAD = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
-_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 class UntrainedRow(NamedTuple):
@@ -40,7 +41,9 @@ def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list
     tables = {
         name: tensor
         for name, tensor in weights_in(directory).tensors.items()
-        if (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)) and tensor.dtype in _NUMPY and len(tensor.shape) == 2
+        if (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name))
+        and tensor.dtype in TABLE_DTYPES
+        and len(tensor.shape) == 2
     }
     reserved = {*reserved} - {token}
     reasons = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
@@ -100,11 +103,10 @@ def _why(table: StoredTensor, token: int, reserved: set[int]) -> str | None:
 
 def _rows(table: StoredTensor, tokens: list[int]) -> np.ndarray:
     """Return rows of a table, float32 [N, D]."""
-    width, kind = table.shape[1], np.dtype(_NUMPY[table.dtype])
-    rows = np.empty((len(tokens), width), np.float32)
+    width = table.shape[1]
+    rows, row_bytes = np.empty((len(tokens), width), np.float32), width * FLOATS[table.dtype].itemsize
     with table.file.open("rb") as stream:
         for row, token in zip(rows, tokens, strict=True):
-            stream.seek(table.begin + token * width * kind.itemsize)
-            values = np.frombuffer(stream.read(width * kind.itemsize), kind)
-            row[:] = (values.astype(np.uint32) << 16).view(np.float32) if table.dtype == "BF16" else values
+            stream.seek(table.begin + token * row_bytes)
+            row[:] = floats_of(stream.read(row_bytes), table.dtype)
     return rows

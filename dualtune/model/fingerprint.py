@@ -27,13 +27,23 @@ def fingerprint(path: Path, weights: BaseWeights | None = None) -> dict[str, Any
     if weights is None:
         weights = weights_in(path) if has_weights(path) else BaseWeights(path, (), {})
     config = read_config(path)
+    heads = {
+        name: _sha256(f"{x.dtype}{list(x.shape)}".encode("utf-8", "replace") + _read(x, 0, SAMPLED_BYTES))
+        for name, x in _spread(weights, SAMPLED_TENSORS).items()
+    }
+    probed = hashlib.sha256()
+    for name, x in sorted(weights.tensors.items()):
+        probed.update(json.dumps([name, x.dtype, x.shape]).encode())
+    for x in _spread(weights, PROBED_TENSORS).values():
+        for begin in (0, x.num_bytes // 2, max(0, x.num_bytes - PROBED_BYTES)):
+            probed.update(_read(x, begin, PROBED_BYTES))
     return {
         "config_sha256": _sha256(json.dumps(config, sort_keys=True).encode()),
         "tokenizer_sha256": _sha256_of(path / "tokenizer.json") or _sha256_of(path / "tokenizer.model"),
         "chat_template_sha256": _template_hash(path),
         "quantization": config.get("quantization") or config.get("quantization_config"),
-        "tensors": {name: _head_hash(tensor) for name, tensor in _spread(weights, SAMPLED_TENSORS).items()},
-        "weights_sha256": _probed(weights),
+        "tensors": heads,
+        "weights_sha256": probed.hexdigest(),
     }
 
 
@@ -41,22 +51,6 @@ def _spread(weights: BaseWeights, count: int) -> dict[str, StoredTensor]:
     """Return about `count` tensors, spread evenly over the sorted names."""
     names = sorted(weights.tensors)
     return {name: weights.tensors[name] for name in names[:: max(1, len(names) // count)][:count]}
-
-
-def _head_hash(tensor: StoredTensor) -> str:
-    head = _read(tensor, 0, SAMPLED_BYTES)
-    return _sha256(f"{tensor.dtype}{list(tensor.shape)}".encode("utf-8", "replace") + head)
-
-
-def _probed(weights: BaseWeights) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(weights.tensors):
-        tensor = weights.tensors[name]
-        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
-    for tensor in _spread(weights, PROBED_TENSORS).values():
-        for begin in (0, tensor.num_bytes // 2, max(0, tensor.num_bytes - PROBED_BYTES)):
-            digest.update(_read(tensor, begin, PROBED_BYTES))
-    return digest.hexdigest()
 
 
 def _read(tensor: StoredTensor, begin: int, num_bytes: int) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dualtune.base.errors import DiskError, FormatError
 from dualtune.base.fields import shown
-from dualtune.base.files import cache_dir, json_bytes, write_whole
+from dualtune.base.files import cache_dir, json_bytes, new_directory
 from dualtune.base.hub import Tell
 from dualtune.base.tensors import StoredForm, bytes_of, write_model_weights
 from dualtune.base.versions import import_extra
@@ -95,7 +95,8 @@ def model_from_gguf(file: Path, tell: Tell = lambda share: None) -> Path:
     directory = cache_dir() / "gguf" / f"{file.stem[:40]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if not directory.is_dir():
         try:
-            write_whole(directory, lambda place: _unpack(_read(file), place, tell))
+            with new_directory(directory, by_library=True) as temporary:
+                _unpack(_read(file), temporary, tell)
         except DiskError:
             if not directory.is_dir():  # another process of the run may have made it meanwhile
                 raise

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dualtune.model.adapter import position_of
+from dualtune.model.adapter import Tensors, position_of
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
     Pair,
     delta_distance,
     delta_norm,
+    extra_tensors,
+    extras_distance,
+    extras_of,
     to_pairs,
 )
 from dualtune.model.formats.chat_template import describe_template
@@ -75,6 +78,11 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     modules = [
         _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
     ]
+    extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
+    modules = [
+        _with_extras(difference, *(extras_of(difference.module, tensors) for tensors in extras))
+        for difference in modules
+    ]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
         only_in_a=tuple(sorted(pairs.keys() - others.keys())),
@@ -105,6 +113,12 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
         cosine = max(-1.0, min(1.0, our_scale * their_scale * _inner(ours, theirs) / (norm_a * norm_b)))
     distance = delta_distance(ours, our_scale, theirs, their_scale)
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
+
+
+def _with_extras(difference: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
+    """Include the parameters that the method trains in addition to A and B, if they differ more."""
+    distance = max(difference.relative_difference, extras_distance(ours, theirs))
+    return replace(difference, relative_difference=distance)
 
 
 def _inner(ours: Pair, theirs: Pair) -> float:

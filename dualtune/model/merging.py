@@ -15,7 +15,7 @@ import numpy as np
 
 from dualtune.base import tensors
 from dualtune.base.errors import ConfigError
-from dualtune.base.tensors import SIZES, StoredForm, bytes_of, write_safetensors
+from dualtune.base.tensors import FLOATS, SIZES, StoredForm, bytes_of, floats_of, rounded, write_safetensors
 from dualtune.base.untrusted import open_file, read_metadata
 from dualtune.model.config_file import CODE, read_config, tables_of
 from dualtune.model.copies import copy_index, copy_without_weights
@@ -25,7 +25,6 @@ from dualtune.model.weight_files import BaseWeights, StoredTensor
 
 Delta = Callable[[str], np.ndarray]  # of an adapted module: its ΔW, float32 [out, in]
 PRECISIONS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], delta: Delta, dtype: str) -> None:
@@ -38,7 +37,7 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
     precision_name = PRECISIONS[dtype]
     keeps = precision_name == precision(base)
     forms = {
-        name: StoredForm(tensor.dtype if keeps or tensor.dtype not in _NUMPY else precision_name, tensor.shape)
+        name: StoredForm(tensor.dtype if keeps or tensor.dtype not in FLOATS else precision_name, tensor.shape)
         for name, tensor in base.tensors.items()
     }
 
@@ -47,10 +46,10 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
         raw = stored_bytes(stored)
         if name not in adapted and form.dtype == stored.dtype:
             return raw.data
-        values = _floats(raw, stored)
+        values = floats_of(raw, stored.dtype).reshape(stored.shape)
         for module in adapted.get(name, ()):
             _add(values, delta(module), places[module])
-        return bytes_of(_rounded(values, form.dtype))
+        return bytes_of(rounded(values, form.dtype))
 
     copy_without_weights(base.directory, out)
     _write_config(base, out, None if keeps else dtype)
@@ -75,7 +74,7 @@ def precision(base: BaseWeights) -> str | None:
     """Return the dtype in which most numbers of a model are stored, None if it has no floating-point tensors."""
     sizes: Counter[str] = Counter()
     for tensor in base.tensors.values():
-        if tensor.dtype in _NUMPY:
+        if tensor.dtype in FLOATS:
             sizes[tensor.dtype] += tensor.num_bytes // SIZES[tensor.dtype]
     return sizes.most_common(1)[0][0] if sizes else None
 
@@ -85,7 +84,7 @@ def _by_tensor(base: BaseWeights, places: Mapping[str, FilePlace]) -> dict[str, 
     adapted: dict[str, list[str]] = defaultdict(list)
     for module, place in places.items():
         stored = base.tensors.get(place.tensor)
-        if stored is None or stored.dtype not in _NUMPY:
+        if stored is None or stored.dtype not in FLOATS:
             problem = "is not there" if stored is None else f"is stored as {stored.dtype}"
             raise ConfigError(
                 f"merge: {base.directory}: {place.tensor} {problem}, so the adapter of {module} cannot be added to it. "
@@ -100,24 +99,6 @@ def stored_bytes(stored: StoredTensor) -> np.ndarray:
     with open_file(stored.file) as stream:
         stream.seek(stored.begin)
         return np.frombuffer(stream.read(stored.num_bytes), np.uint8)
-
-
-def _floats(raw: np.ndarray, stored: StoredTensor) -> np.ndarray:
-    """Return the values of a tensor in float32, those of a float64 tensor in float64."""
-    values = raw.view(_NUMPY[stored.dtype]).reshape(stored.shape)
-    if stored.dtype == "BF16":  # the upper half of a float32
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float64 if stored.dtype == "F64" else np.float32)
-
-
-def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to the nearest number of a dtype, ties to even, as the frameworks do."""
-    if dtype != "BF16":
-        with np.errstate(over="ignore"):
-            return values.astype(_NUMPY[dtype])
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 def _add(values: np.ndarray, delta: np.ndarray, place: FilePlace) -> None:

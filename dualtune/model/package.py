@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualtune.base.errors import EnvironmentFault, FormatError
 from dualtune.base.fields import shown
-from dualtune.base.files import cache_dir, write_whole
+from dualtune.base.files import cache_dir, new_directory
 from dualtune.base.untrusted import sha256_of
 from dualtune.base.versions import import_extra
 
@@ -41,7 +41,8 @@ def fetch_model() -> Path:
     if path.is_file():
         return path
     import_extra("gguf", "gguf", f"the model {NAME}")  # before the download, which takes longer
-    write_whole(path.parent, lambda directory: _unpack(_download(directory), directory))
+    with new_directory(path.parent, by_library=True) as directory:
+        _unpack(_download(directory), directory)
     return path
 
 

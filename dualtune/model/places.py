@@ -81,9 +81,14 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
     if not has_weights(directory):
         return PLAIN
     config, stored = read_config(directory), list(weights_in(directory).tensors)
-    towers = _towers(stored)
-    stack = _text_prefix(modules)
+    # The first components that tell the towers of a model from its text part.
+    others = (name.split(".") for name in stored if not is_text(name))
+    towers = tuple(sorted({next(part for part in parts if not is_text(part)) for parts in others}))
     is_wrapper = bool(towers) or isinstance(config.get("text_config"), dict)
+    # What the names of the adapted layers begin with, before their stack.
+    stacks = Counter(position.stack for module in modules if (position := position_of(module)))
+    head, dot, _ = stacks.most_common(1)[0][0].rpartition(".") if stacks else ("", "", "")
+    beginning = head + dot
     notes: list[str] = []
     if is_wrapper:
         notes.append(
@@ -91,13 +96,18 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
         )
     if config.get("model_type") in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
         notes.append("PEFT 0.21 refuses adapters of out_proj in this family: for transformers, merge it")
-    return Naming(
-        peft=_peft_prefixes(stack) if is_wrapper else (),
-        mlx=_mlx_prefixes(stack, stored) if is_wrapper else (),
-        has_experts=any(map(_EXPERT.search, stored)),
-        towers=towers,
-        notes=tuple(notes),
-    )
+    peft: Prefixes = ()
+    mlx: Prefixes = ()
+    if is_wrapper:
+        # PEFT renames the names of files itself, but not in families whose table stands under a class name. Those are
+        # the ones whose files do not say that a model is a text model: Qwen2-VL's `model.layers.0`.
+        if beginning == "model.":
+            peft = ((beginning, PEFT_TEXT),)
+        if stacks and beginning and beginning != MLX_TEXT:
+            mlx = ((beginning, MLX_TEXT),)
+        if "lm_head.weight" in stored:
+            mlx = (*mlx, ("lm_head", "language_model.lm_head"))
+    return Naming(peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes))
 
 
 def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
@@ -119,31 +129,3 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
         spec=replace(adapter.spec, targets=tuple(names.get(target, target) for target in adapter.spec.targets)),
         naming=naming_of(directory, names.values()),
     )
-
-
-def _text_prefix(modules: Collection[str]) -> str | None:
-    """Return what the names of the adapted layers begin with, before their stack; None if they are in no stack."""
-    stacks = Counter(position.stack for module in modules if (position := position_of(module)))
-    if not stacks:
-        return None
-    head, dot, _ = stacks.most_common(1)[0][0].rpartition(".")
-    return head + dot
-
-
-def _peft_prefixes(stack: str | None) -> Prefixes:
-    """PEFT renames the names of files itself, but not in families whose table stands under a class name.
-
-    Those are the ones whose files do not say that a model is a text model: Qwen2-VL's `model.layers.0`.
-    """
-    return ((stack, PEFT_TEXT),) if stack == "model." else ()
-
-
-def _mlx_prefixes(stack: str | None, stored: Collection[str]) -> Prefixes:
-    head: Prefixes = (("lm_head", "language_model.lm_head"),) if "lm_head.weight" in stored else ()
-    return ((stack, MLX_TEXT), *head) if stack and stack != MLX_TEXT else head
-
-
-def _towers(stored: Collection[str]) -> tuple[str, ...]:
-    """Return the first components that tell the towers of a model from its text part, sorted."""
-    other = [name for name in stored if not is_text(name)]
-    return tuple(sorted({next(part for part in name.split(".") if not is_text(part)) for name in other}))

@@ -95,7 +95,7 @@ class LimitedServer(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Close the connections that have been waited for too long. Called twice a second."""
         with self._lock:
-            late = [each for each, since in self._waiting_since.items() if monotonic() - since > REQUEST_S]
+            late = [waiting for waiting, since in self._waiting_since.items() if monotonic() - since > REQUEST_S]
         for connection in late:
             _shut(connection)
 

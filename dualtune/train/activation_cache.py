@@ -165,8 +165,7 @@ def _check_space(directory: Path, shape: StatesShape) -> None:
 # From an engine to the hidden states of documents: found on disk, or computed now, always to the same bits.
 #
 # They are computed in rows of one document, grouped by length alone: whatever the rows of a run are, now or after
-# memory
-# ran out, a cache that was deleted is computed again as it was.
+# memory ran out, a cache that was deleted is computed again as it was.
 
 TOKENS_AT_ONCE = 4096  # a forward pass through a few layers that keeps nothing; a longer document goes alone
 FORMAT = 1
@@ -190,12 +189,8 @@ def use_cache(
             shape = StatesShape(documents.lengths, like.shape[-1], like.dtype)
             key = {**engine_key, "documents": hashlib.sha256(documents.digests().tobytes()).hexdigest()}
             with team.in_turn():
-                documents.hidden = _opened(engine, documents, key, shape)
-
-
-def _opened(engine: Engine, documents: Documents, key: Mapping[str, Any], shape: StatesShape) -> StoredStates:
-    directory = directory_of(key)
-    return read_store(directory, shape) or write_store(directory, shape, _computed(engine, documents))
+                directory, computed = directory_of(key), _computed(engine, documents)
+                documents.hidden = read_store(directory, shape) or write_store(directory, shape, computed)
 
 
 def _computed(engine: Engine, documents: Documents) -> Iterator[tuple[int, np.ndarray]]:
@@ -235,9 +230,9 @@ def check_layers(layers_below: int | None, targets: Sequence[str]) -> None:
     if not layers_below:
         shown = ", ".join(targets[:4]) + (", …" if len(targets) > 4 else "")
         reason = "this model does not list its layers" if layers_below is None else f"adapter.targets ({shown}) adapts"
-        rest = "" if layers_below is None else " the first layer, or a module outside of the layers"
+        where = "" if layers_below is None else " the first layer, or a module outside of the layers"
         raise ConfigError(
-            f"{KEY}: got disk, but {reason}{rest}, so there is no layer whose output could be cached. {BY_PATH}, or "
+            f"{KEY}: got disk, but {reason}{where}, so there is no layer whose output could be cached. {BY_PATH}, or "
             f"set {KEY}=none"
         )
 

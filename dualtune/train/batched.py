@@ -37,16 +37,16 @@ class Bounds:
 
         Each time that rows enter, the cache of the others is copied.
         """
-        taken, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
-        while waiting and (count := len(active) + len(taken) + 1) <= self.rows:
+        entering, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
+        while waiting and (count := len(active) + len(entering) + 1) <= self.rows:
             longest = max(longest, waiting[0].most_tokens)
             if count > 1 and count * longest > self.tokens:
                 break
-            taken.append(waiting.popleft())
-        if active and waiting and 4 * len(taken) < len(active) + len(taken):
-            waiting.extendleft(reversed(taken))
+            entering.append(waiting.popleft())
+        if active and waiting and 4 * len(entering) < len(active) + len(entering):
+            waiting.extendleft(reversed(entering))
             return []
-        return taken
+        return entering
 
 
 @dataclass(slots=True)

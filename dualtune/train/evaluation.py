@@ -117,13 +117,9 @@ def layout_of(config: Config) -> SequenceLayout:
 
 
 def evaluate(
-    engine: Engine,
-    documents: Documents,
-    layout: SequenceLayout | Recovery,
-    step: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None,
-    team: Team | None = None,
-) -> EvalRecord:
+    engine: Engine, documents: Documents, layout: SequenceLayout | Recovery, step: int = 0,
+    show: Show = lambda done, total: None, team: Team | None = None,
+) -> EvalRecord:  # fmt: skip
     """Return the mean loss over the targets of all documents, weighted by their loss weights.
 
     `show(done, total)` reports the number of micro-batches done. With several processes each computes its share. A stop
@@ -138,7 +134,7 @@ def evaluate(
 
 
 def _sums(
-    engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Callable[[int, int], None], team: Team
+    engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Show, team: Team
 ) -> tuple[float, float, int] | None:
     """Return this process's loss, weight and number of targets. None if memory ran out, in any process."""
     groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
@@ -163,7 +159,7 @@ def _sums(
 
 def exact_match(
     model: LoadedModel, examples: Sequence[Example], max_length: int,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Show = lambda done, total: None,
 ) -> float:  # fmt: skip
     """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included."""
     recovery = Recovery(None, model.engine, SequenceLayout(AUTO_MICRO_BATCH_TOKENS))
@@ -172,7 +168,7 @@ def exact_match(
 
 def exact_answers(
     model: LoadedModel, examples: Sequence[Example], max_length: int, recovery: Recovery,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Show = lambda done, total: None,
 ) -> np.ndarray:  # fmt: skip
     """Return bool [examples]: whether greedy decoding reproduces the last answer exactly, end token included.
 
@@ -189,7 +185,7 @@ def exact_answers(
 
 def losses_of_examples(
     engine: Engine, documents: Documents, examples: Sequence[Example], recovery: Recovery,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Show = lambda done, total: None,
 ) -> np.ndarray:  # fmt: skip
     """Return float64 [examples, 2]: the sum of −w·log p over the targets of each example, and its total weight.
 

@@ -65,18 +65,17 @@ def without_adapter(engine: Engine) -> AbstractContextManager[None]:
 
 
 def _entry(prompt: str, ids: np.ndarray, dtype: str, logprobs_PV: np.ndarray) -> Entry:
-    *earlier, top = [_top(logprobs_V) for logprobs_V in logprobs_PV]
-    if not np.isfinite([logprob for likely in (*earlier, top) for _, logprob in likely]).all():
+    tops: list[list[list[int | float]]] = []
+    for logprobs_V in logprobs_PV:
+        likely = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
+        tops.append([[int(i), round(float(logprobs_V[i]), 6)] for i in likely])
+    *earlier, top = tops
+    if not np.isfinite([logprob for pairs in tops for _, logprob in pairs]).all():
         raise NonFiniteError(
             f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
             "Lower train.learning_rate, or use model.dtype: float32"
         )
     return {"prompt": prompt, "tokens": ids.tolist(), "dtype": dtype, "top": top, "earlier": earlier}
-
-
-def _top(logprobs_V: np.ndarray) -> list[list[int | float]]:
-    ids = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
-    return [[int(i), round(float(logprobs_V[i]), 6)] for i in ids]
 
 
 Text = Sequence[int] | np.ndarray  # token ids [T]
@@ -174,8 +173,8 @@ def kl_bound(p_K: np.ndarray, q_K: np.ndarray) -> float:
 class Effect:
     """The effect of the adapter on the log-probabilities (adapter − base), recomputed and recorded."""
 
-    size: float  # ⟨here, recorded⟩ / ‖recorded‖²: 1 is equal, 2 twice as much, 0 no effect
-    error: float  # ‖here − recorded‖ / ‖recorded‖
+    size: float  # ⟨computed, recorded⟩ / ‖recorded‖²: 1 is equal, 2 twice as much, 0 no effect
+    error: float  # ‖computed − recorded‖ / ‖recorded‖
     rms: float  # of the recorded effect, root mean square, nats
 
 
@@ -183,16 +182,16 @@ def effect(
     base: Sequence[Entry], adapter: Sequence[Entry], base_outputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
 ) -> Effect | None:
     """Return the effect over the tokens recorded for both. None if there are none, or if no effect is visible."""
-    before, here = list[float](), list[float]()
+    recorded, computed = list[float](), list[float]()
     for base_entry, entry, base_PV, logprobs_PV in zip(base, adapter, base_outputs, outputs, strict=True):
         tops = zip(recorded_tops(base_entry), recorded_tops(entry), base_PV, logprobs_PV, strict=True)
         for base_top, top, base_V, logprobs_V in tops:
-            known = dict(base_top)
+            of_base = dict(base_top)
             for i, p in top:
-                if i in known:
-                    before.append(p - known[i])
-                    here.append(float(logprobs_V[i]) - float(base_V[i]))
-    x, y = np.array(before), np.array(here)
+                if i in of_base:
+                    recorded.append(p - of_base[i])
+                    computed.append(float(logprobs_V[i]) - float(base_V[i]))
+    x, y = np.array(recorded), np.array(computed)
     norm = float(x @ x)
     if not norm > len(x) * ROUNDING**2 or not np.isfinite(y).all():
         return None

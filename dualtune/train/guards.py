@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,9 +49,6 @@ class Guards:
     def stops_early(self) -> bool:
         limit = self._config.early_stopping
         return limit is not None and self.state.evals_since_best >= limit
-
-    def saved_state(self) -> dict[str, Any]:
-        return asdict(self.state)
 
     def on_step(self, record: StepRecord) -> Event | None:
         """Return an event if the step is unusual."""
@@ -97,11 +94,12 @@ class Guards:
         self.state.nonfinite_in_a_row += 1
         self.state.num_skipped += 1
         rows = self._sources(record.step)
+        listed = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
         return Event(
             record.step,
             "skipped_step",
             f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}: skipped, the weights are "
-            f"unchanged. Its data rows: {_list(rows)}",
+            f"unchanged. Its data rows: {listed}",
             {"rows": rows},
         )
 
@@ -133,7 +131,3 @@ def robust_z(value: float, history: list[float]) -> float:
     center = median(history)
     mad = median(abs(x - center) for x in history)
     return (value - center) / max(1.4826 * mad, 0.01 * abs(center), 1e-6)
-
-
-def _list(rows: list[str]) -> str:
-    return ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")

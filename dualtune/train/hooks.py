@@ -203,7 +203,10 @@ class Watchers:
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._watchers = [_Watcher(hook) for hook in hooks]
-        self._listeners = {moment: [w for w in self._watchers if _overrides(w.hook, moment)] for moment in MOMENTS}
+        self._listeners = {  # the hooks that override a moment
+            moment: [w for w in self._watchers if getattr(type(w.hook), moment) is not getattr(Hook, moment)]
+            for moment in MOMENTS
+        }
         self.report: Callable[[str], None] = lambda message: None
         self._phase: str | None = None
 
@@ -249,10 +252,6 @@ class Watchers:
     def _report(self, problem: str | None) -> None:
         if problem:
             self.report(problem)
-
-
-def _overrides(hook: Hook, moment: str) -> bool:
-    return getattr(type(hook), moment) is not getattr(Hook, moment)
 
 
 def _deliver(watcher: _Watcher) -> str | None:

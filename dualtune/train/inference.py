@@ -230,8 +230,8 @@ class StopTexts:
 
     def rest(self) -> str:
         """Return what was held back at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
 
 def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
@@ -338,5 +338,6 @@ class Answer:
 
 def answer(model: LoadedModel, example: Example, max_tokens: int = 256) -> Answer:
     """Generate the last answer of an example greedily."""
-    asked = question(model, example)
-    return Answer(asked.prompt, asked.expected, "".join(stream_text(model, asked.ids, max_tokens=max_tokens)))
+    example_question = question(model, example)
+    text = "".join(stream_text(model, example_question.ids, max_tokens=max_tokens))
+    return Answer(example_question.prompt, example_question.expected, text)

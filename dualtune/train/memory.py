@@ -19,7 +19,7 @@ from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.detect import detect
 from dualtune.engine.machine import Budget, budget, within
-from dualtune.engine.memory.counted import Shape, shape_from
+from dualtune.engine.memory.counted import shape_from
 from dualtune.engine.memory.estimate import checkpointing_of, padded
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import UnknownShape
@@ -27,7 +27,7 @@ from dualtune.model.config_file import read_config
 from dualtune.train.evaluation import layout_of
 from dualtune.train.hooks import Event
 from dualtune.train.profiler.snapshot import each_snapshot
-from dualtune.train.recovery import Recovery, WatchedLimit, explanation
+from dualtune.train.recovery import Recovery, explanation
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.run_dir import TIMELINE, RunDir, read_restart, write_restart
@@ -57,12 +57,16 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
     config, data = prepared.config, prepared.data
 
     def explain(recovery: Recovery, reason: str) -> str:
-        return explanation(prepared.backend, _with(config, recovery, data.longest), reason)
+        """Explain the memory of what was tried last."""
+        checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
+        tried = with_real_lengths(config, data.longest, recovery.layout.max_tokens)
+        tried = tried.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": checkpointing})})
+        return explanation(prepared.backend, tried, reason)
 
     recovery = Recovery(
         prepared.backend, engine, data.layout, data.longest, team=prepared.team,
         recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
-        limit=WatchedLimit(prepared.backend, prepared.memory.watched_bytes),
+        limit_bytes=prepared.memory.watched_bytes,
     )  # fmt: skip
     if _before(config, prepared.checkpoint).get("checkpointing") == "full":
         recovery.recompute_all()
@@ -107,15 +111,6 @@ def _before(config: Config, saved: Checkpoint | None) -> dict[str, Any]:
     trained_with = saved.state["config"].get("train", {}).get("micro_batch_tokens")
     is_same = trained_with == config.train.micro_batch_tokens
     return saved.state.get(KEY) or {} if is_same else {}
-
-
-def _with(config: Config, recovery: Recovery, longest: int) -> Config:
-    """Return the config with what was tried last, and with the length of the longest document that there is."""
-    train = config.train.model_copy(update={"micro_batch_tokens": recovery.layout.max_tokens})
-    checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
-    memory = config.memory.model_copy(update={"checkpointing": checkpointing})
-    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
-    return config.model_copy(update={"train": train, "memory": memory, "data": data})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ class RunMemory:
         """Describe the plan for the start of a run."""
         if self.plan is None:
             return [f"memory      not estimated: {self.why_no_plan}"]
-        lines = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
+        lines = [f"memory      estimated: {self.plan.compare()}"]
         if not self.plan.fits:
             lines.append(f"warning     it may run out of memory. {self.plan.smaller}")
         return lines
@@ -228,16 +223,36 @@ def plan_memory(
     `eval_tokens`: of all documents to evaluate on, whose micro-batches may be larger, but keep nothing for a backward
     pass. ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
     """
-    evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
-    memory = _plan(with_real_lengths(config, longest, cells), evaluated, backend, model_dir, num_processes)
+    device, card = backend.devices()[0], card_of(backend.name)
+    name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
+    has = within(budget(detect(), name), config.memory.limit_bytes)
+
+    # Without formulas, or the shape that they need, there is no plan, and the reason is shown instead.
+    trained = with_real_lengths(config, longest, cells)
+    memory = RunMemory(checkpointing_of(trained), has)
+    if config.memory.sharding == "full":
+        memory = replace(memory, why_no_plan=f"the base is sharded among {num_processes} processes")
+    elif card.memory is None or card.device(device.kind) is None:
+        memory = replace(memory, why_no_plan=f"there is no estimate for the backend {backend.name}")
+    else:
+        try:
+            decoder = shape_from(read_config(model_dir), backend.name)
+        except UnknownShape as error:
+            memory = replace(memory, why_no_plan=str(error))
+        else:
+            evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
+            plan = plan_of(trained, decoder, backend.name, device.kind, has, evaluated)
+            memory = RunMemory(plan.ask.checkpointing, has, plan)
+
+    # A limit that the plan exceeds ends the run here. Where the device cannot keep it, the run watches its peak.
     limit = config.memory.limit
     if limit == "auto":
         return memory
     if memory.plan is not None and not memory.plan.fits:
         need = in_bytes(memory.plan.estimate.total_bytes)
         raise ConfigError(f"memory.limit: got {limit}, but the run needs an estimated {need}. {memory.plan.smaller}")
-    device = card_of(backend.name).device(backend.devices()[0].kind)
-    if device and device.enforces_limit:
+    declared = card.device(device.kind)
+    if declared and declared.enforces_limit:
         return memory
     if memory.plan is None:
         raise ConfigError(
@@ -253,27 +268,3 @@ def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationChec
     if team.size == 1:
         return checkpointing
     return ActivationCheckpointing(**json.loads(team.broadcast(json.dumps(asdict(checkpointing)).encode())))
-
-
-def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, num_processes: int) -> RunMemory:
-    device = backend.devices()[0]
-    name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
-    has = within(budget(detect(), name), config.memory.limit_bytes)
-    decoder, reason = _shape(backend.name, device.kind, model_dir)
-    if config.memory.sharding == "full":
-        decoder, reason = None, f"the base is sharded among {num_processes} processes"
-    if decoder is None:
-        return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
-    plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)
-    return RunMemory(plan.ask.checkpointing, has, plan)
-
-
-def _shape(backend: str, kind: str, model_dir: Path) -> tuple[Shape | None, str]:
-    """Return the shape of the model, or None and why there is no estimate."""
-    card = card_of(backend)
-    if card.memory is None or card.device(kind) is None:
-        return None, f"there is no estimate for the backend {backend}"
-    try:
-        return shape_from(read_config(model_dir), backend), ""
-    except UnknownShape as error:
-        return None, str(error)

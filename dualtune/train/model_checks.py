@@ -24,7 +24,7 @@ HIGHEST_TOKEN = 100  # smaller ids are text in most vocabularies; image tokens a
 def check_causality(engine: Engine) -> None:
     """Raise ConfigError if a later token, or padding, changes what the model says of earlier tokens."""
     first, second, _ = _documents(engine)
-    longer = [np.concatenate([first, rest]) for rest in (second, second[::-1])]
+    longer = [np.concatenate([first, tail]) for tail in (second, second[::-1])]
     rows = [
         _logprobs(engine, documents, len(first)) for documents in ([first], longer[:1], longer[1:], [first, longer[0]])
     ]

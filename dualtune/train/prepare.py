@@ -315,17 +315,17 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     if start is None:
         return config
     keys = ("method", "rank", "alpha", "scaling", "targets")
-    found: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
+    values: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
     if config.adapter.targets == ALL_LINEAR:
-        del found["targets"]
+        del values["targets"]
     problems = [
         f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"
-        for key, value in found.items()
+        for key, value in values.items()
         if key in config.adapter.model_fields_set and _unordered(getattr(config.adapter, key)) != _unordered(value)
     ]
     if problems:
         raise ConfigError("\n".join(problems) + "\nRemove these keys, or set them to the adapter's values.")
-    return config.model_copy(update={"adapter": config.adapter.model_copy(update=found)})
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update=values)})
 
 
 def _unordered(value: Any) -> Any:

@@ -26,40 +26,7 @@ from dualtune.train.hooks import Event
 from dualtune.train.team import PeerFailed, Team
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `memory.limit` on backends that cannot enforce it: a peak above the limit counts as a shortage of memory.
-#
-# The peak is read after each micro-batch, without synchronizing. Where the device still computes the micro-batch then,
-# as MLX does, an excess is seen one micro-batch later, or in the next step. That is late, but never missed: the peak
-# only grows until `restart`, and the smaller cut gives the same result from any step on.
-
-
-class WatchedLimit:
-    """Compares the peak with the bytes that arrays may take."""
-
-    def __init__(self, backend: Backend | None = None, limit_bytes: int | None = None) -> None:
-        """Without a backend or a limit, nothing exceeds it."""
-        self._backend, self._limit_bytes = backend, limit_bytes
-
-    def excess(self) -> str:
-        """Return by how much the limit was exceeded since `restart`; empty if it was not."""
-        if self._backend is None or self._limit_bytes is None:
-            return ""
-        peak = self._backend.memory().peak_bytes
-        if peak <= self._limit_bytes:
-            return ""
-        return f"{in_bytes(peak)} were in use, and memory.limit leaves {in_bytes(self._limit_bytes)} for arrays"
-
-    def restart(self) -> None:
-        """Count the peak anew. This synchronizes the device, where what was discarded may still be computed."""
-        if self._backend is not None and self._limit_bytes is not None:
-            self._backend.synchronize()
-            self._backend.reset_peak_memory()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What to say when memory ran out and nothing else could be tried: what takes the memory, and what takes less.
-#
-# And when the device failed.
+# What to say when memory ran out and nothing else could be tried, or when the device failed.
 
 NUM_WAYS = 3
 SAME_RUN, NEW_RUN = "the run resumes with the same result", "another run: choose a new run.dir too"
@@ -67,35 +34,40 @@ SAME_RUN, NEW_RUN = "the run resumes with the same result", "another run: choose
 
 @contextlib.contextmanager
 def explained(backend: Backend, config: Config, where: str) -> Generator[None]:
-    """Raise OutOfMemory or DeviceFault in place of the backend's own error. `what` was done at that moment."""
+    """Raise OutOfMemory or DeviceFault in place of the backend's own error. `where`: what was done at that moment."""
     try:
         yield
         return
     except Exception as error:
         reason = first_line(error)
         if backend.is_device_fault(error):
-            raise _device_fault(where, reason) from None
+            raise DeviceFault(
+                f"the device failed {where} ({reason}), so this process can compute nothing more. Run the same command "
+                "again: a run continues after its newest checkpoint. If it fails again, docs/troubleshooting.md has "
+                "the causes"
+            ) from None
         if not backend.is_out_of_memory(error):
             raise
     # Outside of the block the traceback is gone, and with it what its frames held: the message needs some memory too.
     raise OutOfMemory(explanation(backend, config, f"{where} ({reason})"))
 
 
-def _device_fault(where: str, reason: str) -> DeviceFault:
-    return DeviceFault(
-        f"the device failed {where} ({reason}), so this process can compute nothing more. Run the same command again: "
-        "a run continues after its newest checkpoint. If it fails again, docs/troubleshooting.md has the causes"
-    )
-
-
 def explanation(backend: Backend, config: Config, where: str) -> str:
     """Return the message: what was done, what takes the memory, and three settings that take less."""
     planned = _planned(backend, config)
-    firsts = _from_plan(*planned) if planned else _without_plan(backend, config)
-    ways = [*firsts, *_last_resorts(backend, config)][:NUM_WAYS]
-    width = max(len(setting) for setting, _ in ways)
-    lines = [f"  --set {setting:<{width}}   {effect}" for setting, effect in ways]
-    parts = _parts(*planned) if planned else _peak(backend)
+    if planned is None:
+        memory, ways = backend.memory(), [*_without_plan(backend, config)]
+        parts = f"The peak so far is {in_bytes(memory.peak_bytes)} of {in_bytes(memory.total_bytes)}"
+    else:
+        estimated, ways = estimate(*planned), list[tuple[str, str]]()
+        for saving in savings_alone(*planned):
+            effect = SAME_RUN if saving.remark == SAME else f"{saving.remark}; {NEW_RUN}"
+            ways.append((" ".join(saving.as_json()["set"]), f"saves {in_bytes(saving.saved_bytes)}; {effect}"))
+        listed = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in estimated.parts)
+        parts = f"By estimate it needs {in_bytes(estimated.total_bytes)}: {listed}"
+    shown = [*ways, *_last_resorts(backend, config)][:NUM_WAYS]
+    width = max(len(setting) for setting, _ in shown)
+    lines = [f"  --set {setting:<{width}}   {effect}" for setting, effect in shown]
     return "\n".join([f"out of memory: {where}", parts, "Each of these takes less:", *lines])
 
 
@@ -103,38 +75,16 @@ def _planned(backend: Backend, config: Config) -> tuple[Shape, Ask] | None:
     """Return what the planner estimates from; None without formulas, or with too little memory to read the config."""
     try:
         decoder = shape_from(read_config(resolve_model(config.model.name, weights=False)), backend.name)
-        ask = ask_of(config, decoder, backend.name, _device(backend))
+        ask = ask_of(config, decoder, backend.name, backend.devices()[0].kind)
         estimate(decoder, ask)
         return decoder, ask
     except (DualtuneError, UnknownShape, MemoryError):
         return None
 
 
-def _parts(decoder: Shape, ask: Ask) -> str:
-    estimated = estimate(decoder, ask)
-    parts = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in estimated.parts)
-    return f"By estimate it needs {in_bytes(estimated.total_bytes)}: {parts}"
-
-
-def _peak(backend: Backend) -> str:
-    memory = backend.memory()
-    return f"The peak so far is {in_bytes(memory.peak_bytes)} of {in_bytes(memory.total_bytes)}"
-
-
-def _device(backend: Backend) -> str:
-    return backend.devices()[0].kind
-
-
-def _from_plan(decoder: Shape, ask: Ask) -> Iterator[tuple[str, str]]:
-    """Yield the planner's settings, with the bytes that each saves and what it means for the run."""
-    for saving in savings_alone(decoder, ask):
-        effect = SAME_RUN if saving.remark == SAME else f"{saving.remark}; {NEW_RUN}"
-        yield " ".join(saving.as_json()["set"]), f"saves {in_bytes(saving.saved_bytes)}; {effect}"
-
-
 def _without_plan(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:
     """Yield the same settings for a model without an estimate."""
-    honoured, device = backend.capabilities(), card_of(backend.name).device(_device(backend))
+    honoured, device = backend.capabilities(), card_of(backend.name).device(backend.devices()[0].kind)
     longest = config.data.max_length
     if "full" in honoured.get("memory.checkpointing", ()) and config.memory.checkpointing != "full":
         yield "memory.checkpointing=full", SAME_RUN
@@ -148,7 +98,7 @@ def _without_plan(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
 
 def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings that change what is trained or how exactly."""
-    honoured, device = backend.capabilities(), card_of(backend.name).device(_device(backend))
+    honoured, device = backend.capabilities(), card_of(backend.name).device(backend.devices()[0].kind)
     is_full = config.adapter.trains_model
     dtype = config.model.dtype if device is None or config.model.dtype != "auto" else device.auto_dtype
     if dtype == "float32" and "bfloat16" in honoured.get("model.dtype", ()):
@@ -165,6 +115,11 @@ def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The recovery itself: a step or an evaluation is attempted again, in smaller parts.
+#
+# On backends that cannot enforce `memory.limit`, a peak above it counts as a shortage. The peak is read after each
+# micro-batch, without synchronizing. Where the device still computes the micro-batch then, as MLX does, an excess is
+# seen one micro-batch later, or in the next step. Late, but never missed: the peak grows until it is reset, and
+# the smaller cut gives the same result from any step on.
 
 IN_ANOTHER = "in another process"
 ALL_LAYERS = ActivationCheckpointing("all", reason="memory ran out")
@@ -178,19 +133,20 @@ class Recovery:
 
     def __init__(
         self, backend: Backend | None, engine: Engine, layout: SequenceLayout, longest: int = 0, *,
-        team: Team | None = None, recomputes: bool = False, limit: WatchedLimit | None = None,
+        team: Team | None = None, recomputes: bool = False, limit_bytes: int | None = None,
         tell: Callable[[Event], object] = lambda event: None,
         explain: Callable[[Recovery, str], str] = lambda recovery, reason: reason,
     ) -> None:  # fmt: skip
         """Without a backend, errors are raised as they are. `recomputes`: all layers are recomputed already.
 
-        An excess of `limit` counts as a shortage. `explain` makes the message of OutOfMemory.
+        `limit_bytes`: what arrays may take where the backend cannot enforce it. `explain` makes the message of
+        OutOfMemory.
         """
         self.layout = layout
         self.recomputes = recomputes
         self.on_change: Callable[[], object] = lambda: None  # called after each change of the layout
         self._backend, self._engine, self._longest = backend, engine, longest
-        self._team, self._limit = team or Team(), limit or WatchedLimit()
+        self._team, self._limit_bytes = team or Team(), limit_bytes
         self._tell, self._explain = tell, explain
         self._reason = ""  # in the words of the library, if memory ran out in this process
 
@@ -209,7 +165,9 @@ class Recovery:
         else:
             too_many = self._team.poll(False, too_many)
         if too_many:
-            self._need_less(step, too_many)
+            if not self.shrink(step, too_many, self._reason):
+                raise self.given_up(self._reason or IN_ANOTHER)
+            self._reason = ""
         return not too_many
 
     def recompute_all(self) -> bool:
@@ -227,7 +185,7 @@ class Recovery:
     def _fits(self, work: Callable[[Batch], object], batch: Batch) -> bool:
         try:
             work(batch)
-            self._reason = self._limit.excess()
+            self._reason = self._excess()
             if not self._reason:
                 return True
         except PeerLost:  # with a split base, the others see only that this process does not send its part
@@ -245,6 +203,15 @@ class Recovery:
             resume = f"The same command resumes with micro-batches of up to {self.layout.max_tokens} tokens"
             raise OutOfMemory(self._explain(self, f"{self._reason or IN_ANOTHER}; {why}. {resume}"))
         return False
+
+    def _excess(self) -> str:
+        """Return by how much the watched limit was exceeded; empty if it was not."""
+        if self._backend is None or self._limit_bytes is None:
+            return ""
+        peak = self._backend.memory().peak_bytes
+        if peak <= self._limit_bytes:
+            return ""
+        return f"{in_bytes(peak)} were in use, and memory.limit leaves {in_bytes(self._limit_bytes)} for arrays"
 
     def _learn_cause(self) -> None:
         """Raise PeerFailed if the process that is gone has reported why; if its memory ran out, remember that."""
@@ -272,7 +239,9 @@ class Recovery:
             details = {"checkpointing": "full"}
         else:
             return False
-        self._limit.restart()
+        if self._backend is not None and self._limit_bytes is not None:
+            self._backend.synchronize()  # what was discarded may still be computed, and must not count
+            self._backend.reset_peak_memory()
         self._tell(Event(step, "out_of_memory", f"{why}; {text}" if why else text, details))
         return True
 
@@ -288,11 +257,6 @@ class Recovery:
             self.layout = smaller
             self.on_change()
         return smaller is not None
-
-    def _need_less(self, step: int, tokens: int) -> None:
-        if not self.shrink(step, tokens, self._reason):
-            raise self.given_up(self._reason or IN_ANOTHER)
-        self._reason = ""
 
 
 def first_line(error: BaseException) -> str:

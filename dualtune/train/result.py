@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from dualtune.base.errors import EnvironmentFault, FormatError
-from dualtune.base.files import json_bytes, remove_directory, write_whole
+from dualtune.base.files import json_bytes, new_directory, remove_directory
 from dualtune.base.untrusted import read_json
 from dualtune.config import Config
 from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.engine.backend import Engine
 from dualtune.engine.peft_trial import named
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.adapter import Tensors, modules_of
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
@@ -162,15 +162,12 @@ def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming 
 
 def write_model(path: Path, engine: Engine, template: str | None, record: Mapping[str, Any]) -> None:
     """Write the trained model, whole or not at all. `template`: the source of its training's chat template."""
-
-    def write(directory: Path) -> None:
+    with new_directory(path.resolve(), by_library=True) as directory:
         engine.save_merged(directory)
         write_training_template(directory, template, record)
         with contextlib.suppress(EnvironmentFault):  # a tokenizer of another kind
             write_stop_tokens(directory)
         (directory / MANIFEST_FILE).write_bytes(json_bytes(record))
-
-    write_whole(path, write)
 
 
 def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:
@@ -185,19 +182,14 @@ def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:
 
 
 def _adapter(prepared: Prepared, tensors: Tensors) -> Adapter:
-    return Adapter(
-        _written_spec(prepared, tensors), tensors, prepared.config.model.name,
-        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
-    )  # fmt: skip
-
-
-def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
-    """Return the spec with short target names instead of "all-linear" or a list of all modules."""
+    """Return the adapter with short target names instead of "all-linear" or a list of all modules."""
+    spec, modules = prepared.spec, modules_of(tensors)
     if prepared.start is not None:
-        return replace(prepared.spec, targets=prepared.start.spec.targets)
-    if prepared.spec.targets == (ALL_LINEAR,) or lacks(modules_of(tensors), prepared.spec.targets):
-        return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
-    return prepared.spec
+        spec = replace(spec, targets=prepared.start.spec.targets)
+    elif spec.targets == (ALL_LINEAR,) or lacks(modules, spec.targets):
+        spec = replace(spec, targets=tuple(sorted({module.split(".")[-1] for module in modules})))
+    is_transposed = is_fan_in_fan_out(read_config(prepared.model.directory))
+    return Adapter(spec, tensors, prepared.config.model.name, fan_in_fan_out=is_transposed)
 
 
 def _finite(value: float | None) -> float | None:

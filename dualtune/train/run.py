@@ -371,16 +371,12 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         best = job.guards.state
         text = f"evaluations since the best one (loss {best.best_loss}, step {best.best_step}): {best.evals_since_best}"
         log.event(Event(step, "early_stop", text))
-    _sample(job, step)
-
-
-def _sample(job: Job, step: int) -> None:
-    """Let the first process answer the prompts of the config; the others wait for it, however long that takes."""
-    if job.prepared.config.run.sample_prompts:
+    # The first process answers the prompts of the config; the others wait for it, however long that takes.
+    if prepared.config.run.sample_prompts:
         job.watchers.enter(step, SAMPLING)
-        with job.prepared.team.in_turn():
+        with prepared.team.in_turn():
             if job.samples is not None:
-                job.samples.take(step, partial(job.watchers.tell, "on_sample"), job.log.event)
+                job.samples.take(step, partial(job.watchers.tell, "on_sample"), log.event)
 
 
 def _eval_due(job: Job, step: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,8 @@ class Saver:
             self._open_checkpoints()
         except DiskError as error:
             self.failure = error
-            kept = f"The newest one is {self.newest}" if self.newest else "There is no older one"
-            self._log.event(Event(step, "save_failed", f"no checkpoint after step {step}: {error} {kept}"))
+            older = f"The newest one is {self.newest}" if self.newest else "There is no older one"
+            self._log.event(Event(step, "save_failed", f"no checkpoint after step {step}: {error} {older}"))
             return
         self._saved_step, self.failure = step, None
         try:
@@ -88,14 +89,14 @@ class Saver:
         if fault := self._run_dir.fault():
             raise self._rescue(step, fault)
         try:
-            found = [
+            notes = [
                 self._log.restore_file(),
                 *map(self._restore_record, self._run_dir.records),
                 self._check_checkpoints(),
             ]
         except DiskError as error:
-            found = [str(error)]
-        for note in filter(None, found):
+            notes = [str(error)]
+        for note in filter(None, notes):
             self._log.event(Event(step, "replaced", note))
 
     def check_space(self, step: int) -> None:
@@ -129,8 +130,8 @@ class Saver:
         taken, and so on, because the first may already contain the damage.
         """
         before = (s for s in checkpoint.steps(self._run_dir.checkpoints) if s < step and self._is_scheduled(s))
-        found = next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
-        return shared(self._team, found)
+        saved = next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
+        return shared(self._team, saved)
 
     def best(self) -> Checkpoint | None:
         """Return the checkpoint with the best evaluation, if there is one and it verifies."""
@@ -139,9 +140,11 @@ class Saver:
 
     def _write(self, checkpoints: Path, step: int) -> Path:
         """Write a checkpoint of the complete state of the run."""
-        state = {"place": position_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
+        num_steps = self._order.num_steps
+        schedule = {"num_steps": num_steps, "next_learning_rate": learning_rate(self._config, step, num_steps)}
+        state = {"place": position_of(self._order, step), "schedule": schedule} | self._fixed
         policy = self._policy.state()
-        state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
+        state |= {"guards": asdict(self._guards.state)} | entry_of(self._policy, policy)
         state |= memory.entry_of(self._recovery, self._prepared)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
@@ -178,11 +181,11 @@ class Saver:
             return None
         fault = f"{path} was {'changed' if os.path.lexists(path) else 'deleted'}, which has no effect on this run"
         try:
-            kept = set_aside(path)
+            aside = set_aside(path)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
         write_file(path, text)
-        return f"{fault}; it was restored{kept}"
+        return f"{fault}; it was restored{aside}"
 
     def _check_checkpoints(self) -> str | None:
         """Check that the checkpoints are still where they were saved; else set aside what is there."""
@@ -192,10 +195,10 @@ class Saver:
         self._opened.close()
         self._opened = self._saved_step = self.newest = None
         try:
-            kept = set_aside(self._run_dir.checkpoints)
+            aside = set_aside(self._run_dir.checkpoints)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
-        return f"{fault}: its checkpoints are lost; the next one is saved in a new directory{kept}"
+        return f"{fault}: its checkpoints are lost; the next one is saved in a new directory{aside}"
 
     def _open_checkpoints(self) -> None:
         if self._opened is None and self._team.is_first and self._run_dir.checkpoints.is_dir():
@@ -217,16 +220,12 @@ class Saver:
     def _is_scheduled(self, step: int) -> bool:
         return is_due(step, self._config.run.save_every)
 
-    def _schedule(self, step: int) -> dict[str, Any]:
-        num_steps = self._order.num_steps
-        return {"num_steps": num_steps, "next_learning_rate": learning_rate(self._config, step, num_steps)}
-
 
 def _sizes(config: Config, num_weights: int) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the result of a run that trains this many weights."""
-    each = checkpoint.bytes_per_weight(optimizer_spec(config, num_steps=1))  # its slots are the same
+    of_checkpoint = checkpoint.bytes_per_weight(optimizer_spec(config, num_steps=1))  # its slots are the same
     of_result = MODEL_BYTES_PER_WEIGHT if config.adapter.trains_model else ADAPTER_BYTES_PER_WEIGHT
-    return num_weights * each, num_weights * of_result
+    return num_weights * of_checkpoint, num_weights * of_result
 
 
 def check_space(
@@ -236,16 +235,16 @@ def check_space(
 
     `num_steps`: of the run, of which `first_step` are done; None: not known, so as many as are ever kept.
     """
-    each, of_result = _sizes(config, num_weights)
+    one, of_result = _sizes(config, num_weights)
     most = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
     saves = most if num_steps is None else _num_saves(config, first_step, num_steps, most)
-    added = max(each, min(saves * each, most * each - checkpoint.total_bytes(run_dir.checkpoints)))
+    added = max(one, min(saves * one, most * one - checkpoint.total_bytes(run_dir.checkpoints)))
     needed = added + of_result
     free = shutil.disk_usage(run_dir.path).free
     if free < needed:
         count = "a checkpoint" if saves == 1 else f"{saves} checkpoints"
         raise DiskError(
-            f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {count} of {in_bytes(each)} and "
+            f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {count} of {in_bytes(one)} and "
             f"the result, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
             "choose another run.dir"
         )

@@ -46,30 +46,30 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     check_causality(engine)
     if config.data.packing:
         check_packing(engine, prepared.backend)
+    # The checks above ran the model as it is. From here on its documents may have their hidden states below the lowest
+    # adapter from the disk, where they are computed now unless they are there.
     if config.train.activation_cache == "disk":
-        _use_activation_cache(prepared, engine)
+        check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
+        names, parts = ("base model's config", "base model's tensors"), [prepared.data.train, prepared.data.eval]
+        base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
+        if config.model.init == "random":
+            base["seed"] = str(config.run.seed)
+        use_cache(engine, prepared.backend, parts, base, prepared.team, packs=config.data.packing)
     return engine
-
-
-def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
-    """Give all documents their hidden states below the lowest adapter, computed now unless they are on disk."""
-    config, data = prepared.config, prepared.data
-    check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
-    names = ("base model's config", "base model's tensors")
-    base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
-    if config.model.init == "random":
-        base["seed"] = str(config.run.seed)
-    use_cache(engine, prepared.backend, [data.train, data.eval], base, prepared.team, packs=config.data.packing)
 
 
 def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     """Write the config and environment.json, and keep what is written, to restore files that somebody changes."""
-    found = environment(prepared.backend, engine.description.as_json()) | start()
-    found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
-    decode = prepared.model.tokenizer.decode_all
-    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
-    found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
-    run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
+    data = prepared.data
+    record = environment(prepared.backend, engine.description.as_json()) | start()
+    record |= {
+        "processes": prepared.team.size,
+        "memory": prepared.memory.as_json(),
+        "data": counts(prepared.config, data.train, data.eval, prepared.model.tokenizer.decode_all),
+        "num_steps": data.order.num_steps,
+        "fingerprints": prepared.fingerprints,
+    }
+    run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(record, indent=2) + "\n"}
     if (template := prepared.model.tokenizer.template) is not None:  # data.template may name a file of this machine
         run_dir.records[TEMPLATE_FILE] = template.source
     for name, text in run_dir.records.items():

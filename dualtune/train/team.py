@@ -38,16 +38,16 @@ class Watchdog:
     def __init__(self, limit_s: float | None = None, expire: Callable[[str], None] = end_process) -> None:
         self.limit_s = wait_limit_s() if limit_s is None else limit_s
         self._expire = expire
-        self._wait: tuple[str, float] | None = None  # what it waits for, and since when
+        self._wait: tuple[str, float] | None = None  # for whom it waits, and since when
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Generator[None]:
+    def waiting(self, whom: str) -> Generator[None]:
         """Time the block, which may wait for another process."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="dualtune-watchdog", daemon=True)
             self._thread.start()
-        self._wait = what, time.monotonic()
+        self._wait = whom, time.monotonic()
         try:
             yield
         finally:
@@ -101,10 +101,6 @@ class Team:
     def check(self) -> None:
         """Raise PeerFailed if another process has failed."""
         self.agree(False)
-
-    def stop_if(self, wish: bool) -> None:
-        """Raise Preempted if any process has been asked to stop."""
-        self.poll(wish)
 
     def poll(self, stop: bool, too_many: int = 0) -> int:
         """Raise Preempted if any process has been asked to stop; else return the largest `too_many` of all processes.
@@ -171,11 +167,11 @@ class Team:
         yield
         self._can_tell = True
 
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def waiting(self, whom: str) -> contextlib.AbstractContextManager[None]:
         """Let the watchdog time the block, which may wait for other processes."""
         if self.size == 1:
             return contextlib.nullcontext()
-        return self._watchdog.waiting(f"{what} (this is process {self.rank} of {self.size})")
+        return self._watchdog.waiting(f"{whom} (this is process {self.rank} of {self.size})")
 
     def _exchange(self, *numbers: float, watched: bool = True) -> list[tuple[bool, float, float, float]]:
         a, b, c = (*numbers, 0.0, 0.0, 0.0)[:3]

@@ -179,9 +179,9 @@ class Chat:
         if the template refuses the conversation.
         """
         model, sampling = self._adapters.models[self.name], self._sampling
-        asked = [*self.messages, Message("user", text)]
+        messages = [*self.messages, Message("user", text)]
         try:
-            prompt = model.tokenizer.encode_chat(asked)
+            prompt = model.tokenizer.encode_chat(messages)
         except RowError as error:
             raise DataError(f"the conversation: {error}") from error
         pieces = stream_text(
@@ -195,4 +195,4 @@ class Chat:
                 yield piece
         finally:
             if answer:
-                self.messages = [*asked, Message("assistant", answer)]
+                self.messages = [*messages, Message("assistant", answer)]

@@ -1,5 +1,6 @@
 """What every method of the table keeps, whichever it is: a new one is held to it by its line there."""
 
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -7,24 +8,41 @@ import pytest
 
 from dualtune.config.schema import AdapterConfig
 from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name, tensor_name
-from dualtune.model.methods import FULL, LORA, METHODS, NAMES
+from dualtune.model.formats.peft import REFUSED
+from dualtune.model.methods import FULL, METHODS, NAMES, UNSUPPORTED
 
 WEIGHT, RANK = (6, 10), 4
 MODULE = "model.layers.0.mlp.up_proj"
 
 
+def frozen():
+    return np.random.default_rng(3).normal(size=WEIGHT).astype(np.float32)
+
+
+def fresh(method):
+    tensors = init_adapter({MODULE: WEIGHT}, RANK, seed=1, method=method.name, weight=lambda module: frozen())
+    return {parse_name(name)[1]: tensor for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_fresh_adapter_has_the_shapes_it_says(method):
-    tensors = init_adapter({MODULE: WEIGHT}, RANK, seed=1, method=method.name)
-    values = {parse_name(name)[1]: tensor for name, tensor in tensors.items()}
+def test_a_fresh_adapter_has_the_shapes_it_says_and_changes_nothing(method):
+    values = fresh(method)
     assert {part: x.shape for part, x in values.items()} == method.shapes(WEIGHT, RANK)
     assert values.keys() == method.parts and all(x.dtype == np.float32 for x in values.values())
     assert sum(x.size for x in values.values()) == method.count(WEIGHT, RANK)
+    np.testing.assert_allclose(method.delta(values, 1.5, frozen), 0, atol=1e-6)
 
 
-def test_a_fresh_lora_changes_nothing():
-    values = LORA.initial(WEIGHT, RANK, np.random.default_rng(0))
-    assert values["A"].all() and not values["B"].any()
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_trained_part_moves_the_update(method):
+    """From values that are nobody's start, so that no part is multiplied by zero."""
+    rng = np.random.default_rng(5)
+    values = {part: rng.normal(size=shape) for part, shape in method.shapes(WEIGHT, RANK).items()}
+    update = method.delta(values, 1.5, frozen)
+    assert update.shape == WEIGHT
+    for part, x in values.items():
+        changed = method.delta({**values, part: 1.1 * x}, 1.5, frozen)
+        assert np.abs(changed - update).max() > 1e-3, part
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -40,8 +58,10 @@ def test_no_two_methods_call_different_parts_alike():
         assert len({key for key, _ in found}) == len(found) == len({part for _, part in found})
 
 
-def test_the_config_knows_the_table():
+def test_config_and_readers_know_the_table():
     assert get_args(AdapterConfig.model_fields["method"].annotation) == NAMES == (*METHODS, FULL)
+    read = set(chain.from_iterable(method.peft_keys for method in METHODS.values()))
+    assert REFUSED.keys() >= UNSUPPORTED.keys() and not read & REFUSED.keys()
 
 
 @pytest.mark.parametrize(("scaling", "scale"), [("standard", 1.5), ("rank_stabilized", 3.0)])

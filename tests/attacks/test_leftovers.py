@@ -46,11 +46,10 @@ def test_only_what_a_process_of_this_machine_that_is_gone_has_left_is_removed(tm
 WRITE = """
 import sys
 from pathlib import Path
-from dualtune.base.files import write_whole
-def write(directory):
+from dualtune.base.files import new_directory
+with new_directory(Path(sys.argv[1]), by_library=True) as directory:
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"whole")
-write_whole(Path(sys.argv[1]), write)
 """
 
 

@@ -17,7 +17,6 @@ from dualtune.use.transfer.bundles.manifest import ANY
 from dualtune.use.transfer.bundles.pack import pack
 from dualtune.use.transfer.carry import PushRequest
 from dualtune.use.transfer.remotes import ssh as ssh_script
-from dualtune.use.transfer.remotes import store
 from dualtune.use.transfer.remotes.retries import Cut, Pace, Patience
 from dualtune.use.transfer.remotes.ssh import SshStore
 from dualtune.use.transfer.remotes.store import Chunks
@@ -34,7 +33,7 @@ def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):
 
 
 def push(there, file, path, patience=None) -> bool:
-    return store.push(there, file, path, verified=None, force=False, patience=patience or Patience(0))
+    return there.push(file, path, verified=None, force=False, patience=patience or Patience(0))
 
 
 # --- ssh peers -------------------------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def test_a_peer_that_prints_without_end_is_left_at_once(peer, tmp_path, program,
         if direction == "push":
             push(there, file, "./a.tar", patience)
         else:
-            store.pull(there, "./a.tar", tmp_path / "x", patience)
+            there.pull("./a.tar", tmp_path / "x", patience=patience)
     assert tries == []
 
 
@@ -144,7 +143,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_not_begun(peer, place, monkeypa
     monkeypatch.setattr(SshStore, "read", lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(os, "statvfs", lambda fd: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096))
     with pytest.raises(DiskError, match=r"needs 32.0 GiB, the disk has 4.0 GiB free. Free some space"):
-        store.pull(there, "./a.tar", place / "x", Patience(0))
+        there.pull("./a.tar", place / "x", patience=Patience(0))
     assert asked == []
 
 

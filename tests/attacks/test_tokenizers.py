@@ -108,7 +108,7 @@ def test_an_unusual_tokenizer_is_tried_once(model, monkeypatch):
     monkeypatch.setattr("dualtune.data.tokens.tokenizer_vetting.run", lambda *args: asked.append(args[0]) or run(*args))
     first, second = Tokenizer(model), Tokenizer(model)
     assert first.encode("a     b", special=False).tolist() == second.encode("a b", special=False).tolist()
-    assert asked == ["dualtune.data.tokens.tokenizer_trial"]
+    assert asked == ["dualtune.data.tokens.tokenizer_vetting"]
 
 
 def test_usual_tokenizers_are_not_tried(tiny_llama, shared, monkeypatch, tmp_path):

@@ -31,7 +31,7 @@ def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):
 
 
 def push(there, file, path, patience=None) -> bool:
-    return store.push(there, file, path, verified=None, force=False, patience=patience or Patience(0))
+    return there.push(file, path, verified=None, force=False, patience=patience or Patience(0))
 
 
 # --- shared directories ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def test_the_platform_of_this_machine_is_chosen_unless_one_is_named(dualtune_mai
     assert rows["platform"]["found"] == "numpy: as requested"
     assert rows["backend"]["found"] == "numpy honours every key"
     assert rows["memory"] == {
-        "name": "memory", "level": "skipped", "found": "there is no estimate for the backend numpy", "fix": None,
+        "name": "memory", "level": "skipped", "found": "there is no memory estimate for the backend numpy", "fix": None,
         "mend": None, "exit_code": 4,
     }  # fmt: skip
 

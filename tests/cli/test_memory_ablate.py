@@ -82,7 +82,7 @@ def test_each_technique_saves_what_is_planned_and_changes_no_loss_that_it_must_n
     assert result.exit_code == 0, result.output
     assert result.output.endswith("every plan is within 10 % of what was measured\n")
     rows = {row["technique"]: row for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
-    assert [*rows] == ["none", *(technique.name for technique in ablation.TECHNIQUES if technique.name in NAMES)]
+    assert [*rows] == ["none", *(name for name in ablation.NAMES if name in NAMES)]
     none = rows["none"]
     for name in ("all layers", "half the micro-batch"):
         assert rows[name]["measured_bytes"] < 0.8 * none["measured_bytes"]
@@ -141,8 +141,8 @@ def test_what_does_not_fit_is_not_started(ablate, monkeypatch):
 
 
 def test_a_technique_that_the_backend_lacks_is_listed_with_the_reason(ablate, monkeypatch):
-    new = ablation.Technique("colder memory", lambda scale: {"memory.colder": scale.layers})
-    monkeypatch.setattr(ablation, "TECHNIQUES", (*ablation.TECHNIQUES, new))
+    new, before = ablation.Technique("colder memory", {"memory.colder": 2}), ablation.techniques
+    monkeypatch.setattr(ablation, "techniques", lambda *sizes: (*before(*sizes), new))
     result = ablate(names=["all layers"])
     assert result.exit_code == 0
     assert "  colder memory " in result.output and "memory.colder: unknown key" in result.output
@@ -150,7 +150,7 @@ def test_a_technique_that_the_backend_lacks_is_listed_with_the_reason(ablate, mo
 
 def test_all_together_are_the_strongest_of_what_is_offered(config):
     place = ablation._place(config, (), "cpu", 1)
-    rows, _ = ablation._offered(place, ablation.Scale(6, 1024, 100), ())
+    rows, _ = ablation._offered(place, 1024, 100)
     settings = dict(override.split("=", 1) for override in rows[-1].overrides)
     assert rows[-1].technique.name == "all" and not rows[-1].technique.same_result
     assert (settings["train.micro_batch_tokens"], settings["model.quantization"]) == ("512", "nf4")

@@ -46,6 +46,21 @@ def short(monkeypatch):
     )
 
 
+def test_the_tier_before_all_others_is_the_self_test(validate, monkeypatch):
+    from dualtune.base.checks import Check
+    from dualtune.doctor.selftest import run
+
+    levels = {"device": "ok", "numbers/loss": "fail"}
+    monkeypatch.setattr(run, "run_checks", lambda *args: [Check(name, level, "") for name, level in levels.items()])
+    result = validate("--tier", "selftest", "--json")
+    assert (result.returncode, json.loads(result.stdout)) == (4, result.report)
+    assert {row["name"]: row["result"] for row in result.report["checks"]} == {
+        "device": "passed",
+        "numbers/loss": "failed",
+    }
+    assert validate("--tier", "selftest", "--check-memory").returncode == 2
+
+
 def test_a_tier_shows_lines_a_row_for_each_criterion_and_a_verdict(validate):
     result = validate("--tier", "quick")
     assert result.returncode == 0
@@ -149,7 +164,8 @@ def test_the_device_may_come_from_the_environment(dualtune_main, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [([], "Say which tier to run"), (["--tier", "fast"], "--tier: got 'fast', allowed: quick")]
+    ("args", "message"),
+    [([], "Say which tier to run"), (["--tier", "fast"], "--tier: got 'fast', allowed: selftest, quick")],
 )
 def test_a_wrong_command_line_ends_with_2(validate, args, message):
     result = validate(*args)

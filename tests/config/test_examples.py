@@ -148,7 +148,7 @@ def test_an_example_fits_the_machines_that_it_is_for(name, machines):
 def plan_for(name: str, machine: str, *overrides: str) -> MemoryPlan:
     config, kind = load(name, *overrides), named(machine).kind
     decoder, has = decoder_of(KNOWN[config.model.name]), budget(named(machine))
-    return plan_of(config, decoder, BACKEND.get(name, "torch"), kind, has.bytes)
+    return plan_of(config, decoder, BACKEND.get(name, "torch"), kind, has)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def plan_for(name: str, machine: str, *overrides: str) -> MemoryPlan:
 )  # fmt: skip
 def test_a_mac_s_config_leaves_a_tenth_of_what_metal_gives(name, machine):
     plan = plan_for(name, machine)
-    assert plan.estimate.total_bytes <= 0.9 * plan.have_bytes
+    assert plan.estimate.total_bytes <= 0.9 * plan.budget.bytes
     assert 1 < plan.time < 1.3
 
 

@@ -1,6 +1,7 @@
 """`dualtune config import` on files: real layouts that train, files of strangers, the table and its page."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from dualtune.config.schema import sections
 
 ROOT = Path(__file__).parents[2]
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}
-PAGE = runpy.run_path(str(ROOT / "scripts" / "coming_from_page.py"))
+PAGES = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "coming_from").glob("*.md")]
+with_tables = runpy.run_path(str(ROOT / "scripts" / "coming_from_page.py"))["with_tables"]
 RULES = [(name, rule) for name, module in TRAINERS.items() for rule in module.RULES]
 
 AXOLOTL = """\
@@ -220,8 +222,9 @@ def test_any_values_give_a_config_or_one_clear_error(name, data, tmp_path):
 
 
 def test_every_key_of_ours_in_the_tables_exists():
-    named = [key for _, rule in RULES for key in rule.ours.replace(" or ", ", ").split(", ") if key]
-    named += [key for rows in PAGE["OTHERS"].values() for _, ours, _ in rows for key in ours.split(", ") if key]
+    named = [key for _, rule in RULES for key in rule.keys.replace(" or ", ", ").split(", ") if key]
+    cells = [cell for page in PAGES for cell in re.findall(r"^\| [^|]+ \| ([^|]+) \|", page, re.M)]
+    named += [key for cell in cells for key in re.findall(rf"`((?:{'|'.join(sections())})\.\w+)`", cell)]
     assert named and set(named) <= OURS
 
 
@@ -230,7 +233,7 @@ def test_every_key_of_the_table_is_spoken_for(name, rule, tmp_path):
     """Each key alone, with a value that is no default: it gives a line, is named among what is left, or is an error."""
     right = RIGHT[name] | ({"num_layers": -1} if name == "mlx-lm" else {})
     for key in rule.names:
-        assert rule.note or rule.ours, key
+        assert rule.note or rule.keys, key
         top, _, inner = key.replace("*", "x").partition(".")
         table = right | {top: {inner: 3, "rank": 8, "scale": 1} if inner else 3}
         file = tmp_path / "f.yaml"
@@ -257,11 +260,10 @@ def test_advice_and_translation_agree():
         for key in rule.names:
             if key == "micro_batch_size":  # a part of the batch, and how much goes through the model at once
                 continue
-            if rule.convert and rule.ours and (advice := FOREIGN_KEYS.get(key)) and "." in advice:
-                assert advice in rule.ours.replace(" or ", ", ").split(", "), key
+            if rule.convert and rule.keys and (advice := FOREIGN_KEYS.get(key)) and "." in advice:
+                assert advice in rule.keys.replace(" or ", ", ").split(", "), key
 
 
 def test_the_pages_have_the_tables_of_the_rules():
-    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "coming_from").glob("*.md")]
-    assert list(map(PAGE["with_tables"], pages)) == pages, "write them anew: python scripts/coming_from_page.py"
-    assert all(f"<!-- table: {name} -->" in "".join(pages) for name in [*TRAINERS, *PAGE["OTHERS"]])
+    assert list(map(with_tables, PAGES)) == PAGES, "write them anew: python scripts/coming_from_page.py"
+    assert all(f"<!-- table: {name} -->" in "".join(PAGES) for name in TRAINERS)

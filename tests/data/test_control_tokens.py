@@ -14,7 +14,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.show.summary import summary
+from dualtune.show.run import summary
 from dualtune.train.prepare import prepare
 
 PAD, BOS, EOS, START, END = range(5)

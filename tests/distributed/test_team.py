@@ -110,7 +110,7 @@ def test_two_that_fail_at_once_each_say_their_own():
 
 
 def test_a_request_to_stop_reaches_those_that_got_no_signal():
-    results = in_world(2, lambda team: team.stop_if(team.rank == 1))
+    results = in_world(2, lambda team: team.poll(team.rank == 1))
     assert not interrupt.requested()
     assert [type(error) for error in results] == [Preempted, Preempted]
     assert "another process of the run was asked to stop" in str(results[0])

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dualtune.show.run import run
-from dualtune.use.export.export import card
+from dualtune.use.model_card import export_card
 
 
 @pytest.fixture
@@ -68,20 +68,22 @@ def record_of(**changes):
 def test_the_card_says_into_which_weights_a_qlora_adapter_was_merged():
     assert (
         "trained on the base in nf4 (QLoRA), and is merged into the original weights, not into the dequantized"
-        in card("tuned", record_of(trained_on="nf4"))
+        in export_card("tuned", record_of(trained_on="nf4"))
     )
-    assert "QLoRA" not in card("tuned", record_of()) and "merged into" not in card("tuned", record_of(trained_on=None))
+    assert "QLoRA" not in export_card("tuned", record_of()) and "merged into" not in export_card(
+        "tuned", record_of(trained_on=None)
+    )
 
 
 def test_the_card_names_no_directory_of_this_machine_and_no_markup_of_a_name():
-    text = card("a|b\n# c", record_of(base="/home/somebody/llama", stops=["<|im_end|>"]))
+    text = export_card("a|b\n# c", record_of(base="/home/somebody/llama", stops=["<|im_end|>"]))
     assert "somebody" not in text and "`llama`" in text and "\n# c" not in text and "`<|im_end|>`" in text
     front = yaml.safe_load(text.split("---")[1])
     assert front == {"library_name": "transformers", "tags": ["dualtune"]}
-    front = yaml.safe_load(card("x", record_of()).split("---")[1])
+    front = yaml.safe_load(export_card("x", record_of()).split("---")[1])
     assert front["base_model"] == "org/llama"
 
 
 def test_the_card_says_what_peft_does_not_load_of_the_adapter():
-    assert "Of the adapter by itself: PEFT drops it." in card("tuned", record_of(), ("PEFT drops it",))
-    assert "by itself" not in card("tuned", record_of())
+    assert "Of the adapter by itself: PEFT drops it." in export_card("tuned", record_of(), ("PEFT drops it",))
+    assert "by itself" not in export_card("tuned", record_of())

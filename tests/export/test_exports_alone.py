@@ -19,7 +19,7 @@ from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.show.run import run
 from dualtune.use.export import export as module
-from dualtune.use.export.llama_environment import LlamaCpp, find_llama_cpp
+from dualtune.use.export.llama_environment import environment_of, find_llama_cpp
 from dualtune.use.export.request import KINDS, LOST, deviation, lost_share
 from dualtune_torch.weights.nf4 import unpack
 
@@ -324,7 +324,7 @@ def stub(tmp_path):
         python = tmp_path / "env/bin/python"
         python.write_text(f"#!{sys.executable}\nimport json, sys\n{code}\n")
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        return LlamaCpp(tmp_path / "env")
+        return environment_of(tmp_path / "env")
 
     return make
 

@@ -15,9 +15,9 @@ from dualtune.base.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.data.chat.template import with_variables
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.model.gguf import interleaved
+from dualtune.model.gguf import interleaved, llama3_factors
 from dualtune.use.export import llama_environment
-from dualtune.use.export.gguf_file import _rope_factors, check, problems_of, set_numbers, unpack, write
+from dualtune.use.export.gguf_file import check, problems_of, set_numbers, unpack, write
 from dualtune.use.export.llama_environment import find_llama_cpp
 
 VOCAB = 262
@@ -90,8 +90,6 @@ def test_the_frequencies_of_llama_3_are_divided_as_transformers_divides_them(mak
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from dualtune.model.config_file import read_config
-
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
@@ -99,7 +97,7 @@ def test_the_frequencies_of_llama_3_are_divided_as_transformers_divides_them(mak
     model = make_model(rope_scaling=scaling)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(model), "cpu")
     plain = 10000.0 ** -(np.arange(0, 16, 2) / 16)
-    factors = _rope_factors(read_config(model))
+    factors = llama3_factors(scaling | {"rope_theta": 10000.0}, 16)
     np.testing.assert_allclose(plain / factors, expected.numpy(), rtol=1e-6)
     assert factors.min() == 1 and factors.max() == 8 and len({*factors.tolist()}) > 2
 
@@ -212,7 +210,7 @@ def test_a_checkout_converts_and_its_quantizer_or_an_installed_one_quantizes(exp
     (tmp_path / "programs").mkdir()
     program.rename(tmp_path / "programs/llama-quantize")
     monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}{os.pathsep}{os.environ['PATH']}")
-    assert find_llama_cpp(checkout, "q4_k_m")._quantizer == tmp_path / "programs/llama-quantize"
+    assert find_llama_cpp(checkout, "q4_k_m").quantizer == tmp_path / "programs/llama-quantize"
 
 
 # --- keys in the header ----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.cli.hybrid import digits_text
 from dualtune.doctor.bench import digits as module
 from dualtune.doctor.bench.digits import (
-    DigitsCourse,
     DigitsData,
     DigitsEngine,
     DigitsStep,
@@ -50,17 +49,16 @@ class Run:
         self.config = config_of(seed, steps, rate, changes)
         self.policy = Predictive(self.config)
         self.engine = DigitsEngine(starting_weights(seed), optimizer_spec(self.config, steps))
-        self.course = DigitsCourse(self.config, data.train, self.engine, self.policy.num_probes)
+        self.step = DigitsStep(self.config, data.train, self.engine, self.policy.num_probes)
         self.num_steps = steps
 
     def steps(self):
         """Take the steps; yield (index, place before, outcome, place after)."""
-        done = 0
-        while done < self.num_steps:
+        while (done := self.step.index) < self.num_steps:
             before = place_of(self.engine)
-            outcome = self.policy.take(DigitsStep(self.course, done))
+            outcome = self.policy.take(self.step)
             yield done, before, outcome, place_of(self.engine)
-            done += outcome.num_steps
+            self.step.index += outcome.num_steps
 
 
 def place_of(engine):
@@ -158,10 +156,11 @@ def test_a_prediction_after_which_a_loss_is_nan_is_undone_to_the_bit(data):
 
 def test_steps_follow_the_order_and_the_schedule_of_every_run(data):
     run = Run(data, SHORT)
-    step = DigitsStep(run.course, 7)
-    assert (step.index, step.steps_left, step.max_steps) == (7, 73, 73)
+    step = run.step
+    step.index = 7
+    assert (step.steps_left, step.max_steps) == (73, 73)
     assert step.rate(5) == learning_rate(run.config, 12, 80) and step.rate(-20) == learning_rate(run.config, 0, 80)
-    assert step.tokens_of([1, 5, 6]) == 3 and step.documents.tolist() == run.course.order.step(7).documents.tolist()
+    assert step.tokens_of([1, 5, 6]) == 3 and step.documents.tolist() == step._order.step(7).documents.tolist()
     step.add_gradients()
     update = step.update()
     assert (update.lr, update.num_tokens) == (step.rate(), 64)
@@ -177,9 +176,11 @@ def test_held_out_images_probes_and_training_share_nothing(data):
     rows = [{image.tobytes() for image in images.pixels_DI} for images in (data.train, data.held_out)]
     assert not rows[0] & rows[1] and len(rows[0]) + len(rows[1]) == 1797 and len(data.held_out) == 359
     run = Run(data, SHORT)
-    trained = {i for step in range(40) for i in DigitsStep(run.course, step).documents.tolist()}
-    assert len(run.course.probes) == 16
-    assert trained == {*range(len(data.train))} - {*run.course.probes}
+    trained = set()
+    for run.step.index in range(40):
+        trained |= {*run.step.documents.tolist()}
+    assert len(run.step.probe_documents) == 16
+    assert trained == {*range(len(data.train))} - {*run.step.probe_documents}
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

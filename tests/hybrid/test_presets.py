@@ -8,6 +8,7 @@ import pytest
 from dualtune.cli.progress import Progress
 from dualtune.show.view.run_view import RunView
 from dualtune.train.hooks import Hook, StepRecord, StepTaken
+from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.hybrid.settings import PRESETS
 
 
@@ -67,3 +68,37 @@ def test_the_live_line_says_the_phase():
     hook._drawn = -math.inf  # some time ago
     hook.on_step(record)
     assert ("correct",) not in shown.fields[0] and ("correct",) in shown.fields[1]
+
+
+class Watched(Predictive):
+    """Notes what the engine is like when a step is taken, and while a prediction is probed."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.engines = {}
+
+    def take(self, step):
+        def note(phase):
+            now = step.engine.description
+            self.engines.setdefault(phase, set()).add(
+                (now.dtype, now.quantization, now.checkpointing, str(now.streaming))
+            )
+
+        probe = step.document_losses
+        step.document_losses = lambda documents: (note("probe"), probe(documents))[1]
+        outcome = super().take(step)
+        note(outcome.phase)
+        return outcome
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_precision_and_recomputation_are_the_same_in_every_phase(lab_for, name):
+    """As the table of docs/hybrid.md says: a phase changes which steps are computed, never how."""
+    four_bits = {"torch": "nf4", "mlx": "affine4"}[name]
+    lab = lab_for(name)
+    if four_bits not in lab.backend.capabilities()["model.quantization"]:
+        pytest.skip(f"{four_bits} does not run here")
+    changes = {"model__quantization": four_bits, "memory__checkpointing": "full"}
+    engines = lab.run(policy=Watched, **changes).policy.engines
+    assert {"warmup", "full", "predict", "probe"} <= engines.keys()
+    assert len(set.union(*engines.values())) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from dualtune.config import Config
 from dualtune.show.run import run
-from dualtune.use.export.llama_environment import LlamaCpp
+from dualtune.use.export.llama_environment import LlamaCpp, environment_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("DUALTUNE_INTEROP", ROOT / ".venv-interop")).absolute()
@@ -71,7 +71,7 @@ def environment():
 def llama_cpp(tmp_path_factory):
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.fail(f"{ENVIRONMENT}: no such environment. Run: scripts/interop_llama.sh {ENVIRONMENT}")
-    return Converted(LlamaCpp(ENVIRONMENT), tmp_path_factory.mktemp("gguf"))
+    return Converted(environment_of(ENVIRONMENT), tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="session")

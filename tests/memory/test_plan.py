@@ -9,8 +9,10 @@ from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.doctor.bench.measure import Shape, training_flops
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.machine import Budget
+from dualtune.engine.memory import plan as module
 from dualtune.engine.memory.estimate import Ask, estimate, num_trained
-from dualtune.engine.memory.plan import ROOM, choose_checkpointing, flops_per_token, make_plan, plan_of, recompute_time
+from dualtune.engine.memory.plan import ROOM, choose_checkpointing, flops_per_token, plan_of, recompute_time
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 np = pytest.importorskip("numpy")
@@ -19,6 +21,10 @@ SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 CUDA = Ask("torch", "cuda", "none", "bfloat16", 16, SEVEN, micro_batch_tokens=8192, max_length=4096)
 METAL = replace(CUDA, backend="mlx", device="metal", micro_batch_tokens=4096)
 GIB = 2**30
+
+
+def make_plan(decoder, ask, num_bytes, host_bytes=None, *, auto):
+    return module.make_plan(decoder, ask, Budget(num_bytes, "free", host_bytes), auto=auto)
 
 
 def total(ask):
@@ -64,10 +70,10 @@ def test_the_reference_code_has_no_adapter_inputs_to_recompute():
 def test_a_value_in_the_config_is_not_the_planners_choice():
     text = "model: {name: m}\ndata: {train: d.jsonl, max_length: 4096}\nmemory: {checkpointing: %s}"
     for value, expected in (("none", KEEP_ALL), ("full", ActivationCheckpointing("all"))):
-        plan = plan_of(parse_config(text % value), MISTRAL, "torch", "cuda", 10 * GIB)
+        plan = plan_of(parse_config(text % value), MISTRAL, "torch", "cuda", Budget(10 * GIB, ""))
         assert plan.ask.checkpointing == expected and not plan.fits
     with pytest.raises(ConfigError, match=r"memory.checkpointing: got 33 layers, but the model has 32; allowed: 1 to"):
-        plan_of(parse_config(text % "{layers: 33}"), MISTRAL, "torch", "cuda", 10 * GIB)
+        plan_of(parse_config(text % "{layers: 33}"), MISTRAL, "torch", "cuda", Budget(10 * GIB, ""))
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ def test_a_run_does_not_fit_whose_waiting_layers_are_larger_than_the_host():
     setup = replace(CUDA, resident_layers=2, checkpointing=ActivationCheckpointing("all"))
     fits, fails = (make_plan(MISTRAL, setup, 24 * GIB, host, auto=False) for host in (16 * GIB, 16 * GIB - 1))
     assert fits.fits and not fits.savings and not fails.fits
-    assert fails.compare("free").endswith("; layers that wait need 16.0 GiB of host memory, which has 16.0 GiB")
+    assert fails.compare().endswith("; layers that wait need 16.0 GiB of host memory, which has 16.0 GiB")
     assert fails.smaller.settings == {"model.quantization": "nf4"}
 
 
@@ -153,7 +159,7 @@ def test_streaming_saves_nothing_where_the_device_is_the_host():
 
 @pytest.mark.parametrize("value", ["auto", "full"])
 def test_streamed_layers_are_recomputed(value):
-    plan = plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", 80 * GIB)
+    plan = plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", Budget(80 * GIB, ""))
     assert plan.ask.checkpointing == ActivationCheckpointing("all") and plan.ask.resident_layers == 2
     reason = {"auto": "auto: needed by memory.resident_layers=2", "full": "as configured"}[value]
     assert plan.ask.checkpointing.reason == reason
@@ -162,7 +168,7 @@ def test_streamed_layers_are_recomputed(value):
 @pytest.mark.parametrize("value", ["none", "adapter_inputs", "{layers: 31}"])
 def test_streamed_layers_that_are_not_recomputed_are_refused(value):
     with pytest.raises(ConfigError, match=r"got .* with memory.resident_layers=2 layers have .*; allowed: auto, full"):
-        plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", 80 * GIB)
+        plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", Budget(80 * GIB, ""))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +254,7 @@ def test_a_larger_evaluation_keeps_nothing_for_a_backward_pass():
         return parse_config(f"{text}train: {{micro_batch_tokens: {tokens}}}")
 
     def plan(evaluated=None):
-        return plan_of(config(576), decoder, "torch", "cpu", 64 * GIB, None, evaluated and config(evaluated))
+        return plan_of(config(576), decoder, "torch", "cpu", Budget(64 * GIB, ""), evaluated and config(evaluated))
 
     assert plan(2048) == plan()
     assert plan(200_000).estimate.total_bytes > plan().estimate.total_bytes

@@ -50,6 +50,17 @@ def test_it_trains_as_it_is_stored(stored, open_backend):
     assert losses[2] < losses[1] < losses[0]
 
 
+def test_its_weights_are_read_in_float32(stored):
+    """Which starts of adapters and merges need."""
+    import mlx.core as mx
+
+    from dualtune_mlx.methods import linear_shape, weight_of
+
+    layer = stored[1].layers[0].self_attn.q_proj
+    assert weight_of(layer).shape == linear_shape(layer) == (64, 128)
+    assert mx.allclose(mx.eye(128) @ weight_of(layer).T, layer(mx.eye(128)), atol=1e-5)
+
+
 def test_torch_refuses_it_and_names_the_format(stored, open_backend):
     pytest.importorskip("torch")
     path, _ = stored

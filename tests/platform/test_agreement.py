@@ -38,7 +38,7 @@ def bytes_of(machine, config, settings=()):
     loaded = load_config(example_path(config), [f"{key}={value}" for key, value in settings])
     kind = device_of(machine)
     decoder = decoder_of(KNOWN[loaded.model.name])
-    return plan_of(loaded, decoder, driver_of(kind).name, kind, budget(machine, kind).bytes).estimate.total_bytes
+    return plan_of(loaded, decoder, driver_of(kind).name, kind, budget(machine, kind)).estimate.total_bytes
 
 
 @pytest.mark.parametrize("machine", ALL.values(), ids=ALL)

@@ -137,7 +137,7 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
         def devices(self):
             raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr("dualtune.doctor.check_env.open_backend", lambda choice: Broken())
+    monkeypatch.setattr("dualtune.doctor.check_gpu.open_backend", lambda choice: Broken())
     monkeypatch.setattr("dualtune.engine.detect.detect", lambda: MACHINES["h100-80"])
     result = dualtune_main("check-gpu", "--probe", "--require-memory", "1GB", "--json")
     row = json.loads(result.stdout)["checks"][-1]

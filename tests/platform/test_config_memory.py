@@ -7,7 +7,7 @@ import pytest
 from dualtune.base.checks import Check
 from dualtune.config import load_config
 from dualtune.config.render import example_path
-from dualtune.doctor.check_config import MemoryNeed, memory_row
+from dualtune.doctor.check_config import memory_row
 from dualtune.engine.machine import budget
 from dualtune.engine.machines import named
 from dualtune.engine.memory.plan import plan_of
@@ -32,7 +32,7 @@ def look(machine: str, *overrides: str) -> Check:
     config = load_config(example_path("training_config_h100"), overrides)
     decoder = decoder_of(KNOWN[config.model.name])
     has = budget(named(machine))
-    return memory_row(MemoryNeed(plan_of(config, decoder, "torch", "cuda", has.bytes, has.host_bytes), has))
+    return memory_row(plan_of(config, decoder, "torch", "cuda", has))
 
 
 def settings_of(row: Check) -> list[str]:

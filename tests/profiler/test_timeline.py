@@ -168,7 +168,7 @@ def test_a_clean_run_has_no_leak_and_a_planted_one_is_found(trained, tmp_path, b
     steps = {"train.steps": 500, "train.documents_per_step": 1, "run.save_every": 500}
     clean = trained(backend, steps | {"run.dir": tmp_path / "run"})
     assert len(clean) == 1 + 3 * 500 + 3
-    process = find_leak(clean, lambda row: row.process_bytes)
+    process = find_leak(clean, "process_bytes")
     assert not find_leak(clean).found and not process.found
     (tmp_path / "run" / "memory.csv").unlink()
     (tmp_path / "run").rename(tmp_path / "clean")

@@ -11,6 +11,7 @@ from dualtune.config import parse_config
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.capabilities import check_value
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.estimate import Ask, checkpointing_of, estimate
 from dualtune.engine.memory.plan import make_plan
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
@@ -145,9 +146,11 @@ def test_the_estimate_has_two_inputs():
 def test_the_plan_moves_inputs_after_it_has_recomputed_everything():
     kept = replace(CUDA, checkpointing=replace(FULL, offload=False))
     have = (estimate(MISTRAL, kept).total_bytes + estimate(MISTRAL, CUDA).total_bytes) // 2
-    plan = make_plan(MISTRAL, replace(CUDA, checkpointing=KEEP_ALL), have, auto=True)
+    plan = make_plan(MISTRAL, replace(CUDA, checkpointing=KEEP_ALL), Budget(have, ""), auto=True)
     assert plan.smaller.settings == {"memory.offload": "activations"}
-    plan = make_plan(MISTRAL, replace(CUDA, checkpointing=KEEP_ALL), have, auto=False)
+    plan = make_plan(MISTRAL, replace(CUDA, checkpointing=KEEP_ALL), Budget(have, ""), auto=False)
     assert plan.smaller.settings == {"memory.checkpointing": "full", "memory.offload": "activations"}
-    metal = make_plan(MISTRAL, replace(CUDA, backend="mlx", device="metal", checkpointing=KEEP_ALL), have, auto=False)
+    metal = make_plan(
+        MISTRAL, replace(CUDA, backend="mlx", device="metal", checkpointing=KEEP_ALL), Budget(have, ""), auto=False
+    )
     assert "memory.offload" not in metal.smaller.settings

@@ -104,7 +104,7 @@ def compile_everything(monkeypatch):
     [
         {"kernels": "reference"}, {"kernels": "reference", "quantization": "nf4"}, {"family": "GPT2"},
         {"targets": ("layers.2.self_attn.q_proj",)}, {"kernels": "fused", "dtype": "bfloat16"},
-        {"how": ActivationCheckpointing("all", adapter_inputs=True)}, {"how": ActivationCheckpointing(NUM_LAYERS)},
+        {"how": ActivationCheckpointing("all", remade=True)}, {"how": ActivationCheckpointing(NUM_LAYERS)},
     ],
     ids=["plain", "plain nf4", "gpt2", "one adapter", "compiled", "remade", "last layer too"],
 )  # fmt: skip
@@ -154,12 +154,6 @@ def test_a_frozen_weight_can_be_read(load):
 # --- what is on the device, and what is copied ------------------------------------------------------------------------
 
 
-def release(layers):
-    """Take all layers from the device: their tensors are then those of the host."""
-    for number in list(layers._at):
-        layers._take_from(number)
-
-
 def streamed_tensors(engine):
     return [layer.tensors for layer in engine._streamed._layers]
 
@@ -168,7 +162,7 @@ def streamed_tensors(engine):
 def test_copies_are_counted(load, slots):
     """2 L - slots in the first pass: the layers at the top are still there when it turns. Then those at the bottom."""
     engine = load(slots, dropout=0.0)
-    release(engine._streamed)
+    engine._streamed.release()
     transfers, layer = engine._streamed.transfers, engine._streamed._layers[0]
     size = sum(tensor.nbytes for tensor in layer.tensors)
     for expected in (2 * NUM_LAYERS - slots, 2 * (NUM_LAYERS - slots), 2 * (NUM_LAYERS - slots)):
@@ -233,7 +227,7 @@ def test_the_estimate_is_what_is_there(load, models, quantization, monkeypatch):
     decoder = decoder_of(json.loads((models / "Llama" / "config.json").read_text()))
     ask = Ask("torch", "cpu", quantization, "float32", 4, "all-linear", 64, 64, resident_layers=2, checkpointing=FULL)
     engine = load(2, quantization=quantization)
-    release(engine._streamed)
+    engine._streamed.release()
     adapter = {engine._adapter.flat.data_ptr(), *(layer.keys_I.data_ptr() for layer in engine._layers.values())}
     on_host = {pointer: size for pointer, size in storages(tensors_of(engine.model)).items() if pointer not in adapter}
     layer, *others = [sum(storages(tensors).values()) for tensors in streamed_tensors(engine)]

@@ -12,8 +12,7 @@ from dualtune.engine.backend import Batch, DeviceInfo
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.card import Card, Device
 from dualtune.engine.testing.tiny_models import write_softmax_model, write_tiny_gpt2
-from dualtune.show.run import run
-from dualtune.show.summary import summary
+from dualtune.show.run import run, summary
 from dualtune.train import activation_cache as store
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 from safetensors.numpy import load_file
@@ -93,7 +94,7 @@ def test_a_restored_guard_decides_as_the_one_that_was_saved(guards_of):
     for cut in (5, 60, 121, 122, 123):
         first, second = guards_of(), None
         before = events_of(first, losses[:cut])
-        second = guards_of(state=json.loads(json.dumps(first.saved_state())))
+        second = guards_of(state=json.loads(json.dumps(asdict(first.state))))
         after = [second.on_step(step_record(step, loss)) for step, loss in enumerate(losses[cut:], start=cut + 1)]
         assert before + [(event.step, event.event) for event in after if event] == straight
     assert len(first.state.losses) == WINDOW

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from dualtune.base.errors import OutOfMemory
+from dualtune.data.batches import SequenceLayout
 from dualtune.engine.backend import MemoryStats
 from dualtune.engine.testing.numpy_engine import NumpyBackend
 from dualtune.show.run import run
 from dualtune.train import memory, prepare
-from dualtune.train.recovery import WatchedLimit
+from dualtune.train.recovery import Recovery
 
 RUN = {
     "adapter.dropout": 0.3, "data.eval": 0.25, "train.steps": 3, "train.documents_per_step": 8,
@@ -93,7 +94,8 @@ def test_without_a_limit_nothing_is_read():
         def memory(self):
             raise AssertionError
 
-    assert WatchedLimit(Unreadable()).excess() == "" == WatchedLimit(None, 5).excess()
+    assert Recovery(Unreadable(), None, SequenceLayout(64)).attempt(0, [None], lambda batch: None)
+    assert Recovery(None, None, SequenceLayout(64), limit_bytes=5).attempt(0, [None], lambda batch: None)
 
 
 def test_mlx_keeps_a_limit_below_its_own_peak_with_the_same_result(small_run, monkeypatch, open_backend, rows_of):

@@ -7,6 +7,7 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.engine.machine import Budget
 from dualtune.engine.memory.estimate import padded
+from dualtune.engine.memory.shapes import UnknownShape
 from dualtune.show.run import run
 from dualtune.train import memory
 from dualtune.train.prepare import prepare
@@ -51,7 +52,11 @@ def test_a_run_that_exceeds_its_limit_by_plan_is_refused(prepare_with, backend):
 
 def test_a_limit_that_can_only_be_planned_needs_a_plan(prepare_with, monkeypatch):
     """Torch enforces it without one."""
-    monkeypatch.setattr(memory, "_shape", lambda *args: (None, "it is a mixture of experts"))
+
+    def shape_from(*args):
+        raise UnknownShape("it is a mixture of experts")
+
+    monkeypatch.setattr(memory, "shape_from", shape_from)
     with pytest.raises(ConfigError, match="which mlx can only keep by plan, and there is none: it is a mixture"):
         prepare_with("mlx", memory__limit="900MB")
     found = prepare_with("torch", memory__limit="900MB").memory

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from dualtune.base.errors import ConfigError, OutOfMemory, Preempted
 from dualtune.data.batches import SequenceLayout
 from dualtune.engine.testing.numpy_engine import NumpyBackend, NumpyEngine
-from dualtune.show.summary import summary
+from dualtune.show.run import summary
 from dualtune.train import run as training
 from dualtune.train.evaluation import evaluate
 from dualtune.train.hooks import Hook

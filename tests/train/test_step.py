@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from dualtune.doctor.bench.measure import bench
 from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.show.run import execute
 from dualtune.train.evaluation import evaluate
-from dualtune.train.hooks import Event, Hook
+from dualtune.train.hooks import Hook
 from dualtune.train.objective import learning_rate
 from dualtune.train.policies import Ordinary
-from dualtune.train.policy import Outcome, PolicyState
+from dualtune.train.policy import Outcome
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
@@ -353,23 +352,13 @@ def test_the_benchmark_takes_the_steps_of_the_policy(prepared_for, tmp_path):
     assert [span["args"]["step"] for span in spans if span["name"] == "data"] == [*range(6)]
 
 
-# --- the decision file -----------------------------------------------------------------------------------------------
+# --- the example of decision 0016 ------------------------------------------------------------------------------------
 
 CALM = {"train__learning_rate": 1e-3, "train__schedule": "constant", "train__steps": 24, "run__save_every": 12}
 
 
-@pytest.fixture(scope="module")
-def controller():
-    """The policy in docs/decisions/0016-a-step-is-a-thing.md."""
-    page = Path(__file__).parents[2] / "docs" / "decisions" / "0016-a-step-is-a-thing.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    names = {"Ordinary": Ordinary, "Outcome": Outcome, "PolicyState": PolicyState, "Event": Event}
-    exec(compile(code, page, "exec"), names)  # noqa: S102  our own page
-    return names["Controller"]
-
-
-def test_the_controller_of_the_decision_file_predicts_and_corrects(train, controller):
-    run_dir = train(controller, **CALM)
+def test_the_controller_predicts_and_corrects(train):
+    run_dir = train(toys.Controller, **CALM)
     jumps = [row for row in rows_of(run_dir) if row.get("event") == "predicted"]
     assert jumps and all(row["loss_after"] < row["loss_before"] for row in jumps)
     passed_over = {s for row in jumps for s in range(row["step"] - row["steps"] + 1, row["step"] + 1)}
@@ -377,11 +366,11 @@ def test_the_controller_of_the_decision_file_predicts_and_corrects(train, contro
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5])
-def test_the_controller_resumes_in_every_phase(train, controller, stop):
-    straight = train(controller, "straight", **CALM)
+def test_the_controller_resumes_in_every_phase(train, stop):
+    straight = train(toys.Controller, "straight", **CALM)
     with pytest.raises(Preempted):
-        train(controller, "stopped", [Terminate(updates_of(straight)[stop])], **CALM)
-    stopped = train(controller, "stopped", **CALM)
+        train(toys.Controller, "stopped", [Terminate(updates_of(straight)[stop])], **CALM)
+    stopped = train(toys.Controller, "stopped", **CALM)
     a, b = saved_after(straight, 24), saved_after(stopped, 24)
     assert same(a.adapter, b.adapter) and same(a.policy, b.policy) and a.state["policy"] == b.state["policy"]
 

@@ -8,14 +8,13 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, write_training_template
 from dualtune.model.formats.directory import read_adapter
-from dualtune.show.run import run
-from dualtune.show.summary import summary
+from dualtune.show.run import run, summary
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
+from dualtune.use.model_card import adapter_card
 from dualtune.use.transfer.bundles.bundle import inspect, unpack
 from dualtune.use.transfer.bundles.pack import pack
-from dualtune.use.transfer.remotes.hub import card
 
 TOOLS = (
     "TOOLS{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -126,7 +125,7 @@ def test_an_adapter_s_bundle_and_card_bring_the_template(make, torch, tools, tmp
     unpack(tmp_path / "a.tar", tmp_path / "there")
     adapter = read_adapter(tmp_path / "there" / "adapter")
     assert adapter.template == TOOLS
-    text = card("owner/name", adapter, None)
+    text = adapter_card("owner/name", adapter, None)
     assert f"| chat template | {adapter.template_hash}, in chat_template.jinja |" in text
     assert 'tokenizer.chat_template = open(hf_hub_download("owner/name", "chat_template.jinja")' in text
 

@@ -108,3 +108,59 @@ class Jumping(Ordinary):
     def take(self, step):
         update = super().take(step).update
         return Outcome(update, num_steps=min(3, step.max_steps) if step.index >= 2 else 1)
+
+
+PHASES = {"warmup": ("full", 2), "full": ("predict", 3), "predict": ("correct", 1), "correct": ("full", 2)}
+
+
+class Controller(Ordinary):
+    """Predicts and corrects, in four phases. It shows where things go, not a useful algorithm (decision 0016)."""
+
+    name, num_probes = "controller", 4
+
+    def __init__(self, config):
+        self.load_state(PolicyState())
+
+    def take(self, step):
+        jump = self.predict(step) if self.phase == "predict" else None
+        outcome = jump or self.observed(step)
+        if self.phase == "correct" and self.left == 1 and probe_loss(step) > self.loss:
+            step.engine.load_adapter_state(self.before)  # a real one restores the optimizer's state likewise
+        self.left -= 1
+        if not self.left:
+            self.phase = PHASES[self.phase][0]
+            self.left = PHASES[self.phase][1]
+        return outcome
+
+    def observed(self, step):
+        before, outcome = step.engine.adapter_state(), super().take(step)
+        self.velocity = {n: w - before[n] for n, w in step.engine.adapter_state().items()}  # a real one averages
+        return outcome
+
+    def predict(self, step):
+        now, best, tau = step.engine.adapter_state(), probe_loss(step), 0
+        self.before, self.loss = now, best
+        for trial in (t for t in (1, 2, 4, 8) if t <= step.max_steps):
+            with step.trying({n: w + trial * self.velocity[n] for n, w in now.items()}):
+                loss = probe_loss(step)
+            if loss >= best:
+                break
+            best, tau = loss, trial
+        if not tau:
+            return None  # no jump helps, so this step is an ordinary one
+        step.engine.load_adapter_state({n: w + tau * self.velocity[n] for n, w in now.items()})
+        details = {"steps": tau, "loss_before": self.loss, "loss_after": best}
+        return Outcome(None, tau, (Event(step.index + tau, "predicted", f"{tau} steps predicted", details),))
+
+    def state(self):
+        parts = {"velocity": self.velocity, "before": self.before}
+        tensors = {f"{part} {n}": w for part, weights in parts.items() for n, w in weights.items()}
+        return PolicyState({"phase": self.phase, "left": self.left, "loss": self.loss}, tensors)
+
+    def load_state(self, state):
+        values = {"phase": "warmup", "left": 2, "loss": 0.0} | dict(state.values)
+        self.phase, self.left, self.loss = values["phase"], values["left"], values["loss"]
+        self.velocity, self.before = (
+            {n.removeprefix(kind): w for n, w in state.tensors.items() if n.startswith(kind)}
+            for kind in ("velocity ", "before ")
+        )

@@ -13,8 +13,8 @@ import yaml
 from dualtune.config import parse_config
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.use.model_card import adapter_card
 from dualtune.use.transfer.bundles.bundle import inspect
-from dualtune.use.transfer.remotes.hub import card
 
 SHM = Path("/dev/shm")  # another file system than that of the tests, where there is one
 
@@ -236,7 +236,7 @@ def test_the_card_says_what_was_recorded_and_nothing_else(adapter):
         "model: {name: Qwen/Qwen3-0.6B}\ndata: {train: [rows.jsonl, openai/gsm8k]}\ntrain: {optimizer: sgd}"
     )
     found = read_adapter(adapter())
-    text = card("me/tiny", found, config)
+    text = adapter_card("me/tiny", found, config)
     front = yaml.safe_load(text.split("---\n")[1])
     assert front == {"library_name": "peft", "tags": ["lora", "dualtune", "mlx"], "base_model": "Qwen/Qwen3-0.6B",
                      "base_model_relation": "adapter", "datasets": ["openai/gsm8k"]}  # fmt: skip
@@ -258,7 +258,7 @@ def test_a_card_of_what_was_not_recorded_invents_nothing(tmp_path):
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
     write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, None), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
-    text = card("me/tiny", read_adapter(tmp_path / "a"), None)
+    text = adapter_card("me/tiny", read_adapter(tmp_path / "a"), None)
     assert "Nothing was recorded." in text and "base model that was not recorded" in text
     assert yaml.safe_load(text.split("---\n")[1]).keys() == {"library_name", "tags"}
     assert "loss" not in text and "Data" not in text
@@ -269,11 +269,11 @@ def test_a_card_shows_the_texts_of_others_as_texts(adapter, tmp_path):
     table = json.loads(path.read_text())
     table["training"]["backend"] = "x | y\n\n# <script>"
     path.write_text(json.dumps(table))
-    assert "| backend | x \\| y  # &lt;script> |" in card("me/tiny", read_adapter(tmp_path / "a"), None)
+    assert "| backend | x \\| y  # &lt;script> |" in adapter_card("me/tiny", read_adapter(tmp_path / "a"), None)
 
 
 def test_the_python_of_the_card_is_python(adapter):
-    text = card("me/tiny", read_adapter(adapter()), None)
+    text = adapter_card("me/tiny", read_adapter(adapter()), None)
     blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
     assert len(blocks) == 2
     for block in blocks:

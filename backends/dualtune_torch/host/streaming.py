@@ -65,6 +65,17 @@ class StreamedLayers:
                 f"{KEY}={len(self._slots)} every layer has to be recomputed by itself; allowed: auto, full"
             )
 
+    def bring(self, part: nn.Module) -> None:
+        """Bring the layer that has this part to the device, so that its weights can be read there."""
+        for number, layer in enumerate(self._layers):
+            if any(module is part for module in layer.module.modules()):
+                self._use(number)
+
+    def release(self) -> None:
+        """Take all layers from the device: their tensors are then those of the host."""
+        for number in list(self._at):
+            self._take_from(number)
+
     def _before(self, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._use(number)
 

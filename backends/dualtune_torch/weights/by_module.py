@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from dualtune.base.errors import EnvironmentFault
@@ -156,6 +157,22 @@ def replace_modules(model: PreTrainedModel, replacement: Finish) -> None:
             model.set_submodule(path, AffineLinear(layer.packed, cast(nn.Linear, model.get_submodule(path)).bias))
         else:
             model.tie_weights()
+
+
+def finished(
+    module: nn.Module, dtype: torch.dtype, quantized: Callable[[Tensor, nn.Parameter | None], nn.Module] | None
+) -> nn.Module:
+    """Prepare a module with its stored weights for computing: a plain linear layer quantized, else cast.
+
+    `quantized`: the layer for a weight [out, in] in the stored precision and a bias in the compute dtype; None: cast.
+    """
+    plain, kind = own(module), type(module)
+    weight = plain.pop("weight").data if quantized and kind in (nn.Linear, Conv1D) else None
+    for name, parameter in plain.items():
+        setattr(module, name, frozen(parameter.to(dtype)))
+    if quantized is None or weight is None:
+        return module
+    return quantized(weight.T if kind is Conv1D else weight, cast(nn.Linear, module).bias)
 
 
 def own(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from dualtune.model.int8 import LARGEST_CODE, LEAST_SCALE, is_quantized
-from dualtune_torch.weights.by_module import frozen, own
+from dualtune.model.int8 import LARGEST_CODE, LEAST_SCALE
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, PackedLayer, product
 
 
@@ -66,15 +64,3 @@ class Int8Linear(PackedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self)
-
-
-def finished(path: str, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Prepare a module with its stored weights for computing: a linear layer quantized, all else cast."""
-    plain, kind = own(module), type(module)
-    bias = plain.get("bias")
-    if kind in (nn.Linear, Conv1D) and is_quantized(path):
-        weight = plain["weight"].data
-        return Int8Linear(weight.T if kind is Conv1D else weight, None if bias is None else frozen(bias.to(dtype)))
-    for name, parameter in plain.items():
-        setattr(module, name, frozen(parameter.to(dtype)))
-    return module

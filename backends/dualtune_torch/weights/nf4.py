@@ -18,12 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, BitsAndBytesConfig
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from dualtune.model.config_file import read_config, stored_precision
 from dualtune.model.copies import copy_without_weights
-from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 from dualtune_torch.weights.text_part import whole_class
 
@@ -32,21 +30,8 @@ BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 getLogger("bitsandbytes.backends.cpu.ops").setLevel("ERROR")
 
 
-def finished(module: nn.Module, dtype: torch.dtype, *, is_head: bool) -> nn.Module:
-    """Prepare a module with its stored weights for computing: quantized where transformers does so, else cast.
-
-    transformers quantizes all plain linear layers except the output head.
-    """
-    plain, kind = own(module), type(module)
-    weight = plain.pop("weight").data if kind in (nn.Linear, Conv1D) and not is_head else None
-    for name, parameter in plain.items():
-        setattr(module, name, frozen(parameter.to(dtype)))
-    if weight is None:
-        return module
-    return _linear(weight.T if kind is Conv1D else weight, cast(Any, module).bias, dtype)
-
-
-def _linear(weight_OI: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Module:
+def linear(weight_OI: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Module:
+    """Return bitsandbytes' layer for a weight in its stored precision."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     out_features, in_features = weight_OI.shape

@@ -50,7 +50,7 @@ _SAME_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",), "train_on_eot": ("turn",),
 }  # fmt: skip
-# Only templates that write the same text as ours, character by character, in every conversation of
+# Only templates that write the same text as dtype, character by character, in every conversation of
 # scripts/record_templates.py (axolotl's files of 2026-07-24).
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma-2",
               "gemma3": "gemma-3", "gemma3n": "gemma-3"}  # fmt: skip
@@ -226,9 +226,9 @@ def _method(file: ForeignFile) -> Settings:
 
 
 def _dtype(file: ForeignFile) -> Settings:
-    for key, ours in (("fp16", "float16"), ("float16", "float16"), ("float32", "float32")):
+    for key, dtype in (("fp16", "float16"), ("float16", "float16"), ("float32", "float32")):
         if key in file and file.flag(key):
-            return {"model.dtype": ours}
+            return {"model.dtype": dtype}
     for key in ("bf16", "bfloat16"):
         if key in file:
             value = file.get(key)

@@ -32,7 +32,7 @@ class Rule:
     """
 
     names: tuple[str, ...]
-    ours: str = ""  # our keys as shown to the reader; "" if there are none
+    keys: str = ""  # of our config, as shown to the reader; "" if there are none
     note: str = ""  # what differs; or why there is no such key, and what to do instead
     convert: Callable[[ForeignFile], Settings] | None = None
     is_needless: bool = False  # whether nothing is lost without it
@@ -41,27 +41,27 @@ class Rule:
         return any(key.startswith(name[:-1]) if name.endswith("*") else key == name for name in self.names)
 
 
-def translated(names: str, ours: str, convert: Callable[[ForeignFile], Settings], note: str = "") -> Rule:
-    return Rule(tuple(names.split()), ours, note, convert)
+def translated(names: str, keys: str, convert: Callable[[ForeignFile], Settings], note: str = "") -> Rule:
+    return Rule(tuple(names.split()), keys, note, convert)
 
 
-def renamed(name: str, ours: str, read: Callable[..., Any], note: str = "", **options: Any) -> Rule:
-    """Make a rule for a key whose value is ours too, as a method of the file reads it. None sets nothing."""
+def renamed(name: str, key: str, read: Callable[..., Any], note: str = "", **options: Any) -> Rule:
+    """Make a rule for a name whose value our key takes as a method of the file reads it. None sets nothing."""
 
     def convert(file: ForeignFile) -> Settings:
         value = read(file, name, **options)
-        return {} if value is None else {ours: file.note(value, name)}
+        return {} if value is None else {key: file.note(value, name)}
 
-    return translated(name, ours, convert, note)
+    return translated(name, key, convert, note)
 
 
 def needless(names: str, note: str) -> Rule:
     return Rule(tuple(names.split()), note=note, is_needless=True)
 
 
-def absent(names: str, note: str, ours: str = "") -> Rule:
-    """Make a rule for keys without a counterpart; `ours` names similar keys."""
-    return Rule(tuple(names.split()), ours, note)
+def absent(names: str, note: str, keys: str = "") -> Rule:
+    """Make a rule for names without a counterpart; `keys` are similar ones of ours."""
+    return Rule(tuple(names.split()), keys, note)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,5 +197,5 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
     elif rule is not None and rule.convert is not None:
         is_needless, reason = True, "it changes nothing, given the other keys"
     elif rule is not None:
-        is_needless, reason = rule.is_needless, f"{rule.note}; see {rule.ours}" if rule.ours else rule.note
+        is_needless, reason = rule.is_needless, f"{rule.note}; see {rule.keys}" if rule.keys else rule.note
     (result.needless if is_needless else result.lost).append(Untranslated(key, shown(value), reason))

@@ -148,16 +148,13 @@ def _declared(schema: Mapping[str, Any]) -> set[str]:
     for entry in [*_items(schema, "anyOf"), *_items(schema, "oneOf")]:
         types |= _declared(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else set()
     values = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-    return types or {_name(value) for value in values}
+    names = ("boolean", *_TYPES)
+    return types or {next((name for name in names if _fits(value, name)), "string") for value in values}
 
 
 def _items(schema: Mapping[str, Any], key: str) -> list[Any]:
     items: Any = schema.get(key)
     return cast("list[Any]", items) if isinstance(items, list) else []
-
-
-def _name(value: Any) -> str:
-    return next((name for name in ("boolean", *_TYPES) if _fits(value, name)), "string")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -344,16 +341,17 @@ class CallNotation:
 def loose(text: str) -> str:
     """Return a pattern for a text whose white space may be missing, and whose ids may be others."""
     parts = re.split(f"({LONG_ID}|{NINE_ID})", text)
-    return "".join(r"[\w.:-]+" if part in (LONG_ID, NINE_ID) else _spaced(part) for part in parts)
+    return "".join(
+        r"[\w.:-]+"
+        if part in (LONG_ID, NINE_ID)
+        else "".join(r"\s?" if character.isspace() else re.escape(character) for character in part)
+        for part in parts
+    )
 
 
-def _spaced(text: str) -> str:
-    return "".join(r"\s?" if character.isspace() else re.escape(character) for character in text)
-
-
-def common_prefix(first: str, second: str) -> str:
-    same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    return min(first, second, key=len) if same is None else first[:same]
+def common_prefix(*texts: str) -> str:
+    same = (i for i, characters in enumerate(zip(*texts, strict=False)) if len({*characters}) > 1)
+    return texts[0][: next(same, min(map(len, texts)))]
 
 
 def call_of(value: Any) -> WrittenCall | None:

@@ -72,8 +72,8 @@ class CallReader:
                 if following or not self._has_passed_tails(self._open, is_end=is_end):
                     return
             start, is_mark = self._next_mark(is_end=is_end)
-            if said := self._said(start, is_rest=is_end and not is_mark):
-                yield said
+            if text := self._said(start, is_rest=is_end and not is_mark):
+                yield text
             if not is_mark:
                 return
             read, is_broken = self._read(start)
@@ -106,8 +106,7 @@ class CallReader:
             if tail is None:
                 break
             self._at = at + len(tail)
-        rest = self._text[at:]
-        if not is_end and any(mark.startswith(rest) for mark in notation.tails):
+        if not is_end and any(mark.startswith(self._text[at:]) for mark in notation.tails):
             return False
         self._at = self._search = at
         self._open, self._is_list = None, False
@@ -129,12 +128,12 @@ class CallReader:
         """Return what is said up to a place, and pass it on. White space waits for what follows it."""
         text = self._text[self._at : end]
         if self._is_behind_call:
-            said = text.strip() if text.strip(SEPARATORS) else ""
+            piece = text.strip() if text.strip(SEPARATORS) else ""
         else:
-            said = text if is_rest and not self._num_calls else text.rstrip()
-        if said.strip():
-            self._at, self._is_behind_call = self._at + text.index(said) + len(said), False
-            return said
+            piece = text if is_rest and not self._num_calls else text.rstrip()
+        if piece.strip():
+            self._at, self._is_behind_call = self._at + text.index(piece) + len(piece), False
+            return piece
         return text if is_rest and not self._num_calls else ""
 
     def _read(self, start: int) -> tuple[WrittenCall | None, bool]:
@@ -162,8 +161,8 @@ def read_answer(answer: str, notations: Sequence[CallNotation], tools: Tools) ->
     """Return what a whole answer says beside its calls, and the calls; none if what stands there is not one."""
     reader = CallReader(notations, tools)
     pieces = [*reader.feed(answer), *reader.end()]
-    said = "".join(piece for piece in pieces if isinstance(piece, str))
-    return said, [piece for piece in pieces if isinstance(piece, WrittenCall)]
+    text = "".join(piece for piece in pieces if isinstance(piece, str))
+    return text, [piece for piece in pieces if isinstance(piece, WrittenCall)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,10 +211,13 @@ class _Turn:
     two: str
     plain: tuple[str, str]  # what stands before and after the content of another answer: it belongs to no call
 
+    def without_tail(self, after: str) -> str:
+        """Return a text without the end that it shares with what follows any answer."""
+        return after[: len(after) - len(common_prefix(after[::-1], self.plain[1][::-1]))]
+
     def around(self, begin: int, end: int) -> tuple[str, str, str, str]:
         """Return (preamble, opening, closing, ending) of the call that stands there in the turn with one."""
-        after = self.one[end:]
-        after = after[: len(after) - len(common_prefix(after[::-1], self.plain[1][::-1]))]
+        after = self.without_tail(self.one[end:])
         head = self.plain[0].strip()
         opening = before = self.one[:begin].lstrip().removeprefix(head)
         closing = after
@@ -348,7 +350,7 @@ def _split(turn: str, arguments: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _last(after: str, turn: _Turn) -> str:
     """Return what stands behind the last value of each call, of all that does behind that of the only one."""
-    after = after[: len(after) - len(common_prefix(after[::-1], turn.plain[1][::-1]))]
+    after = turn.without_tail(after)
     if turn.two.count(NAME) == 2:
         value = [*_TEXTS.values()][-1]
         middle = turn.two.rpartition(NAME)[0].rpartition(value)[2]

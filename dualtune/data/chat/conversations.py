@@ -93,20 +93,20 @@ def read_messages(
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
 
 
-def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ...]:
+def read_history(value: Any, reading: RowReading) -> tuple[Message, ...]:
     """Read the turns before a question: a list of messages, or of [question, answer], of which either may be blank."""
-    history = from_json(value, key)
-    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, key)):
-        return read_messages(history, key, reading, f"{key}: message")
+    history = from_json(value, "history")
+    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, "history")):
+        return read_messages(history, "history", reading, "history: message")
     turns: list[Message] = []
-    for number, item in enumerate(as_list(history, key), start=1):
-        at = f"{key}: turn {number}"
+    for number, item in enumerate(as_list(history, "history"), start=1):
+        at = f"history: turn {number}"
         pair = as_list(item, at)
         if len(pair) != 2:
             raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
         for role, content in zip(("user", "assistant"), pair, strict=True):
-            said = "" if content is None else text_of(content, at, reading)
-            turns += [Message(role, said)] if said.strip() else []
+            turn = "" if content is None else text_of(content, at, reading)
+            turns += [Message(role, turn)] if turn.strip() else []
     return tuple(turns)
 
 
@@ -159,7 +159,9 @@ def arranged(
         if not turns or not _is_repeated(turns[-1], message):
             turns.append(message)
         elif reading.consecutive == "join" and _can_join(turns[-1], message):
-            turns[-1] = _joined(turns[-1], message)
+            contents = [turn.content for turn in (turns[-1], message) if turn.content.strip()]
+            extra = {**turns[-1].extra, **message.extra}
+            turns[-1] = replace(turns[-1], content="\n\n".join(contents), extra=extra)
             reading.notices.add(JOINED)
         else:
             turns.append(message)
@@ -196,14 +198,9 @@ def _is_repeated(message: Message, following: Message) -> bool:
 
 def _can_join(message: Message, following: Message) -> bool:
     """Return whether nothing but the border between two turns is lost if they are joined."""
-    rest = {key: value for key, value in following.extra.items() if key != "tool_calls"}
+    extra = {key: value for key, value in following.extra.items() if key != "tool_calls"}
     same = message.role == "user" or (message.train, message.weight) == (following.train, following.weight)
-    return same and all(key in message.extra and message.extra[key] == value for key, value in rest.items())
-
-
-def _joined(message: Message, following: Message) -> Message:
-    contents = [turn.content for turn in (message, following) if turn.content.strip()]
-    return replace(message, content="\n\n".join(contents), extra={**message.extra, **following.extra})
+    return same and all(key in message.extra and message.extra[key] == value for key, value in extra.items())
 
 
 def asked_nulls(
@@ -343,7 +340,8 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
     train, weight = fields.get("train"), fields.get("weight")
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{at}: train: got {shown(train)}, allowed: true or false")
-    if weight is not None and not _is_weight(weight):
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0 <= weight <= MAX_WEIGHT):
         raise RowError(f"{at}: weight: got {shown(weight)}, allowed: a number from 0 to {MAX_WEIGHT:g}")
     if train is not None and weight is not None and train != (weight != 0):
         raise RowError(f"{at}: train and weight contradict each other; keep one of them")
@@ -352,10 +350,6 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
     if weight not in (None, 0, 1):
         raise RowError(f"{at}: weight: got {weight:g}, allowed in a {role} message: 0 or 1; it is not trained on")
     return 1.0
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
 
 
 def _tool_call(value: Any, at: str) -> dict[str, Any]:

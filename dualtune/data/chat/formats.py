@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -139,9 +140,9 @@ def detect_format(row: RawRow, columns: Columns) -> str:
             return name
     if names:
         _check_columns(columns, names[0])
-    known = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
+    formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
     raise DataError(
-        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {known}. "
+        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. "
         "Map other names with data.columns, for example columns: {prompt: question, completion: answer}."
     )
 
@@ -198,12 +199,8 @@ def _lacks(row: RawRow, name: str, key: str) -> str:
 # --- one row of each format ------------------------------------------------------------------------------------------
 
 
-def _messages(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    return _chat(row, fields, read_messages(fields["messages"], "messages", reading), reading)
-
-
-def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    return _chat(row, fields, read_messages(fields["conversations"], "conversations", reading), reading)
+def _messages(row: RawRow, fields: Mapping[str, Any], reading: RowReading, key: str = "messages") -> Example:
+    return _chat(row, fields, read_messages(fields[key], key, reading), reading)
 
 
 def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
@@ -220,7 +217,9 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
         raise RowError("completion: has no assistant message, so there is nothing to train on")
     if REASONING in fields:
         answer = with_reasoning(answer, fields[REASONING], reading)
-    messages = _history(fields, reading) + _not_trained_on(before) + answer
+    messages = _not_trained_on(before) + answer
+    if "history" in fields:
+        messages = read_history(fields["history"], reading) + messages
     return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
@@ -297,7 +296,7 @@ _COMMON = ("system", "tools", "functions")
 FORMATS = {
     "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "messages", *_COMMON)),
     "messages": Format(_messages, ("messages",), _COMMON),
-    "sharegpt": Format(_sharegpt, ("conversations",), _COMMON),
+    "sharegpt": Format(partial(_messages, key="conversations"), ("conversations",), _COMMON),
     "prompt_completion": Format(
         _prompt_completion, ("prompt", "completion"), (*_COMMON, "context", "history", REASONING)
     ),
@@ -332,19 +331,16 @@ def _pair(
     if REASONING in fields:
         turns = with_reasoning(turns, fields[REASONING], reading)
     if "history" in fields:
-        return _chat(row, fields, _history(fields, reading) + turns, reading, "history and row: message")
+        turns = read_history(fields["history"], reading) + turns
+        return _chat(row, fields, turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
     return Example(row.path, row.line, messages, _tools(fields, reading), prompt, answer)
 
 
-def _history(fields: Mapping[str, Any], reading: RowReading) -> tuple[Message, ...]:
-    return read_history(fields["history"], "history", reading) if "history" in fields else ()
-
-
 def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
     answer = text_of(fields[key], key, reading)
-    if _is_blank(answer):
+    if not answer.strip():
         raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
 
@@ -382,18 +378,14 @@ def _not_trained_on(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(replace(message, train=False) if message.role == "assistant" else message for message in messages)
 
 
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()
-
-
 def _is_string(value: Any) -> bool:
     return isinstance(value, str) or is_scalar(value)
 
 
 def _are_strings(fields: Mapping[str, Any], first: str, second: str) -> bool:
     """Return whether both keys hold texts. Raises RowError if only one does."""
-    are = [_is_string(fields[key]) for key in (first, second)]
-    if are[0] != are[1]:
+    are_strings = {_is_string(fields[key]) for key in (first, second)}
+    if len(are_strings) > 1:
         got = " and ".join(type(fields[key]).__name__ for key in (first, second))
         raise RowError(f"'{first}' and '{second}' must both be strings or both lists of messages: got {got}")
-    return are[0]
+    return are_strings == {True}

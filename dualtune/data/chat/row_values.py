@@ -82,7 +82,9 @@ def unread(
         if name in _INDEX_NAMES:
             kinds.add(f"{INDEX_COLUMN}: {name}")
             continue
-        leaves = list(_texts_of(value)) if _is_content(name) or _holds_messages(value) else []
+        words = words_of(name)
+        is_content = bool(words & CONTENT) and not words & ABOUT
+        leaves = list(_texts_of(value)) if is_content or _holds_messages(value) else []
         if not leaves:
             continue
         if whole is None:
@@ -98,11 +100,6 @@ def unread(
 def words_of(name: str) -> frozenset[str]:
     """Return the words of a column's name in lower case: {complex, cot} of Complex_CoT."""
     return frozenset(word.lower() for word in _WORD.findall(name.replace("CoT", "Cot")))
-
-
-def _is_content(name: str) -> bool:
-    words = words_of(name)
-    return bool(words & CONTENT) and not words & ABOUT
 
 
 def _holds_messages(value: Any) -> bool:
@@ -206,14 +203,20 @@ def listed(names: Iterable[Any]) -> str:
 
 def check_texts(value: Any, at: str) -> None:
     """Raise RowError for a lone surrogate in any string of a JSON value."""
+    for string in strings_in(value):
+        text(string, at)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value, keys included."""
     if isinstance(value, str):
-        text(value, at)
+        yield value
     elif isinstance(value, Mapping):
-        for item in cast(Mapping[Any, Any], value).items():
-            check_texts(item, at)
+        for pair in cast(Mapping[Any, Any], value).items():
+            yield from strings_in(pair)
     elif isinstance(value, list | tuple):
         for item in cast(Sequence[Any], value):
-            check_texts(item, at)
+            yield from strings_in(item)
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
@@ -227,15 +230,15 @@ def column_of(
     `keys` are all keys of the format, `aliases` other names of a key, used where a row has none of its own name.
     """
     name = columns.get(key) or key
-    taken = {column for column in columns.values() if column}
+    mapped = {column for column in columns.values() if column}
     if columns.get(key):
         return name
     if key == REASONING:
         others = (alias for other in keys if other != key for alias in (other, *aliases.get(other, ())))
-        return _column_of_reasoning(fields, taken.union(others)) or name
+        return _column_of_reasoning(fields, mapped.union(others)) or name
     if has_value(fields, name):
         return name
-    return next((alias for alias in aliases.get(key, ()) if alias not in taken and has_value(fields, alias)), name)
+    return next((alias for alias in aliases.get(key, ()) if alias not in mapped and has_value(fields, alias)), name)
 
 
 def has_value(fields: Mapping[str, Any], key: str) -> bool:
@@ -263,17 +266,13 @@ def check_columns(
         raise DataError(f"data.columns: got null for '{missing[0]}', which {owner.removesuffix(' has')} needs")
 
 
-def _column_of_reasoning(fields: Mapping[str, Any], taken: Collection[str]) -> str | None:
+def _column_of_reasoning(fields: Mapping[str, Any], others: Collection[str]) -> str | None:
     """Return the column with the reasoning of an answer, going by its name; None if there is none, or several."""
-    names = [name for name, value in fields.items() if name not in taken and _is_named_so(name) and _is_said(value)]
+    names: list[str] = []
+    for name, value in fields.items():
+        words = words_of(name) if isinstance(name, str) else frozenset[str]()  # pyright: ignore[reportUnnecessaryIsInstance]
+        texts = cast(list[Any], value) if isinstance(value, list) else [value]
+        is_named_so = name not in others and words & REASONING_WORDS and not words & _OTHER
+        if is_named_so and all(isinstance(text, str) for text in texts) and any(text.strip() for text in texts):
+            names.append(name)
     return next((name for name in _NAMES if name in names), names[0] if len(names) == 1 else None)
-
-
-def _is_named_so(name: Any) -> bool:
-    words = words_of(name) if isinstance(name, str) else frozenset[str]()
-    return bool(words & REASONING_WORDS) and not words & _OTHER
-
-
-def _is_said(value: Any) -> bool:
-    texts = cast(list[Any], value) if isinstance(value, list) else [value]
-    return all(isinstance(text, str) for text in texts) and any(text.strip() for text in texts)

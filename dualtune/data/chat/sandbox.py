@@ -281,24 +281,13 @@ class Instrument(NodeTransformer):
             left = right
         return node
 
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
+    def visit_Call(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Node:
         self.generic_visit(node)
-        self._visit_star(node)
-        return node
-
-    def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        self.generic_visit(node)
-        self._visit_star(node)
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        self.generic_visit(node)
-        self._visit_star(node)
-        return node
-
-    def _visit_star(self, node: nodes.Call | nodes.Filter | nodes.Test) -> None:
-        if node.dyn_args is not None:
+        if node.dyn_args is not None:  # *arguments
             node.dyn_args = _filter(node.dyn_args, COLLECT, node.lineno)
+        return node
+
+    visit_Filter = visit_Test = visit_Call
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
@@ -539,9 +528,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return text
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if isinstance(
-            argument, (list, tuple, dict, Namespace)
-        ):  # a failed lookup would keep the argument, and print it after it has grown
+        # A failed lookup would keep the argument, and print it after it has grown.
+        if isinstance(argument, (list, tuple, dict, Namespace)):
             raise SecurityError("only text and numbers can be keys")
         return super().getitem(obj, argument)
 
@@ -561,7 +549,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         formatter = _Formatter(self, self.meter)
         if value.__name__ == "format_map":
             return functools.partial(formatter.vformat, text, ())
-        return formatter.of(text)
+        return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.meter.check_time()
@@ -601,9 +589,6 @@ class _Formatter(SandboxedFormatter):
     def __init__(self, env: Sandbox, meter: Meter) -> None:
         super().__init__(env)
         self._meter = meter
-
-    def of(self, text: str) -> Callable[..., str]:
-        return lambda *args, **kwargs: self.vformat(text, args, kwargs)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         self._meter.spend(4 * self._meter.size(value))

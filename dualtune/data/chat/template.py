@@ -126,8 +126,8 @@ class ChatTemplate:
 
     def variables(self) -> set[str]:
         """Return the names that the template reads and does not set before."""
-        known = {*cast(dict[str, Any], self._sandbox.globals), "raise_exception"}
-        return meta.find_undeclared_variables(self._sandbox.parse(self.source)) - known
+        functions = {*cast(dict[str, Any], self._sandbox.globals), "raise_exception"}
+        return meta.find_undeclared_variables(self._sandbox.parse(self.source)) - functions
 
     @cached_property
     def call_form(self) -> CallForm:

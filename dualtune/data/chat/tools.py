@@ -39,21 +39,21 @@ def without_nulls(value: Any, schema: Schema | None = None) -> tuple[Any, bool]:
     if isinstance(value, Mapping):
         table = cast("Mapping[str, Any]", value.full if isinstance(value, TableObject) else value)
         properties, required = _mapping(schema, "properties"), (schema or {}).get("required") or ()
-        left: dict[str, Any] = {}
+        items: dict[str, Any] = {}
         has_dropped = False
         for key, item in table.items():
             inner = cast("Schema | None", properties.get(key))
             if item is not None:
-                left[key], dropped = without_nulls(item, inner)
+                items[key], dropped = without_nulls(item, inner)
                 has_dropped |= dropped
             elif key in required and _allows_null(inner):
-                left[key] = None
+                items[key] = None
             else:
                 has_dropped = True
-        return left, has_dropped
+        return items, has_dropped
     if isinstance(value, list | tuple):
-        items = [without_nulls(item, _mapping(schema, "items")) for item in cast("Sequence[Any]", value)]
-        return [item for item, _ in items], any(dropped for _, dropped in items)
+        pairs = [without_nulls(item, _mapping(schema, "items")) for item in cast("Sequence[Any]", value)]
+        return [item for item, _ in pairs], any(dropped for _, dropped in pairs)
     return value, False
 
 
@@ -61,20 +61,17 @@ def calls_without_nulls(
     calls: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return calls that have only the nulls that their tools ask for, and whether there were others."""
-    schemas = {function.get("name"): _mapping(function, "parameters") for function in map(_function, tools)}
-    left: list[dict[str, Any]] = []
+    functions = [_mapping(tool, "function") or tool for tool in tools]
+    schemas = {function.get("name"): _mapping(function, "parameters") for function in functions}
+    bare: list[dict[str, Any]] = []
     has_dropped = False
     for call in calls:
         function = call["function"]
         arguments, dropped = without_nulls(function["arguments"], schemas.get(function["name"]))
         text = None if dropped else function["arguments"].text
-        left.append({**call, "function": {**function, "arguments": CallArguments(arguments, text)}})
+        bare.append({**call, "function": {**function, "arguments": CallArguments(arguments, text)}})
         has_dropped |= dropped
-    return left, has_dropped
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(tool, "function") or tool
+    return bare, has_dropped
 
 
 def _mapping(value: Schema | None, key: str) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ class DataFile:
                 return
             if len(line) > MAX_LINE and not line.endswith(b"\n"):
                 line = None
-                while (rest := self.stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                while (piece := self.stream.readline(1 << 20)) and not piece.endswith(b"\n"):
                     pass
             yield number, line
 

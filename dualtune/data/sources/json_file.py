@@ -122,7 +122,11 @@ def read_json(file: DataFile) -> Rows:
         if not text.next():
             return
         if text.next() != "{":
-            yield from _elements(text)
+            if text.next() != "[":
+                raise text.fault("an array of objects is needed")
+            yield from _list(text)
+            if text.next():
+                raise text.fault("Extra data after the array")
             return
         keys, lists = _keys_and_lists(text)
         is_one_object = not text.next()
@@ -225,10 +229,10 @@ class _Window:
                 at = part.end()
                 if depth <= 0:
                     return at
-            held, before = len(self._text) - self._at, self._at
-            if held > MAX_LINE:
+            length, before = len(self._text) - self._at, self._at
+            if length > MAX_LINE:
                 raise self._too_large()
-            if not self._more(min(held, MAX_LINE + 1 - held)):
+            if not self._more(min(length, MAX_LINE + 1 - length)):
                 return len(self._text)
             at -= before - self._at
 
@@ -272,15 +276,6 @@ class _Window:
         newline = data.rfind(b"\n", 0, at)
         line = 1 + self._read_lines + data.count(b"\n", 0, at)
         return line, at - newline if newline >= 0 else self._read_bytes + at + 1
-
-
-def _elements(text: _Window) -> Rows:
-    """Yield the elements of the array that is the whole file."""
-    if text.next() != "[":
-        raise text.fault("an array of objects is needed")
-    yield from _list(text)
-    if text.next():
-        raise text.fault("Extra data after the array")
 
 
 def _list(text: _Window) -> Rows:

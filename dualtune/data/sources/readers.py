@@ -11,8 +11,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 from urllib.parse import unquote
 
 from dualtune.base.errors import DataError, DualtuneError, EnvironmentFault, FormatError
@@ -21,7 +22,7 @@ from dualtune.data.sources.arrow_pieces import pieces
 from dualtune.data.sources.data_file import HOLDS_NUL, DataFile, Rows, open_regular, opened, reading
 from dualtune.data.sources.json_file import json_object, read_json, read_jsonl
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, printable
-from dualtune.data.sources.tables import INSTALL_DATASETS, arrow_rows, read_csv, read_parquet, read_tsv
+from dualtune.data.sources.tables import INSTALL_DATASETS, arrow_rows, read_csv, read_parquet
 
 Role = Literal["train", "valid", "test"]
 ROLE_NAMES: dict[Role, tuple[str, ...]] = {
@@ -33,33 +34,11 @@ _PART = re.compile(r"(?:[-_.](?:part[-_.]?)?(?P<part>\d+)(?:[-_.]of[-_.](?P<part
 SHOWN_NAMES = 20
 
 
-class SourceFiles(Protocol):
-    """A source of rows with an identity."""
-
-    @property
-    def name(self) -> str:
-        """The name as the user wrote it."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files to read, in order; none for a hub dataset."""
-        ...
-
-    def identity(self) -> str:
-        """Return a string that is equal for equal data read in the same way."""
-        ...
-
-    def rows(self, tell: Tell = ...) -> Rows:
-        """Yield all rows in order. `tell` is called regularly with the fraction read, in [0, 1]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FileSource:
     """One file, or several that are read in sequence."""
 
-    name: str
+    name: str  # as the user wrote it
     files: tuple[Path, ...]
 
     def identity(self) -> str:
@@ -72,6 +51,7 @@ class FileSource:
         return f"sha256:{whole.hexdigest()}"
 
     def rows(self, tell: Tell = lambda _: None) -> Rows:
+        """Yield all rows in order. `tell` is called regularly with the fraction read, in [0, 1]."""
         sizes: list[int] = []
         for path in self.files:
             with reading(path):
@@ -82,7 +62,9 @@ class FileSource:
             yield from read_file(path, lambda share, before=before, size=size: tell((before + share * size) / total))
 
 
-def open_source(path: str, *, role: Role = "train", subset: str | None = None, split: str | None = None) -> SourceFiles:
+def open_source(
+    path: str, *, role: Role = "train", subset: str | None = None, split: str | None = None
+) -> FileSource | HubSource:
     """Find the data that a user names. `subset` and `split` select within a hub dataset.
 
     In a directory, the files of the role are taken, or of the role that `split` names. Raises DataError if there is
@@ -90,7 +72,14 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
     """
     location, kind = _locate(path)
     if kind == "nothing" and _may_be_in_the_hub(path):
-        return open_hub(path, role, subset, split)
+        if split is not None:
+            return HubSource(path, _load(path, subset, split))
+        splits = _load(path, subset, None)
+        name = _split_for(role, list(splits))
+        if name is None:
+            names = ", ".join(splits)
+            raise DataError(f"{path}: has no split for the role {role}; it has: {names}. Name one with split")
+        return HubSource(path, splits[name])
     if kind == "nothing":
         raise DataError(f"{location}: no such file or directory")
     if subset is not None:
@@ -114,7 +103,7 @@ def has_role(path: str, role: Role, subset: str | None = None) -> bool:
     """
     location, kind = _locate(path)
     if kind == "nothing" and _may_be_in_the_hub(path):
-        return hub_has_role(path, role, subset)
+        return _split_for(role, list(_load(path, subset, None))) is not None
     if kind == "directory" and (saved := splits_of(location)) is not None:
         return role == "train" if "" in saved else any(name in saved for name in ROLE_NAMES[role])
     return bool(_candidates(location, role)) if kind == "directory" else kind == "file" and role == "train"
@@ -236,8 +225,8 @@ def read_text(file: DataFile) -> Rows:
 
     A longer line is cut between two characters.
     """
-    line, rest = 1, b""
-    while block := rest + file.stream.read(TEXT_BLOCK - len(rest)):
+    line, uncut = 1, b""
+    while block := uncut + file.stream.read(TEXT_BLOCK - len(uncut)):
         at_end = len(block) < TEXT_BLOCK
         cut = len(block) if at_end else _end_of_paragraph(block)
         piece = block[:cut] if cut else block
@@ -253,7 +242,7 @@ def read_text(file: DataFile) -> Rows:
         elif text.strip():
             yield RawRow(file.name, line, {"text": text.replace("\r\n", "\n")})
         line += piece.count(b"\n", 0, used)
-        rest = block[used:]
+        uncut = block[used:]
 
 
 def _end_of_paragraph(block: bytes) -> int:
@@ -269,7 +258,7 @@ READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
-    ".tsv": read_tsv,
+    ".tsv": partial(read_csv, delimiter="\t"),  # quotes included
     ".parquet": read_parquet,
     ".arrow": read_parquet,
     ".txt": read_text,
@@ -383,21 +372,6 @@ class HubSource:
 def is_hub_name(name: str) -> bool:
     """Return whether a name has the form owner/name."""
     return _NAME.fullmatch(name) is not None
-
-
-def open_hub(name: str, role: str, subset: str | None, split: str | None) -> HubSource:
-    """Load a dataset from the hub or the library's cache, and select the named split or the one for the role."""
-    if split is not None:
-        return HubSource(name, _load(name, subset, split))
-    splits = _load(name, subset, None)
-    chosen = _split_for(role, list(splits))
-    if chosen is None:
-        raise DataError(f"{name}: has no split for the role {role}; it has: {', '.join(splits)}. Name one with split")
-    return HubSource(name, splits[chosen])
-
-
-def hub_has_role(name: str, role: str, subset: str | None) -> bool:
-    return _split_for(role, list(_load(name, subset, None))) is not None
 
 
 def _split_for(role: str, splits: Sequence[str]) -> str | None:

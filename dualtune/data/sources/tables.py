@@ -52,11 +52,6 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
             yield RawRow(file.name, line, dict(zip(header, cells, strict=True)))
 
 
-def read_tsv(file: DataFile) -> Rows:
-    """Read a file like CSV, quotes included, with tabs between the cells."""
-    return read_csv(file, "\t")
-
-
 def arrow_rows(name: str, batches: Iterable[Any]) -> Rows:
     """Yield the rows of Arrow batches or tables, numbered from 1, with JSON columns decoded and null fields omitted.
 
@@ -91,19 +86,19 @@ def _converter(arrow_type: Any) -> Callable[[Any], Any] | None:
     if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return json.loads
     if types.is_struct(arrow_type):
-        inner = {field.name: _converter(field.type) or _as_it_is for field in arrow_type}
-        return lambda value: _without_nulls({k: None if v is None else inner[k](v) for k, v in value.items()})
+        inner = {field.name: _converter(field.type) for field in arrow_type}
+
+        def convert_object(value: dict[str, Any]) -> dict[str, Any]:
+            fields = value.copy()
+            for key, convert in inner.items():
+                if convert and fields[key] is not None:
+                    fields[key] = convert(fields[key])
+            return TableObject(fields) if None in fields.values() else fields
+
+        return convert_object
     is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
     convert = _converter(arrow_type.value_type) if is_list else None
     return convert and (lambda value: [None if item is None else convert(item) for item in value])
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return TableObject(fields) if None in fields.values() else fields
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 class _Record:

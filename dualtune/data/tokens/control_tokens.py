@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from dualtune.data.chat.row_values import strings_in
 from dualtune.data.sources.rows import RowError
 
 Policy = Literal["error", "text", "allow"]
@@ -35,6 +36,8 @@ class ControlTokens:
         self._ids = {self._added[id].content: id for id in sorted(special_ids) if id in self._added}
         self._hidden = {token: chr(FIRST_PLACEHOLDER + n) * len(token) for n, token in enumerate(self._ids)}
         self._shown = {hidden: token for token, hidden in self._hidden.items()}
+        self._tokens, self._placeholders = _Finder(self._hidden), _Finder(self._shown)
+        self._either = _Finder([*self._hidden, *self._shown])
         folds = any(self._added[id].normalized for id in self._ids.values())  # then other strings match a token too
         self._normalize: Callable[[str], str] | None = (
             getattr(rust.normalizer, "normalize_str", None) if folds else None
@@ -42,7 +45,7 @@ class ControlTokens:
 
     def first_in(self, value: Any) -> str | None:
         """Return the first control token in the strings of a JSON value."""
-        for text in _texts(value):
+        for text in strings_in(value):
             for form in (text, self._normalize(text)) if self._normalize else (text,):
                 for _, token in self._tokens.matches(form):
                     return token
@@ -123,18 +126,6 @@ class ControlTokens:
         """The id of each placeholder -> the id of its control token."""
         return {self._literal.token_to_id(hidden): self._ids[token] for token, hidden in self._hidden.items()}
 
-    @cached_property
-    def _tokens(self) -> _Finder:
-        return _Finder(self._hidden)
-
-    @cached_property
-    def _placeholders(self) -> _Finder:
-        return _Finder(self._shown)
-
-    @cached_property
-    def _either(self) -> _Finder:
-        return _Finder([*self._hidden, *self._shown])
-
 
 def control_token_warning(number: int, first: str, policy: Policy) -> str:
     """Return a warning about control tokens in content: they are intended only in rows formatted by hand."""
@@ -174,14 +165,3 @@ class _Finder:
             pieces += text[done:at], table[match]
             done = at + len(match)
         return "".join([*pieces, text[done:]])
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in cast(Mapping[Any, Any], value).items():
-            yield from _texts(pair)
-    elif isinstance(value, list | tuple):
-        for item in cast(Sequence[Any], value):
-            yield from _texts(item)

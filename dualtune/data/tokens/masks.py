@@ -24,6 +24,7 @@ from html import escape
 from typing import Any, cast
 
 from dualtune.base.errors import DataError
+from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.chat.row_values import FOLDED, KEYS_OF_REASONING, sentence
@@ -182,23 +183,15 @@ class _Chat:
         return turn
 
     def _by_prefix(self, i: int) -> Range | None:
-        turn = self._turn_alone(i)
-        if turn is None:
+        rendered = self._rendered_until(i)
+        if rendered is None or not self.text.startswith(rendered[1][: rendered[0]]):  # the text begins differently
             return None
-        start, text = turn
+        start, text = rendered[0], rendered[1][rendered[0] :]  # the turn, if no other follows
         content = self.messages[i].content
         if not self.text.startswith(text, start):
-            said = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
-            text = next((rest for part in said if (rest := _suffix_at(self.text, start, text, part))), "")
+            contents = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
+            text = next((suffix for part in contents if (suffix := _suffix_at(self.text, start, text, part))), "")
         return (start, start + _end(text, content)) if text else None
-
-    def _turn_alone(self, i: int) -> tuple[int, str] | None:
-        """Return where message `i` starts, and its text if no other follows; None if the text begins differently."""
-        rendered = self._rendered_until(i)
-        if rendered is None:
-            return None
-        start, through = rendered
-        return (start, through[start:]) if self.text.startswith(through[:start]) else None
 
     def _rendered_until(self, i: int) -> tuple[int, str] | None:
         """Render the conversation through message `i`; return where that message starts, and the whole text."""
@@ -222,7 +215,7 @@ class _Chat:
             return None
         if through.startswith(head):
             return len(head)
-        return len(_UNFINISHED_MARK.sub("", _common_prefix(through, head, prompt)))
+        return len(_UNFINISHED_MARK.sub("", common_prefix(through, head, prompt)))
 
     def _by_own_text(self, i: int) -> Range | None:
         """Find a turn with tool calls or reasoning: its text without later turns, around a sentinel in the text."""
@@ -295,9 +288,9 @@ def _suffix_at(text: str, start: int, turn: str, content: str) -> str:
     """Return the longest suffix of `turn` that is in the text at `start` and contains the whole content, or ""."""
     head = text[start : start + min(HEAD, max(1, len(content)))]
     at = turn.find(head) if head else -1
-    while at >= 0 and content in (rest := turn[at:]):
-        if text.startswith(rest, start):
-            return rest
+    while at >= 0 and content in (suffix := turn[at:]):
+        if text.startswith(suffix, start):
+            return suffix
         at = turn.find(head, at + 1)
     return ""
 
@@ -327,11 +320,6 @@ def _with_mark(message: Message, mark: str) -> Message:
         return replace(message, content=mark + message.content.lstrip())
     function = {**calls[0]["function"], "name": mark + calls[0]["function"]["name"]}
     return replace(message, extra={**message.extra, "tool_calls": [{**calls[0], "function": function}, *calls[1:]]})
-
-
-def _common_prefix(first: str, *others: str) -> str:
-    same = (i for i in range(len(first) + 1) if not all(text.startswith(first[: i + 1]) for text in others))
-    return first[: next(same, len(first))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -367,17 +355,17 @@ def lost_in(message: Message, turn: str, *, is_earlier: bool) -> set[str]:
     `is_earlier`: a question follows, before which many templates leave out reasoning.
     """
     before, end, answer = message.content.rpartition(THOUGHT_END)
-    said = {CONTENT: answer, THOUGHT: before.replace("<think>", "") if end else ""}
+    parts = {CONTENT: answer, THOUGHT: before.replace("<think>", "") if end else ""}
     key = next((key for key in KEYS_OF_REASONING if message.extra.get(key) is not None), None)
     if key is not None:
-        said[key] = "\n".join(_leaves(message.extra[key]))
+        parts[key] = "\n".join(_leaves(message.extra[key]))
     lost: set[str] = set()
-    for kind, text in sorted(said.items(), key=lambda item: -len(item[1])):  # a short text may be a part of a long one
-        rest = _without(turn, text)
-        if rest is None:
+    for kind, text in sorted(parts.items(), key=lambda item: -len(item[1])):  # a short text may be a part of a long one
+        without = _without(turn, text)
+        if without is None:
             lost.add(EARLIER if is_earlier and kind != CONTENT else kind)
         else:
-            turn = rest
+            turn = without
     return lost
 
 

@@ -21,7 +21,6 @@ from dualtune.model.config_file import MAX_CONFIG_BYTES
 
 GENERATION_CONFIG = "generation_config.json"
 _NAMING_EOS = ("tokenizer_config.json", "special_tokens_map.json")
-_EOS_OF_TEMPLATE = "eos_token"  # the variable of chat templates
 _ANSWER = "Blue."
 
 
@@ -53,8 +52,8 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
         text = tokenizer.render([Message("user", "Which colour?"), Message("assistant", _ANSWER)])
     except RowError:
         return None
-    _, answer, rest = text.rpartition(_ANSWER)
-    tokens: list[int] = tokenizer.encode(rest, special=False).tolist() if answer else []
+    _, answer, end = text.rpartition(_ANSWER)
+    tokens: list[int] = tokenizer.encode(end, special=False).tolist() if answer else []
     return next((token for token in tokens if token in tokenizer.stop_ids), None)
 
 
@@ -85,7 +84,8 @@ def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTo
         if isinstance(part, dict) and (part is config or "eos_token_id" in part):
             cast("dict[str, Any]", part)["eos_token_id"] = named
     _write(model / "config.json", config)
-    if stops.ids[0] != tokenizer.eos_id and not _template_names_eos(tokenizer):
+    source = tokenizer.template.source if tokenizer.template else ""
+    if stops.ids[0] != tokenizer.eos_id and "eos_token" not in source:  # the variable of chat templates
         for name in _NAMING_EOS:
             _rename_eos(model / name, stops.texts[0])
     return stops
@@ -94,10 +94,6 @@ def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTo
 def _write(path: Path, table: Mapping[str, Any]) -> None:
     """Write a table that was read from there; it may hold Infinity, as some configs do."""
     path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _template_names_eos(tokenizer: Tokenizer) -> bool:
-    return tokenizer.template is not None and _EOS_OF_TEMPLATE in tokenizer.template.source
 
 
 def _rename_eos(path: Path, token: str) -> None:

@@ -144,7 +144,9 @@ class Writer:
                 entry["digest"] = np.void(_digest(raw, weights))
                 self._tokens.write(raw.tobytes())
                 if weights is not None:
-                    self._write_weights(weights)
+                    self.weights = self.weights or self._open_weights()
+                    self.weights.seek(4 * self._start)  # tokens without weights before it leave a hole
+                    self.weights.write(weights.tobytes())
                 self._start += len(raw)
             self._index.write(entries.tobytes())
         except OSError as error:
@@ -154,12 +156,6 @@ class Writer:
         """Extend the weights to the number of tokens. The caller closes the files."""
         if self.weights is not None:
             self.weights.truncate(4 * self._start)
-
-    def _write_weights(self, weights: np.ndarray) -> None:
-        if self.weights is None:
-            self.weights = self._open_weights()
-        self.weights.seek(4 * self._start)
-        self.weights.write(weights.tobytes())
 
     def table(self) -> dict[str, Any]:
         counts = {"left_out": self.left_out, "notices": self.notices}
@@ -212,8 +208,12 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = hidden_sibling(directory)
         temporary.mkdir()
-    except OSError:
-        return _in_process(build)
+    except OSError:  # the cache cannot be written: the store lasts as long as the process
+        directory = Path(tempfile.mkdtemp(dir=_scratch().name))
+        _write(directory, build)
+        store = _read(directory)
+        assert store is not None
+        return store
     try:
         _write(temporary, build)
         forget_unused(directory.parent)
@@ -287,14 +287,6 @@ def _read(directory: Path) -> TokenStore | None:
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="dualtune-")  # removed when the process ends
-
-
-def _in_process(build: Build) -> TokenStore:
-    directory = Path(tempfile.mkdtemp(dir=_scratch().name))
-    _write(directory, build)
-    store = _read(directory)
-    assert store is not None
-    return store
 
 
 def forget_unused(directory: Path) -> None:

@@ -192,13 +192,9 @@ def _fitted(tokens: np.ndarray, mask: np.ndarray, max_length: int, *, split: boo
     if len(tokens) <= max_length:
         return State.WHOLE, [(tokens, mask)]
     if split:
-        return State.SPLIT, _windows(tokens, mask, max_length)
+        # Windows overlap by one token, so that each token but the first is a target exactly once.
+        starts = range(0, len(tokens) - 1, max_length - 1)
+        return State.SPLIT, [(tokens[at : at + max_length], mask[at : at + max_length]) for at in starts]
     if not mask[1:max_length].any():
         return State.TOO_LONG, []
     return State.CUT, [(tokens[:max_length], mask[:max_length])]
-
-
-def _windows(tokens: np.ndarray, mask: np.ndarray, size: int) -> list[Tokens]:
-    """Split into windows that overlap by one token, so that each token but the first is a target exactly once."""
-    starts = range(0, len(tokens) - 1, size - 1)
-    return [(tokens[at : at + size], mask[at : at + size]) for at in starts]

@@ -70,7 +70,8 @@ class Tokenizer:
         self._loaded = load(model_dir)
         self._rust = self._loaded.rust
         self._rust.encode_special_tokens = False
-        self._files = _hashes(model_dir)
+        paths = [model_dir / name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
+        self._files = {path.name: sha256_of(path) for path in paths}
         self._model_dir = model_dir
         self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not the tokenizer
         self.special_tokens = self._loaded.named  # role -> text, such as "bos_token": "<s>"
@@ -84,7 +85,7 @@ class Tokenizer:
         self._model_ends = {id for id in (self.eos_id, *_generation_ends(model_dir)) if id is not None}
         self.end_id, ends = self._turn_ends()
         self.stop_ids = frozenset(ends)  # tokens that end an answer
-        self.warning = self._template_warning(self._closing)
+        self.warning = self._template_warning()
 
     @classmethod
     def of(cls, model_dir: Path, data: DataConfig, template: str | None = None) -> Tokenizer:
@@ -174,19 +175,8 @@ class Tokenizer:
         add_generation_prompt: bool = False,
     ) -> str:
         """Render the chat as text. Raises RowError if the template rejects the conversation."""
-        return self.render_marked(messages, tools=tools, add_generation_prompt=add_generation_prompt)[0]
-
-    def render_marked(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = False,
-    ) -> tuple[str, Ranges]:
-        """Return the chat as text and the character ranges of the template's generation blocks."""
         assert self.template is not None
-        turns = self._turns(messages)
-        return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.template.render(self._turns(messages), tools=tools, add_generation_prompt=add_generation_prompt)
 
     def _turns(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
         """Return the messages in the form that the template takes."""
@@ -201,14 +191,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
     ) -> tuple[Sequence[Message], str, Ranges]:
-        """Call `render_marked`, and also return the messages that were rendered.
+        """Return the messages that were rendered, the text, and the character ranges of its generation blocks.
 
-        These are others if the template refuses system messages or leaves one out: each is put before the user message
-        that follows. Raises RowError if that does not help, or if `system` is refuse.
+        The messages are others if the template refuses system messages or leaves one out: each is put before the user
+        message that follows. Raises RowError if that does not help, or if `system` is refuse.
         """
+        template = self.template
+        assert template is not None
 
         def rendered(turns: Sequence[Message]) -> tuple[str, Ranges]:
-            return self.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
+            return template.render_marked(self._turns(turns), tools=tools, add_generation_prompt=add_generation_prompt)
 
         folded = fold_system(messages)
         try:
@@ -274,12 +266,14 @@ class Tokenizer:
         messages, text, _ = self.render_folded(messages, tools=tools, add_generation_prompt=True)
         text = valid_text(text, "the text")
         _, masked = self.masked_chat(messages, text, tools=tools, add_generation_prompt=True)
-        return self._encode_masked(masked, special=False) if masked else self.encode(text, special=False)
+        encode = self.control_tokens.encode_batch if masked else self.encode_batch
+        return encode([masked or text], special=False)[0][0]
 
     def encode_text(self, text: str) -> np.ndarray:
         """Encode a plain text for the model to continue. Raises RowError if the policy rejects it."""
         _, masked = self.masked_text(valid_text(text, "the text"))
-        return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
+        encode = self.control_tokens.encode_batch if masked else self.encode_batch
+        return encode([masked or text], special=True)[0][0]
 
     def encode_prompt(self, prompt: str, system: str | None = None) -> np.ndarray:
         """Encode a user's prompt as in training: with the chat template, if there is one, and a system message."""
@@ -289,12 +283,9 @@ class Tokenizer:
         except RowError as error:
             raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
 
-    def _encode_masked(self, masked: str, *, special: bool) -> np.ndarray:
-        return self.control_tokens.encode_batch([masked], special=special)[0][0]
-
-    def _template_warning(self, closing: str) -> str | None:
+    def _template_warning(self) -> str | None:
         """Return why this template may not match this tokenizer, or None."""
-        mark = _MARK.match(closing)
+        mark = _MARK.match(self._closing)
         if mark is None or len(self.encode(mark[0], special=False)) == 1:
             return None
         return (
@@ -337,8 +328,8 @@ class Tokenizer:
         tools = [tool] if "tool_calls" in answer.extra else []
         for before in ((question,), (system, question)):
             with contextlib.suppress(RowError):
-                _, probe, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
-                return rest if probe else ""
+                _, probe, after = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
+                return after if probe else ""
         return ""
 
     def _before_answer(self) -> str:
@@ -377,11 +368,6 @@ def _generation_ends(model_dir: Path) -> list[int]:
     value = read_json(path, max_bytes=MAX_GENERATION_CONFIG_BYTES, strict=False).get("eos_token_id")
     listed = cast("list[Any]", value) if isinstance(value, list) else [value]
     return [token for token in listed if type(token) is int]
-
-
-def _hashes(model_dir: Path) -> dict[str, str]:
-    paths = [model_dir / name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
-    return {path.name: sha256_of(path) for path in paths}
 
 
 def _template(loaded: Loaded, choice: str, variables: Mapping[str, Any]) -> ChatTemplate | None:

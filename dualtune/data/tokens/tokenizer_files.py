@@ -146,9 +146,9 @@ def _loaded(directory: Path, rust: Any, named: Mapping[str, str], extra: Sequenc
 def _missing(rust: Any, added: Mapping[int, AddedToken], special: Sequence[Token], named: set[str]) -> list[AddedToken]:
     """Return the tokens to add to the tokenizer, in order: the listed ones by id, then missing special tokens."""
     tokens: list[Token] = [token for _, token in sorted(added.items())]
-    known = {token.content for token in rust.get_added_tokens_decoder().values()} | {str(token) for token in tokens}
+    texts = {token.content for token in rust.get_added_tokens_decoder().values()} | {str(token) for token in tokens}
     for token in special:
-        if str(token) not in known and token not in tokens:
+        if str(token) not in texts and token not in tokens:
             tokens.append(token)
     whole = [AddedToken(token, special=True) if isinstance(token, str) else token for token in tokens]
     for token in whole:
@@ -172,8 +172,8 @@ def _special_tokens(model_dir: Path, config: Table, table: Table) -> tuple[Table
         added = _older_added_tokens(model_dir, config)
         for entry in cast("list[Table]", table.get("added_tokens") or []):
             added[entry["id"]] = _token({key: value for key, value in entry.items() if key != "id"})
-    here = {name: config[name] for name in (*NAMED, *filter(_is_own, config)) if name in config}
-    names = {name: _special(value) for name, value in (here | own).items()}
+    named = {name: config[name] for name in (*NAMED, *filter(_is_own, config)) if name in config}
+    names = {name: _special(value) for name, value in (named | own).items()}
     return names, [_special(token) for token in _list(config.get(LISTS[1], config.get(LISTS[0])))], added
 
 

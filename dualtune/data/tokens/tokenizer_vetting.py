@@ -3,7 +3,7 @@
 A few hundred bytes can make it allocate gigabytes: chained normalizers and decoders each lengthen a text, a template
 repeats it, and a failed allocation ends the process. So the file is checked here first: only known parts are allowed,
 and their growth per character is computed. What cannot be computed, above all the time of a regular expression, is
-tried in a process with limits (`tokenizer_trial.py`); the verdict is cached by content.
+tried in a process with limits (`answer`); the verdict is cached by content.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from tokenizers import Tokenizer
 
 from dualtune.base.errors import DiskError, FormatError
 from dualtune.base.files import cache_dir, write_file
@@ -41,7 +44,7 @@ MAX_HERE = 4 << 20  # bytes of a file to check in this process; a larger one goe
 MEMORY_BYTES, MEMORY_FOR_A_BYTE = 256 << 20, 12
 CPU_S, BYTES_A_SECOND = 5, 4 << 20
 REMEDY = "Use the file that the model was published with"
-TRIAL = "texts of 3,000 characters"
+LENGTH = 3000  # characters of a text of the trial: quadratic time shows, and a good tokenizer takes a second for all
 GOOD_PATTERNS = {QWEN2, QWEN3_5, QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")}  # the last is Llama 3's
 RULES = 1  # increase it when the accepted content changes, to invalidate cached verdicts
 
@@ -76,28 +79,25 @@ def vet(data: bytes, path: Path) -> None:
     """Raise FormatError if this content of a tokenizer.json must not be loaded."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{path}: more than {MAX_FILE_BYTES} bytes, which no tokenizer has. {REMEDY}")
-    verdict = _verdict_file(data)
+    digest = hashlib.sha256(json.dumps([RULES, versions_of(("tokenizers",))]).encode())
+    digest.update(data)
+    verdict = cache_dir() / "tokenizers" / digest.hexdigest()[:32]
     with contextlib.suppress(OSError):
         if verdict.read_text(encoding="ascii") == "ok":
             return
     try:
         if len(data) > MAX_HERE or check(parse_object(data, path, strict=False)):
-            _run_trial(data)
+            limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
+            if reason := run(__name__, data, limits):
+                raise Refused(reason)
+    except Exceeded as error:
+        reason = f"a trial on texts of {LENGTH:,} characters took more than {error}"
+        raise FormatError(f"{path}: {reason}. {REMEDY}") from None
     except Refused as refusal:
         raise FormatError(f"{path}: {refusal}. {REMEDY}") from None
     with contextlib.suppress(OSError, DiskError):
         verdict.parent.mkdir(parents=True, exist_ok=True)
         write_file(verdict, "ok")
-
-
-def _run_trial(data: bytes) -> None:
-    limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
-    try:
-        refusal = run("dualtune.data.tokens.tokenizer_trial", data, limits)
-    except Exceeded as error:
-        raise Refused(f"a trial on {TRIAL} took more than {error}") from None
-    if refusal:
-        raise Refused(refusal)
 
 
 @contextlib.contextmanager
@@ -110,14 +110,6 @@ def rust_errors(path: object) -> Generator[None]:
             raise
         reason = reason_of(error)
         raise FormatError(f"{path}: the tokenizer is damaged: {reason}. {REMEDY}") from None
-
-
-def _verdict_file(data: bytes) -> Path:
-    """Return the path of the cached verdict for a content."""
-    version = versions_of(("tokenizers",))
-    digest = hashlib.sha256(json.dumps([RULES, version]).encode())
-    digest.update(data)
-    return cache_dir() / "tokenizers" / digest.hexdigest()[:32]
 
 
 def reason_of(error: BaseException) -> str:
@@ -138,8 +130,8 @@ def check(table: Table) -> bool:
     if sum(len(str(token.get("content"))) for token in tokens) > MAX_ADDED_BYTES:
         raise Refused(f"the added tokens have more than {MAX_ADDED_BYTES} characters")
     needs_trial = False
-    for name, (known, key) in SEQUENCES.items():
-        parts = _parts(table.get(name), known, key, name)
+    for name, (kinds, key) in SEQUENCES.items():
+        parts = _parts(table.get(name), kinds, key, name)
         growth = math.prod(_growth(part, name) for part in parts)
         if growth > MAX_GROWTH:
             raise Refused(
@@ -159,7 +151,7 @@ def _is_one_of(value: Any, names: Container[str]) -> bool:
     return isinstance(value, str) and value in names
 
 
-def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> list[Table]:
+def _parts(value: Any, kinds: set[str], key: str, name: str, depth: int = 0) -> list[Table]:
     """Return the flattened chain of parts; a Sequence may contain Sequences."""
     if value is None:
         return []
@@ -167,12 +159,12 @@ def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> 
     kind = part.get("type")
     if kind == "Sequence" and depth < 4:
         inner = _items(part.get(key), f"{name}.{key}")
-        parts = [leaf for item in inner[: MAX_PARTS + 1] for leaf in _parts(item, known, key, name, depth + 1)]
+        parts = [leaf for item in inner[: MAX_PARTS + 1] for leaf in _parts(item, kinds, key, name, depth + 1)]
         if max(len(inner), len(parts)) > MAX_PARTS:
             raise Refused(f"its {name} has more than {MAX_PARTS} parts")
         return parts
-    if not _is_one_of(kind, known):
-        raise Refused(f"{name}: got type {_shown(kind)}, allowed: Sequence, {', '.join(sorted(known))}")
+    if not _is_one_of(kind, kinds):
+        raise Refused(f"{name}: got type {_shown(kind)}, allowed: Sequence, {', '.join(sorted(kinds))}")
     return [part]
 
 
@@ -287,3 +279,36 @@ def _object(value: Any, name: str) -> Table:
 
 def _shown(value: Any) -> str:
     return ascii(value)[:50]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trial, in the process with limits that `dualtune.base.limits` starts.
+#
+# The texts are long runs of one kind of character that end differently. On these a badly written regular expression
+# takes quadratic time or never ends.
+
+CHARACTERS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "_", "<", "é", "語", "\u0301", "\ufdfa", "👪", "▁")
+ENDS = ("", "!", "\0", "a")
+MAX_TOKENS_OF_ONE = 200  # of a character
+
+
+def answer(data: bytes) -> str:
+    """Return the reason why this content must not be used, or ""."""
+    try:
+        check(parse_object(data, "tokenizer.json", strict=False, allowance=MAX_STRUCTURES))
+        with rust_errors("tokenizer.json"):
+            rust = Tokenizer.from_buffer(data)
+            rust.no_truncation()
+            rust.no_padding()
+            for run_of in (*CHARACTERS, *map("".join, itertools.pairwise(CHARACTERS))):
+                for end in ENDS:
+                    text = run_of * (LENGTH // len(run_of)) + end
+                    ids = rust.encode(text).ids
+                    if len(ids) > MAX_TOKENS_OF_ONE * len(text):
+                        return f"it splits {len(text)} characters into {len(ids)} tokens"
+                    rust.decode(ids[:LENGTH])
+    except Refused as refusal:
+        return str(refusal)
+    except FormatError as error:
+        return str(error).removeprefix("tokenizer.json: ").removesuffix(f". {REMEDY}")
+    return ""

@@ -35,41 +35,38 @@ CHECKPOINTING, TOKENS, BASE = "memory.checkpointing", "train.micro_batch_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """What the values of some techniques depend on."""
-
-    layers: int  # of the model
-    tokens: int  # of the largest micro-batch, with padding
-    longest: int  # document
-
-    @property
-    def half_the_tokens(self) -> int:
-        return max(self.longest, self.tokens // 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Technique:
     name: str
-    settings: Callable[[Scale], Mapping[str, Any]]
+    settings: Mapping[str, Any]  # on top of those of NONE
     same_result: bool = True
     combined: bool = True  # whether `all` contains it
 
 
-# A new technique is one line. The values of keys that a backend does not honour are not offered on it.
-TECHNIQUES = (
-    Technique("adapter inputs", lambda scale: {CHECKPOINTING: "adapter_inputs"}, combined=False),
-    Technique("half of the layers", lambda scale: {CHECKPOINTING: f"{{layers: {scale.layers // 2}}}"}, combined=False),
-    Technique("all layers", lambda scale: {CHECKPOINTING: "full"}),
-    Technique("half the micro-batch", lambda scale: {TOKENS: scale.half_the_tokens}),
-    Technique("int8 base", lambda scale: {BASE: "int8"}, same_result=False, combined=False),
-    Technique("affine4 base", lambda scale: {BASE: "affine4"}, same_result=False),
-    Technique("nf4 base", lambda scale: {BASE: "nf4"}, same_result=False),
-    Technique("offloaded activations", lambda scale: {CHECKPOINTING: "full", "memory.offload": "activations"}),
-    Technique("streamed layers", lambda scale: {CHECKPOINTING: "full", "memory.resident_layers": 2}),
-    Technique("8-bit AdamW", lambda scale: {"train.optimizer": "adamw_8bit"}, same_result=False),
-)
-NONE = Technique("none", lambda scale: {CHECKPOINTING: "none", BASE: "none"}, combined=False)
+NONE = Technique("none", {CHECKPOINTING: "none", BASE: "none"}, combined=False)
 ALL = "all"
+
+
+def techniques(layers: int, tokens: int, longest: int) -> tuple[Technique, ...]:
+    """Return the techniques for a model of so many layers, whose largest micro-batch has `tokens`, padding included.
+
+    `longest`: the tokens of the longest document. A new technique is one line. The values of keys that a backend does
+    not honour are not offered on it.
+    """
+    return (
+        Technique("adapter inputs", {CHECKPOINTING: "adapter_inputs"}, combined=False),
+        Technique("half of the layers", {CHECKPOINTING: f"{{layers: {layers // 2}}}"}, combined=False),
+        Technique("all layers", {CHECKPOINTING: "full"}),
+        Technique("half the micro-batch", {TOKENS: max(longest, tokens // 2)}),
+        Technique("int8 base", {BASE: "int8"}, same_result=False, combined=False),
+        Technique("affine4 base", {BASE: "affine4"}, same_result=False),
+        Technique("nf4 base", {BASE: "nf4"}, same_result=False),
+        Technique("offloaded activations", {CHECKPOINTING: "full", "memory.offload": "activations"}),
+        Technique("streamed layers", {CHECKPOINTING: "full", "memory.resident_layers": 2}),
+        Technique("8-bit AdamW", {"train.optimizer": "adamw_8bit"}, same_result=False),
+    )
+
+
+NAMES = (*(technique.name for technique in techniques(0, 0, 0)), ALL)
 
 
 @dataclass(slots=True)
@@ -77,11 +74,15 @@ class AblationRow:
     """A technique and its measurements, one for each round."""
 
     technique: Technique
-    overrides: tuple[str, ...]
     planned: Estimate | None = None
     measured: list[Measured] = field(default_factory=lambda: [])
     process_bytes: int | None = None  # the most anonymous memory of the process during the steps
     failure: str = ""  # why it was not measured
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return the settings of the technique as overrides of a config."""
+        return tuple(f"{key}={value}" for key, value in {**NONE.settings, **self.technique.settings}.items())
 
     @property
     def planned_bytes(self) -> int | None:
@@ -187,14 +188,20 @@ def ablate(
 
     ConfigError for an unknown name or an impossible config; EnvironmentFault where there is no plan to compare with.
     """
-    names = (*(technique.name for technique in TECHNIQUES), ALL)
-    if unknown := [name for name in only if name not in names]:
-        raise ConfigError(f"--only: got '{unknown[0]}', allowed: {', '.join(names)}")
+    if unknown := [name for name in only if name not in NAMES]:
+        raise ConfigError(f"--only: got '{unknown[0]}', allowed: {', '.join(NAMES)}")
     place = _place(config, tuple(overrides), platform, steps)
-    baseline = AblationRow(NONE, _as_overrides(NONE.settings(_planned_scale(place))))
+    baseline = AblationRow(NONE)
     tell(NONE.name)
     _measure(place, baseline)
-    offered, not_offered = _offered(place, _scale(place, baseline), only)
+    # The baseline shows the real micro-batches, on which the values of some techniques depend.
+    if baseline.measured:
+        tokens, longest = (max(values) for values in zip(*baseline.measured[0].micro_batches, strict=True))
+    else:
+        settings = place.config_with(())
+        longest = settings.data.max_length
+        tokens = tokens_at_once(settings.train.micro_batch_tokens, longest)
+    offered, not_offered = _offered(place, tokens, longest, only)
     rows = [baseline, *offered]
     for number in range(rounds):
         for row in rows[number == 0 :]:  # the baseline of the first round is done
@@ -216,55 +223,33 @@ def _place(config: Path, overrides: tuple[str, ...], platform: str, steps: int) 
     except UnknownShape as reason:
         raise EnvironmentFault(f"model.name: {loaded.model.name}: {reason}") from reason
     has = budget(machine, choice.platform if device.kind == "cuda" else device.kind)
-    here = replace(card, devices=(device,))
-    return _Place(config, overrides, choice.platform, steps, here, decoder, has.bytes)
+    device_card = replace(card, devices=(device,))
+    return _Place(config, overrides, choice.platform, steps, device_card, decoder, has.bytes)
 
 
-def _planned_scale(place: _Place) -> Scale:
-    config = place.config_with(())
-    longest = config.data.max_length
-    return Scale(place.decoder.layers, tokens_at_once(config.train.micro_batch_tokens, longest), longest)
-
-
-def _scale(place: _Place, baseline: AblationRow) -> Scale:
-    """Return the scale of the baseline's micro-batches; if it was not measured, that of the config."""
-    if not baseline.measured:
-        return _planned_scale(place)
-    cells, longest = (max(values) for values in zip(*baseline.measured[0].micro_batches, strict=True))
-    return Scale(place.decoder.layers, cells, longest)
-
-
-def _offered(place: _Place, scale: Scale, only: Sequence[str]) -> tuple[list[AblationRow], dict[str, str]]:
+def _offered(
+    place: _Place, tokens: int, longest: int, only: Sequence[str] = ()
+) -> tuple[list[AblationRow], dict[str, str]]:
     """Return the techniques that this backend honours, with `all` of them together, and why it lacks the others."""
     rows: list[AblationRow] = []
     refused: dict[str, str] = {}
-    for technique in TECHNIQUES:
-        settings = dict(NONE.settings(scale)) | dict(technique.settings(scale))
+    for technique in techniques(place.decoder.layers, tokens, longest):
+        row = AblationRow(technique)
         try:
-            place.config_with(_as_overrides(settings))
+            place.config_with(row.overrides)
         except ConfigError as error:
             refused[technique.name] = str(error).splitlines()[0]
             continue
-        if settings.get(TOKENS) == scale.tokens:
-            refused[technique.name] = f"the largest micro-batch is a single document of {scale.longest} tokens"
+        if technique.settings.get(TOKENS) == tokens:
+            refused[technique.name] = f"the largest micro-batch is a single document of {longest} tokens"
             continue
-        rows.append(AblationRow(technique, _as_overrides(settings)))
+        rows.append(row)
     if combined := [row.technique for row in rows if row.technique.combined]:
-        rows.append(_together(combined, scale))
+        # Of several values for a key, the last one in the table counts.
+        settings = {key: value for technique in combined for key, value in technique.settings.items()}
+        same = all(technique.same_result for technique in combined)
+        rows.append(AblationRow(Technique(ALL, settings, same_result=same)))
     return [row for row in rows if not only or row.technique.name in only], refused
-
-
-def _together(techniques: Sequence[Technique], scale: Scale) -> AblationRow:
-    """Combine techniques. Of several values for a key, the last one in the table counts."""
-    settings = dict(NONE.settings(scale))
-    for technique in techniques:
-        settings |= dict(technique.settings(scale))
-    same = all(technique.same_result for technique in techniques)
-    return AblationRow(Technique(ALL, lambda scale: settings, same_result=same), _as_overrides(settings))
-
-
-def _as_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{key}={value}" for key, value in settings.items())
 
 
 def _measure(place: _Place, row: AblationRow) -> None:

@@ -202,30 +202,19 @@ class DigitsEngine:
 # What a step policy may do in a step of this experiment: `dualtune.train.policy.StepActions` on images.
 
 
-class DigitsCourse:
-    """What all steps of a run share. An image is a document of one token."""
+class DigitsStep:
+    """One step after another of a run: the same methods as `dualtune.train.step.TrainingStep` has for a policy.
+
+    An image is a document of one token.
+    """
 
     def __init__(self, config: Config, images: Images, engine: DigitsEngine, num_probes: int) -> None:
-        self.config, self.images, self.engine = config, images, engine
-        self.probes = probe_documents(len(images), num_probes, config.run.seed)
-        sources = without(np.zeros(len(images), np.int64), self.probes)
-        self.order = Order(config, np.ones(len(images), np.int64), sources)
-
-
-class DigitsStep:
-    """One step: the same methods as `dualtune.train.step.TrainingStep` has for a policy."""
-
-    def __init__(self, course: DigitsCourse, index: int) -> None:
-        self._course, self._index = course, index
-
-    @property
-    def engine(self) -> Any:
-        """A `DigitsEngine`: the part of `Engine` that policies use."""
-        return self._course.engine
-
-    @property
-    def index(self) -> int:
-        return self._index
+        self.index = 0
+        self.engine: Any = engine  # the part of `Engine` that policies use
+        self._config, self._images = config, images
+        self.probe_documents: Sequence[int] = probe_documents(len(images), num_probes, config.run.seed)
+        sources = without(np.zeros(len(images), np.int64), self.probe_documents)
+        self._order = Order(config, np.ones(len(images), np.int64), sources)
 
     @property
     def max_steps(self) -> int:
@@ -233,34 +222,30 @@ class DigitsStep:
 
     @property
     def steps_left(self) -> int:
-        return self._course.order.num_steps - self._index
-
-    @property
-    def probe_documents(self) -> Sequence[int]:
-        return self._course.probes
+        return self._order.num_steps - self.index
 
     @property
     def documents(self) -> np.ndarray:
         """The images that this step trains on, by their indices."""
-        return self._course.order.step(self._index).documents
+        return self._order.step(self.index).documents
 
     def add_gradients(self) -> None:
-        self._course.engine.forward_backward(self._course.images.chosen(self.documents))
+        self.engine.forward_backward(self._images.chosen(self.documents))
 
     def update(self) -> Update:
         lr, number = self.rate(), len(self.documents)
-        output = self._course.engine.optim_step(lr=lr, max_grad_norm=self._course.config.train.max_grad_norm)
+        output = self.engine.optim_step(lr=lr, max_grad_norm=self._config.train.max_grad_norm)
         return Update(output, lr, number, number)
 
     def rate(self, ahead: int = 0) -> float:
-        num_steps = self._course.order.num_steps
-        return learning_rate(self._course.config, max(0, min(self._index + ahead, num_steps - 1)), num_steps)
+        num_steps = self._order.num_steps
+        return learning_rate(self._config, max(0, min(self.index + ahead, num_steps - 1)), num_steps)
 
     def tokens_of(self, documents: Sequence[int]) -> int:
         return len(documents)
 
     def document_losses(self, documents: Sequence[int]) -> np.ndarray:
-        return losses(self._course.engine.weights, self._course.images.chosen(list(documents)))
+        return losses(self.engine.weights, self._images.chosen(list(documents)))
 
     def trying(self, adapter: Tensors) -> AbstractContextManager[None]:
         return using(self.engine, adapter)
@@ -302,10 +287,9 @@ def train(data: DigitsData, config: Config) -> tuple[DigitsEngine, float, Mappin
     policy, num_steps = policy_of(config)(config), config.train.steps
     assert num_steps is not None
     engine = DigitsEngine(starting_weights(config.run.seed), optimizer_spec(config, num_steps))
-    course = DigitsCourse(config, data.train, engine, policy.num_probes)
-    done = 0
-    while done < num_steps:
-        done += policy.take(DigitsStep(course, done)).num_steps
+    step = DigitsStep(config, data.train, engine, policy.num_probes)
+    while step.index < num_steps:
+        step.index += policy.take(step).num_steps
     if not isinstance(policy, Predictive):
         return engine, num_steps * STEP_COST, {}
     # The controller decides by the costs of a language model. What is reported are those of this network.

@@ -172,12 +172,12 @@ class Place:
 
     def run(self, arm: Arm, seed: int, changes: Mapping[str, Any]) -> Trial:
         """Train an arm. The run directory is a temporary one; only the end of the run is evaluated."""
-        made: list[StepPolicy] = []
+        policies: list[StepPolicy] = []
 
         def make(config: Config) -> StepPolicy:
             assert arm.policy is not None
-            made.append(arm.policy(seed)(config))
-            return made[-1]
+            policies.append(arm.policy(seed)(config))
+            return policies[-1]
 
         with tempfile.TemporaryDirectory(prefix="dualtune-") as folder:
             alone = {"run.dir": folder, "run.seed": seed, "run.eval_every": None, "run.save_every": None}
@@ -186,7 +186,7 @@ class Place:
         if result.eval_loss is None:
             raise ConfigError("data.eval: got nothing to evaluate, but arms are compared by their evaluation loss")
         cost, hybrid = float(clock.num_steps), dict[str, Any]()
-        for policy in made:
+        for policy in policies:
             if isinstance(policy, Predictive):
                 cost, hybrid = policy.statistics().cost_steps, policy.statistics().as_json()
             elif isinstance(policy, Freezing):
@@ -337,12 +337,33 @@ def compare(
         rates = tune_rate(place, base, tell)
         best = min(rates, key=lambda rate: rates[rate])
         place = Place(config, (*place.overrides, f"train.learning_rate={best}"), backend)
-    runs = _Runs(place, place.load(OFF), tell)
+    config_of_baseline = place.load(OFF)
     offered, refused = _offered(place, [BASELINE, *(name for name in arms if name != BASELINE)])
-    for seed in range(base.run.seed, base.run.seed + seeds):  # arms of a seed follow each other: so do their times
+    trials: dict[str, list[Trial]] = {arm.name: [] for arm in offered}
+    controls: dict[str, list[Trial]] = {arm.name: [] for arm in offered}
+    baselines: dict[tuple[int, int], Trial] = {}  # by seed and number of steps: several arms may cost the same
+
+    # Arms of a seed follow each other, so that their times can be compared; the baseline comes first.
+    for seed in range(base.run.seed, base.run.seed + seeds):
         for arm in offered:
-            runs.add(arm, seed)
-    return Comparison(tuple(map(runs.result, offered)), runs.config.train.learning_rate, rates, refused)
+            tell(f"{arm.name}, seed {seed}")
+            trial = place.run(arm, seed, arm.changes(config_of_baseline))
+            trials[arm.name].append(trial)
+            if arm.name == BASELINE:
+                baselines[seed, trial.steps] = trial
+            # The control is the baseline whose whole schedule has as many steps as the arm's cost buys.
+            steps = trial.steps if abs(trial.cost - trial.steps) <= SAME_COST else max(1, round(trial.cost))
+            if (seed, steps) not in baselines:
+                tell(f"the control of {steps} steps, seed {seed}")
+                warmup = config_of_baseline.train.warmup
+                scaled = max(1, round(warmup * steps / trial.steps)) if warmup >= 1 else warmup
+                changes = OFF | {"train.steps": steps, "train.warmup": scaled}
+                baselines[seed, steps] = place.run(ARMS[BASELINE], seed, changes)
+            controls[arm.name].append(baselines[seed, steps])
+
+    baseline = tuple(trials[BASELINE])
+    results = (ArmResult(arm, tuple(trials[arm.name]), tuple(controls[arm.name]), baseline) for arm in offered)
+    return Comparison(tuple(results), config_of_baseline.train.learning_rate, rates, refused)
 
 
 def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
@@ -366,43 +387,6 @@ def tune_rate(place: Place, base: Config, tell: Tell) -> dict[float, float]:
         if len(losses) > 2:  # upwards has helped
             break
     return losses
-
-
-@dataclass(slots=True)
-class _Runs:
-    """The runs so far; a control of the same steps and seed is trained once."""
-
-    place: Place
-    config: Config  # of the baseline
-    tell: Tell
-    _trials: dict[str, list[Trial]] = field(default_factory=lambda: {})
-    _controls: dict[str, list[Trial]] = field(default_factory=lambda: {})
-    _shorter: dict[tuple[int, int], Trial] = field(default_factory=lambda: {})  # (seed, steps)
-
-    def add(self, arm: Arm, seed: int) -> None:
-        """Train an arm with a seed, and its control. The baseline comes first."""
-        self.tell(f"{arm.name}, seed {seed}")
-        trial = self.place.run(arm, seed, arm.changes(self.config))
-        self._trials.setdefault(arm.name, []).append(trial)
-        if arm.name == BASELINE:
-            self._shorter[seed, trial.steps] = trial
-        self._controls.setdefault(arm.name, []).append(self._control(trial))
-
-    def result(self, arm: Arm) -> ArmResult:
-        trials, controls, baseline = self._trials[arm.name], self._controls[arm.name], self._trials[BASELINE]
-        return ArmResult(arm, tuple(trials), tuple(controls), tuple(baseline))
-
-    def _control(self, trial: Trial) -> Trial:
-        """Return the baseline whose whole schedule has as many steps as the trial's cost buys."""
-        is_same = abs(trial.cost - trial.steps) <= SAME_COST
-        key = trial.seed, trial.steps if is_same else max(1, round(trial.cost))
-        if key not in self._shorter:
-            self.tell(f"the control of {key[1]} steps, seed {trial.seed}")
-            warmup = self.config.train.warmup
-            scaled = max(1, round(warmup * key[1] / trial.steps)) if warmup >= 1 else warmup
-            changes = OFF | {"train.steps": key[1], "train.warmup": scaled}
-            self._shorter[key] = self.place.run(ARMS[BASELINE], trial.seed, changes)
-        return self._shorter[key]
 
 
 def _offered(place: Place, names: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import Backend
@@ -35,32 +35,12 @@ SHAPES = {
 }
 
 
-class LoRATimer(Protocol):
-    """A backend that can time the function."""
+def time_lora_backward(backend: Backend, shape: LoRAShape, *, rounds: int) -> dict[str, Any]:
+    """Measure one shape in float32: the seconds of each round, their medians, and ratios above 1 where ours is faster.
 
-    def time_lora_backward(self, shape: LoRAShape, *, rounds: int) -> dict[str, list[float]]:
-        """Return the seconds of each round, by name: "ours" and "autograd"; on a GPU also "autograd on the CPU"."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoRATimes:
-    """Medians over the rounds, which alternate between what is compared."""
-
-    shape: LoRAShape
-    seconds: dict[str, list[float]]
-    ours_ms: float
-    autograd_ms: float
-    cpu_ms: float | None  # autograd on the CPU of this machine, if the device is another
-    ratio_to_autograd: float  # above 1: ours takes less time
-    ratio_to_cpu: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def time_lora_backward(backend: Backend, shape: LoRAShape, *, rounds: int) -> LoRATimes:
-    """Measure one shape in float32. Raises ConfigError for a backend without the function."""
+    A backend that has the function times it by its method `time_lora_backward`, which returns the seconds of each round
+    as "ours" and "autograd"; on a GPU also as "autograd on the CPU". ConfigError for another backend.
+    """
     timer: Any = backend
     if not hasattr(timer, "time_lora_backward"):
         raise ConfigError(
@@ -68,6 +48,10 @@ def time_lora_backward(backend: Backend, shape: LoRAShape, *, rounds: int) -> Lo
             "there is an NVIDIA GPU"
         )
     seconds: dict[str, list[float]] = timer.time_lora_backward(shape, rounds=rounds)
-    ours, autograd = (1000 * statistics.median(seconds[name]) for name in ("ours", "autograd"))
-    cpu = 1000 * statistics.median(seconds["autograd on the CPU"]) if "autograd on the CPU" in seconds else None
-    return LoRATimes(shape, seconds, ours, autograd, cpu, autograd / ours, None if cpu is None else cpu / ours)
+    ms = {name: 1000 * median(times) for name, times in seconds.items()}
+    cpu_ms = ms.get("autograd on the CPU")
+    return {
+        "shape": asdict(shape), "seconds": seconds, "ours_ms": ms["ours"], "autograd_ms": ms["autograd"],
+        "cpu_ms": cpu_ms, "ratio_to_autograd": ms["autograd"] / ms["ours"],
+        "ratio_to_cpu": None if cpu_ms is None else cpu_ms / ms["ours"],
+    }  # fmt: skip

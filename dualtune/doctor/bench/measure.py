@@ -163,13 +163,13 @@ def measured_limits(backend: Backend, dtype: str) -> MachineLimits:
 
 def _copied_bytes_per_s() -> float:
     """Return the rate at which an array is copied, read and written bytes together."""
-    here, there = np.ones(NUMBERS, np.float32), np.empty(NUMBERS, np.float32)
+    source, target = np.ones(NUMBERS, np.float32), np.empty(NUMBERS, np.float32)
     seconds: list[float] = []
     for _ in range(LIMIT_REPEATS):
         began = time.perf_counter()
-        np.copyto(there, here)
+        np.copyto(target, source)
         seconds.append(time.perf_counter() - began)
-    return 2 * here.nbytes / min(seconds)
+    return 2 * source.nbytes / min(seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,10 +277,12 @@ def bench(
         loaded_bytes = backend.memory().used_bytes
         policy = prepared.make_policy(prepared.config)
         _train(prepared, engine, policy, spans, warmup + steps, tell)
+    # The peak is read before the extra passes, which need memory of their own.
     memory = backend.memory()
     batches = _forward_only(prepared, engine, spans, range(warmup, warmup + steps))
     profile = _profile(prepared, engine, policy, out)
 
+    # The backward pass cannot be timed alone: it is what forward and backward take beyond a forward pass.
     step_s = spans.seconds("step", warmup)
     means = {name: sum(spans.seconds(name, warmup)) / steps for name in (DATA, GRADIENT, OPTIMIZER)}
     forward_s = sum(spans.seconds("forward alone")) / steps
@@ -313,6 +315,7 @@ def bench(
         no_utilisation=no_utilisation,
         profile=profile,
     )
+    # The trace first: a result says that the measurement is complete.
     write_file(out / TRACE, spans.trace())
     write_file(out / RESULT, json.dumps(asdict(result), indent=2) + "\n")
     return result
@@ -352,14 +355,14 @@ def _take(
 def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range) -> list[Batch]:
     """Make the steps' micro-batches again, with nothing else running, and evaluate them."""
     all_batches: list[Batch] = []
-    seen: set[tuple[int, ...]] = set()  # shapes: the first batch of a shape may compile
+    shapes: set[tuple[int, ...]] = set()  # shapes: the first batch of a shape may compile
     for step in steps:
         with spans("making data", step):
             batches = prepared.batches(step)
         for batch in batches:
             interrupt.poll()
-            if batch.tokens_BT.shape not in seen:
-                seen.add(batch.tokens_BT.shape)
+            if batch.tokens_BT.shape not in shapes:
+                shapes.add(batch.tokens_BT.shape)
                 engine.evaluate(batch)
                 prepared.backend.synchronize()
             with spans("forward alone", step):

@@ -79,9 +79,9 @@ def run_checks(choice: PlatformChoice, kind: str, checks: Sequence[DeviceCheck],
         rows.append(row)
         tell(row)
 
-    while left := checks[len(rows) :]:
-        num_together = next((i for i, check in enumerate(left) if check.alone), len(left)) or 1
-        together = left[:num_together]
+    while remaining := checks[len(rows) :]:
+        num_together = next((i for i, check in enumerate(remaining) if check.alone), len(remaining)) or 1
+        together = remaining[:num_together]
         work = CheckWork(choice.platform, choice.backend, choice.device, kind, [check.name for check in together])
         _run_apart(work, together, keep)
     return rows

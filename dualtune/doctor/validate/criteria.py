@@ -130,33 +130,11 @@ def shown(value: float, unit: Unit) -> str:
 # --- measures --------------------------------------------------------------------------------------------------------
 
 
-def _device_is_ready(observed: Observed) -> float:
-    return float(observed.device_kind == observed.wanted_kind)
-
-
 def _model_is_on_device(observed: Observed) -> float:
     if observed.engine is None:
         return 0.0
     device = str(observed.engine["device"]).partition(":")[0]  # cuda:0
     return float(device == observed.wanted_kind)
-
-
-def _passes_ran(observed: Observed) -> float:
-    """A finite loss proves a forward pass; a finite gradient that is not zero proves a backward pass."""
-    return float(any(math.isfinite(s.loss) and 0 < s.grad_norm < math.inf for s in observed.steps))
-
-
-def _ran_to_the_end(observed: Observed) -> float:
-    return float(observed.problem is None)
-
-
-def _missing_steps(observed: Observed) -> float:
-    return observed.num_steps - len(observed.steps)
-
-
-def _bad_losses(observed: Observed) -> float:
-    _steps_of(observed)
-    return sum(not math.isfinite(loss) for loss in observed.losses)
 
 
 def _least_gradient(observed: Observed) -> float:
@@ -168,25 +146,6 @@ def _unchanged_tensors(observed: Observed) -> float:
     if not observed.num_tensors:
         raise NotMeasured("no adapter was written")
     return len(observed.unchanged)
-
-
-def _plain_layers(observed: Observed) -> float:
-    weights = _weights(observed)
-    return weights["layers"] - weights["four_bit"]
-
-
-def _bytes_per_weight(observed: Observed) -> float:
-    weights = _weights(observed)
-    return weights["bytes"] / weights["parameters"]
-
-
-def _peak_bytes(observed: Observed) -> float:
-    _steps_of(observed)
-    return observed.peak_bytes
-
-
-def _elapsed(observed: Observed) -> float:
-    return observed.elapsed_s
 
 
 def _decrease(observed: Observed) -> float:
@@ -241,18 +200,19 @@ def _weights(observed: Observed) -> Mapping[str, float]:
 
 MEASURES: Mapping[str, Callable[[Observed], float]] = MappingProxyType(
     {
-        "device_is_ready": _device_is_ready,
+        "device_is_ready": lambda run: float(run.device_kind == run.wanted_kind),
         "model_is_on_device": _model_is_on_device,
-        "passes_ran": _passes_ran,
-        "ran_to_the_end": _ran_to_the_end,
-        "missing_steps": _missing_steps,
-        "bad_losses": _bad_losses,
+        # A finite loss proves a forward pass; a finite gradient that is not zero proves a backward pass.
+        "passes_ran": lambda run: float(any(math.isfinite(s.loss) and 0 < s.grad_norm < math.inf for s in run.steps)),
+        "ran_to_the_end": lambda run: float(run.problem is None),
+        "missing_steps": lambda run: run.num_steps - len(run.steps),
+        "bad_losses": lambda run: sum(not math.isfinite(step.loss) for step in _steps_of(run)),
         "least_gradient": _least_gradient,
         "unchanged_tensors": _unchanged_tensors,
-        "plain_layers": _plain_layers,
-        "bytes_per_weight": _bytes_per_weight,
-        "peak_bytes": _peak_bytes,
-        "elapsed": _elapsed,
+        "plain_layers": lambda run: _weights(run)["layers"] - _weights(run)["four_bit"],
+        "bytes_per_weight": lambda run: _weights(run)["bytes"] / _weights(run)["parameters"],
+        "peak_bytes": lambda run: run.peak_bytes if _steps_of(run) else 0,
+        "elapsed": lambda run: run.elapsed_s,
         "decrease": _decrease,
         "rise": _rise,
         "growth": _growth,

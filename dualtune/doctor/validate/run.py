@@ -82,6 +82,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
     assert config.train.steps is not None  # every tier's config has it
     gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
+    # What is asked for is noted before the run, so that a run that fails at once can be judged, too.
     watch = Watch(backend)
     observed = Observed(
         device_kind=kind,
@@ -91,6 +92,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
         steps_per_window=plan.steps_per_window,
         before_bytes=setup.before_bytes,
     )
+    # An error that criteria judge ends the run, but not what is observed of it.
     problem = _train(lambda: run(config, backend, [watch, *hooks], resume="never"))
     observed = replace(
         observed,
@@ -101,6 +103,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
         elapsed_s=watch.elapsed_s,
         problem=problem,
     )
+    # The adapter is the only proof that an update reached every tensor.
     adapter_dir = Path(config.run.dir) / "adapter"
     if not adapter_dir.is_dir():
         return observed

@@ -1,4 +1,4 @@
-"""The five tiers as data: a config each, the criteria for its run, and the changes on a CPU.
+"""The five tiers that train as data: a config each, the criteria for its run, and the changes on a CPU.
 
 A CPU cannot run these models in the time of a test. There each tier has a twin: the same criteria and steps, on the
 small model that is part of dualtune, with separate limits for quantities that depend on the device.
@@ -147,6 +147,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
     }
 )  # fmt: skip
 ALL = ("quick", "convergence", "memory", "extended")  # the meaning of `all`
+SELFTEST = "selftest"  # the tier before these: `dualtune.doctor.selftest`, which needs none of their models
 
 
 def tiers_of(name: str) -> list[Tier]:
@@ -154,7 +155,7 @@ def tiers_of(name: str) -> list[Tier]:
     if name == "all":
         return [TIERS[one] for one in ALL]
     if name not in TIERS:
-        raise ConfigError(f"--tier: got '{name}', allowed: {', '.join((*TIERS, 'all'))}")
+        raise ConfigError(f"--tier: got '{name}', allowed: {', '.join((SELFTEST, *TIERS, 'all'))}")
     return [TIERS[name]]
 
 
@@ -223,7 +224,7 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = setup.backend.devices()[0].kind
     has = within(budget(machine, setup.platform if kind == "cuda" else kind), plan.config.memory.limit_bytes)
-    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has.bytes, has.host_bytes)
+    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has)
     return compare(has, planned.estimate.total_bytes)
 
 
@@ -292,9 +293,11 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
     written = load_config(source)
     quantization = _four_bit(setup.backend)
     divisor = card_of(setup.backend.name).twin.divisors.get(tier.name, 1) if setup.is_twin else 1
+    # The files of a tier lie in its own directory, whatever its config names.
     overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
     notes: list[str] = []
     model = written.model.name
+    # A CPU gets a small model, and random weights the real shape: each difference is a note of the report.
     if setup.is_twin:
         model = "the small model that is part of dualtune"
         overrides += [f"model.name={DEMO_MODEL}", *TWIN_OVERRIDES]
@@ -306,6 +309,7 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
     if quantization != written.model.quantization:
         overrides.append(f"model.quantization={quantization}")
         notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not support")
+    # Fewer steps keep their proportions: windows and checkpoints shrink with them.
     if divisor > 1:
         assert written.train.steps is not None
         overrides += [f"train.steps={written.train.steps // divisor}"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualtune.base.text import in_bytes
 from dualtune.engine.card import KEEP_ALL, LAYERS, NUMBER, ActivationCheckpointing, card_of
+from dualtune.engine.machine import Budget
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import (
     AUTO_MICRO_BATCH_TOKENS,
@@ -72,14 +73,13 @@ class MemoryPlan:
     decoder: Shape
     ask: Ask
     estimate: Estimate
-    have_bytes: int
+    budget: Budget
     savings: tuple[Saving, ...]  # one after another; empty if it fits as it is, or if nothing helps
-    host_bytes: int | None = None  # for layers that wait beside a device that has memory of its own
 
     @property
     def fits(self) -> bool:
-        has_room = _has_room(self.decoder, self.ask, self.host_bytes)
-        return has_room and self.estimate.total_bytes <= self.have_bytes
+        has_room = _has_room(self.decoder, self.ask, self.budget.host_bytes)
+        return has_room and self.estimate.total_bytes <= self.budget.bytes
 
     @property
     def time(self) -> float:
@@ -90,16 +90,15 @@ class MemoryPlan:
     def flops_per_token(self) -> float:
         return flops_per_token(self.decoder, self.ask)
 
-    def compare(self, reason: str) -> str:
-        """Say what the run needs and has; `reason`: where the memory that it has comes from."""
+    def compare(self) -> str:
+        """Say what the run needs and has, and where the memory that it has comes from."""
         recomputed = f" ({self.recomputed})" if self.recomputed else ""
-        found = f"needs {in_bytes(self.estimate.total_bytes)}{recomputed}, has {in_bytes(self.have_bytes)} ({reason})"
-        waiting = _waiting(self.decoder, self.ask)
-        if self.host_bytes is None or not waiting:
-            return found
-        return (
-            f"{found}; layers that wait need {in_bytes(waiting)} of host memory, which has {in_bytes(self.host_bytes)}"
-        )
+        need, has = in_bytes(self.estimate.total_bytes), in_bytes(self.budget.bytes)
+        text = f"needs {need}{recomputed}, has {has} ({self.budget.reason})"
+        waiting, host_bytes = _waiting(self.decoder, self.ask), self.budget.host_bytes
+        if host_bytes is None or not waiting:
+            return text
+        return f"{text}; layers that wait need {in_bytes(waiting)} of host memory, which has {in_bytes(host_bytes)}"
 
     @property
     def recomputed(self) -> str:
@@ -124,9 +123,8 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 
 def plan_of(
-    config: Config, decoder: Shape, backend: str, device: str, have_bytes: int, host_bytes: int | None = None,
-    evaluated: Config | None = None,
-) -> MemoryPlan:  # fmt: skip
+    config: Config, decoder: Shape, backend: str, device: str, has: Budget, evaluated: Config | None = None
+) -> MemoryPlan:
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
 
     `evaluated`: the config with the micro-batches of the evaluation, which may be larger than those of the steps, but
@@ -134,7 +132,7 @@ def plan_of(
     """
     ask = ask_of(config, decoder, backend, device)
     ask.checkpointing.num_recomputed(decoder.layers)
-    plan = make_plan(decoder, ask, have_bytes, host_bytes, auto=config.memory.checkpointing == "auto")
+    plan = make_plan(decoder, ask, has, auto=config.memory.checkpointing == "auto")
     if evaluated is not None:
         larger = ask_of(evaluated, decoder, backend, device)
         # What full recomputation needs besides the inputs of layers: the reserve grows with the activations too.
@@ -146,19 +144,16 @@ def plan_of(
         )
         parts = estimate(decoder, larger).parts
         if sum(part.bytes for part in parts if part.name != "activations") > plan.estimate.total_bytes:
-            return plan_of(evaluated, decoder, backend, device, have_bytes, host_bytes)
+            return plan_of(evaluated, decoder, backend, device, has)
     return plan
 
 
-def make_plan(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:
-    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice.
-
-    `host_bytes` limits what may wait beside a device that has memory of its own.
-    """
+def make_plan(decoder: Shape, ask: Ask, has: Budget, *, auto: bool) -> MemoryPlan:
+    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
     if auto and ask.checkpointing == KEEP_ALL:
-        ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
-    plan = MemoryPlan(decoder, ask, estimate(decoder, ask), have_bytes, (), host_bytes)
-    return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, have_bytes, host_bytes))
+        ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, has.bytes))
+    plan = MemoryPlan(decoder, ask, estimate(decoder, ask), has, ())
+    return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, has))
 
 
 def savings_alone(decoder: Shape, ask: Ask) -> list[Saving]:
@@ -246,11 +241,11 @@ class _Stage:
     remark: str
 
 
-def _cheapest_savings(decoder: Shape, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
+def _cheapest_savings(decoder: Shape, ask: Ask, has: Budget) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
-    for stages in _sequences(decoder, ask, have_bytes):
+    for stages in _sequences(decoder, ask, has.bytes):
         here = stages[-1].ask
-        if _needs(decoder, here) <= have_bytes and _has_room(decoder, here, host_bytes):
+        if _needs(decoder, here) <= has.bytes and _has_room(decoder, here, has.host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
 

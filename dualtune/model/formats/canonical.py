@@ -17,7 +17,9 @@ import numpy as np
 
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import AdapterSpec, Scaling, Tensors, divisor, is_module_path, parse_name, tensor_name
+from dualtune.model.methods.method import Method
 
+PAIR = "AB"  # the parts that form a low-rank update
 ALPHA_RELATIVE_ERROR = 1e-12  # scale · rank differs from the original alpha by a few 1e-16
 
 
@@ -160,8 +162,46 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
     for name, tensor in tensors.items():
         if (parsed := parse_name(name)) is None:
             raise FormatError(f"{where}: tensor {name[:200]!r} does not belong to a LoRA adapter")
-        halves[parsed] = tensor
+        if parsed[1] in PAIR:
+            halves[parsed] = tensor
     return pair_up(halves, where)
+
+
+def extra_tensors(tensors: Tensors) -> Tensors:
+    """Return the parameters that the method trains in addition to A and B (LoRA: none), by canonical name, float32."""
+    parsed = {name: parse_name(name) for name in tensors}
+    names = [name for name, place in parsed.items() if place and place[1] not in PAIR]
+    return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
+
+
+def extras_of(module: str, extras: Tensors) -> Tensors:
+    """Return those of one module."""
+    return {name: x for name, x in extras.items() if (parsed := parse_name(name)) and parsed[0] == module}
+
+
+def check_extras(method: Method, extras: Tensors, pairs: Pairs, where: object) -> None:
+    """Raise FormatError unless each module has the method's parameters other than A and B, in the right shape."""
+    expected = {
+        tensor_name(module, part, method.name): shape
+        for module, pair in pairs.items()
+        for part, shape in method.shapes(pair.delta_shape, pair.A_rI.shape[0]).items()
+        if part not in PAIR
+    }
+    for name in sorted(expected.keys() | extras.keys()):
+        if name not in extras:
+            raise FormatError(f"{where}: tensor {name!r} is missing; {method.title} needs it. Copy the file again")
+        if name not in expected:
+            raise FormatError(f"{where}: tensor {name!r} is not part of {method.title}")
+        if extras[name].shape != expected[name]:
+            raise FormatError(f"{where}: {name}: got shape {[*extras[name].shape]}, must be {[*expected[name]]}")
+
+
+def extras_distance(ours: Tensors, theirs: Tensors) -> float:
+    """Return the largest relative difference of the tensors other than A and B; 1 if only one adapter has a tensor."""
+    if ours.keys() != theirs.keys():
+        return 1.0
+    sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
+    return max((float(np.linalg.norm(ours[n] - theirs[n]) / size) for n, size in sizes.items() if size), default=0.0)
 
 
 def value_problems(tensors: Tensors) -> list[str]:

@@ -210,6 +210,12 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
         distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
         if distance > SAME_FUNCTION:
             problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
+    extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.extras_distance(*extras) > SAME_FUNCTION:
+        method = adapter.spec.method_spec
+        problems.append(
+            f"the two weight files differ in the parameters that {method.title} trains in addition to A and B"
+        )
     return problems
 
 
@@ -234,7 +240,8 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank, "adapter")
-    tensors, fan_in_fan_out = canonical.to_tensors(pairs), adapter.fan_in_fan_out
+    canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
+    tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded

@@ -18,15 +18,19 @@ from dualtune.base.errors import FormatError
 from dualtune.model.adapter import AdapterSpec, Tensors, exact_targets, position_of, short_targets, tensor_name
 from dualtune.model.formats import naming
 from dualtune.model.formats.canonical import (
+    PAIR,
     Pairs,
     Parts,
     alpha_of,
+    check_extras,
     check_rank,
+    extra_tensors,
     pair_up,
     to_pairs,
     to_tensors,
 )
-from dualtune.model.methods import LORA, METHODS
+from dualtune.model.methods import METHODS
+from dualtune.model.methods.method import Method
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapters.safetensors"
@@ -39,9 +43,7 @@ _EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embedding
 def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
     """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapters.safetensors."""
     where = directory / CONFIG_FILE
-    if (kind := config.get("fine_tune_type", LORA.name)) != LORA.name:
-        allowed = f"{LORA.name}: other methods do not add an update B A to the base weights"
-        raise fields.wrong(where, "fine_tune_type", kind, allowed)
+    method = _method(config.get("fine_tune_type", "lora"), where)
     fields.required(config, "lora_parameters", where)
     parameters, where_parameters = fields.subtable(config, "lora_parameters", where), f"{where}: lora_parameters"
     if "scale" not in parameters and "alpha" in parameters:
@@ -54,21 +56,23 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     scale = fields.positive(parameters, "scale", where_parameters)
     keys = fields.texts(parameters, "keys", where_parameters)
     keys = keys and [naming.canonical_name(key) for key in keys]
-    named = _pairs(tensors, directory / WEIGHTS_FILE)
+    named, extras = _split(tensors, method, directory / WEIGHTS_FILE)
     pairs = {naming.canonical_name(module): pair for module, pair in named.items()}
     for module, pair in pairs.items():
         check_rank(module, pair, rank, f"{directory / WEIGHTS_FILE} (transposed)")
         if keys is not None and not _is_selected(module, keys):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by lora_parameters.keys")
+    check_extras(method, extras, pairs, directory / WEIGHTS_FILE)
     spec = AdapterSpec(
         rank=rank,
         alpha=alpha_of(scale, rank),
         dropout=fields.probability(parameters, "dropout", where_parameters),
         targets=_targets(pairs, keys),
+        method=method.name,
     )
     base_model = fields.name(config, "base_model_name_or_path", where) or fields.name(config, "model", where)
     notes = ("lora_parameters.alpha is ignored, as in mlx-lm: only scale is used",) if "alpha" in parameters else ()
-    return Parts(spec, to_tensors(pairs), base_model, notes, any(map(naming.is_mlx_name, named)))
+    return Parts(spec, to_tensors(pairs) | extras, base_model, notes, any(map(naming.is_mlx_name, named)))
 
 
 def mlx_config(spec: AdapterSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def mlx_config(spec: AdapterSpec, modules: Collection[str], *, fan_in_fan_out: b
     targets = exact_targets(modules, spec.targets)
     keys = dict.fromkeys(_key(module, targets) for module in sorted(modules))
     return {
-        "fine_tune_type": spec.method,
+        "fine_tune_type": spec.method_spec.mlx_type,
         "num_layers": -1,
         "lora_parameters": {
             "rank": spec.rank,
@@ -110,20 +114,33 @@ def mlx_tensors(tensors: Tensors, method: str = "lora", *, fan_in_fan_out: bool 
     return renamed
 
 
-def _pairs(tensors: Tensors, where: Path) -> Pairs:
-    """Return the pairs as the file names them."""
-    halves = dict[tuple[str, str], np.ndarray]()
-    parts = {parameter.mlx: parameter.part for parameter in LORA.parameters}
+def _method(kind: object, where: Path) -> Method:
+    """Return the method of a fine_tune_type."""
+    known = {method.mlx_type: method for method in METHODS.values()}
+    if not isinstance(kind, str) or kind not in known:
+        reason = "other methods do not add an update B A to the base weights"
+        raise fields.wrong(where, "fine_tune_type", kind, f"{' or '.join(known)}: {reason}")
+    return known[kind]
+
+
+def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensors]:
+    """Return the pairs as the file names them, and the method's other parameters by canonical name."""
+    halves, extras = dict[tuple[str, str], np.ndarray](), Tensors()
+    parts = {parameter.mlx: parameter.part for parameter in method.parameters}
     for name, tensor in tensors.items():
         module, _, end = name.rpartition(".")
         if not module or end not in parts:
-            kind = "DoRA's magnitude" if end == "m" else f"not part of a {LORA.title} adapter"
+            kind = "DoRA's magnitude" if end == "m" else f"not part of a {method.title} adapter"
             raise FormatError(f"{where}: tensor {name!r}: {kind}; only {' and '.join(parts)} can be converted")
         if _EMBEDDING.fullmatch(module):
             raise FormatError(f"{where}: tensor {name!r}: LoRA of an embedding cannot be converted")
         # A stack of experts is not a matrix: `pair_up` refuses it, so its orientation does not matter.
-        halves[module, parts[end]] = tensor.T if tensor.ndim == 2 else tensor
-    return pair_up(halves, where)
+        oriented = tensor.T if tensor.ndim == 2 else tensor
+        if parts[end] in PAIR:
+            halves[module, parts[end]] = oriented
+        else:
+            extras[tensor_name(naming.canonical_name(module), parts[end], method.name)] = oriented
+    return pair_up(halves, where), extra_tensors(extras)
 
 
 def _is_selected(module: str, keys: Collection[str]) -> bool:

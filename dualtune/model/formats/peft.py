@@ -28,17 +28,21 @@ from dualtune.model.adapter import (
 )
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats.canonical import (
+    PAIR,
     Pairs,
     Parts,
     alpha_of,
+    check_extras,
     check_rank,
+    extra_tensors,
     pair_up,
     to_tensors,
     unify,
 )
 from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
-from dualtune.model.methods import LORA
+from dualtune.model.methods import METHODS, UNSUPPORTED
+from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR, is_target
 
 CONFIG_FILE = "adapter_config.json"
@@ -58,8 +62,7 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
     "use_qalora": "QA-LoRA averages groups of inputs first",
     "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
-    "modules_to_save": "whole modules were trained next to the adapter",
-    "use_dora": "DoRA rescales the merged weight",
+    **UNSUPPORTED,
 }
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
@@ -67,6 +70,7 @@ HANDLED = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
     "fan_in_fan_out",
+    *(key for method in METHODS.values() for key in method.peft_keys),
     # No effect on the function: labels, and fields that matter only for a refused method or at initialization.
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
     *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -100,8 +104,9 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     if naming.exclusion is not None and config.get("exclude_modules") == naming.exclusion:
         config = {key: value for key, value in config.items() if key != "exclude_modules"}  # towers have no adapters
     notes = _check_config(config, where)
+    method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
-    pairs = _pairs(tensors, directory / WEIGHTS_FILE)
+    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
@@ -112,6 +117,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
+    check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
     scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
 
     pairs, scale, conversions = unify(pairs, scales)
@@ -122,11 +128,12 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
         targets=_targets(pairs, config, where),
         scaling=scaling,
+        method=method.name,
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
     fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs), base_model, (*notes, *conversions), fan_in_fan_out)
+    return Parts(spec, to_tensors(pairs) | extras, base_model, (*notes, *conversions), fan_in_fan_out)
 
 
 def peft_config(
@@ -161,6 +168,7 @@ def peft_config(
         "use_dora": False,
         "init_lora_weights": True,
         "inference_mode": True,
+        **spec.method_spec.peft_keys,
         **extra,
     }
 
@@ -170,7 +178,7 @@ def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) ->
 
     PEFT adapts parameters by plain LoRA only.
     """
-    if not naming.has_experts or spec.method != LORA.name:
+    if not naming.has_experts or spec.method != "lora":
         return []
     return [f"{module}.weight" for module in sorted(modules) if module.rpartition(".")[2] in EXPERT_NAMES]
 
@@ -204,15 +212,26 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     return [f"unknown to peft 0.21, ignored: {', '.join(map(repr, unknown))[:200]}"] if unknown else []
 
 
-def _pairs(tensors: Tensors, where: Path) -> Pairs:
+def _method(config: Mapping[str, Any]) -> Method:
+    """Return the method by its keys in the config, of several the last in the table: LoRA, the first, has none.
+
+    As in PEFT, a switch is on if Python considers it true.
+    """
+    marked = [
+        m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
+    ]
+    return marked[-1]
+
+
+def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
     places = {name: parse_name(name) for name in tensors}
-    foreign = [name for name, place in places.items() if place is None]
+    foreign = [name for name, parsed in places.items() if parsed is None or parsed[1] not in method.parts]
     # In the table's order: an adapted embedding explains why a copy of its base weight is there too.
     for part, kind in _FOREIGN_TENSORS.items():
         for name in foreign:
             if part in name:
                 raise FormatError(f"{where}: tensor {name!r} cannot be converted: {kind}")
-    return pair_up({place: tensors[name] for name, place in places.items() if place}, where)
+    return pair_up({parsed: tensors[name] for name, parsed in places.items() if parsed and parsed[1] in PAIR}, where)
 
 
 def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:

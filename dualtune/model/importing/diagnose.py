@@ -133,9 +133,17 @@ def repair_scale(config: Config, layout: str, findings: list[Finding]) -> Config
         findings.append(Finding("peft_type: missing, but r and lora_alpha are set", "writes LORA"))
         config = config | {"peft_type": "LORA"}
     if has_peft_keys(config) and config.get("lora_alpha") is None:
-        return _repair_missing_alpha(config, settings, findings)
+        if settings.scale is None or not settings.r:
+            fault = "lora_alpha: missing, so the scale of the update is unknown (PEFT would use 8)"
+            findings.append(Finding(f"{fault}. Set the value used in training"))
+            return config
+        alpha = settings.scale * (math.sqrt(settings.r) if config.get("use_rslora") else settings.r)
+        findings.append(Finding("lora_alpha: missing", f"writes {alpha:g}, from lora_parameters.scale"))
+        return config | {"lora_alpha": alpha, "peft_type": config.get("peft_type", "LORA")}
     if has_mlx_keys(config):
-        config = _repair_dropout(config, findings)
+        if "dropout" not in config["lora_parameters"]:
+            findings.append(Finding("lora_parameters.dropout: missing", "writes 0.0, which only matters in training"))
+            config = config | {"lora_parameters": {**config["lora_parameters"], "dropout": 0.0}}
         if layout == "mlx" and settings.peft_scale and config["lora_parameters"].get("scale") is None:
             fault = "lora_parameters.scale: missing"
             findings.append(Finding(fault, f"writes {settings.peft_scale:g}, from lora_alpha and r"))
@@ -170,24 +178,6 @@ def _repair_contradiction(
     fault = f"{scale_text}, but lora_parameters.scale is {scale:g}: the directory does not show which one is right"
     findings.append(Finding(f"{fault}. Correct the wrong one"))
     return config
-
-
-def _repair_missing_alpha(config: Config, settings: ScaleSettings, findings: list[Finding]) -> Config:
-    if settings.scale is not None and settings.r:
-        divisor = math.sqrt(settings.r) if config.get("use_rslora") else settings.r
-        alpha = settings.scale * divisor
-        findings.append(Finding("lora_alpha: missing", f"writes {alpha:g}, from lora_parameters.scale"))
-        return config | {"lora_alpha": alpha, "peft_type": config.get("peft_type", "LORA")}
-    fault = "lora_alpha: missing, so the scale of the update is unknown (PEFT would use 8)"
-    findings.append(Finding(f"{fault}. Set the value used in training"))
-    return config
-
-
-def _repair_dropout(config: Config, findings: list[Finding]) -> Config:
-    if "dropout" in config["lora_parameters"]:
-        return config
-    findings.append(Finding("lora_parameters.dropout: missing", "writes 0.0, which only matters in training"))
-    return config | {"lora_parameters": {**config["lora_parameters"], "dropout": 0.0}}
 
 
 def _check_alpha_inside(config: Config, findings: list[Finding]) -> Config:

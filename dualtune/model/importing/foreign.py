@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnkn
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
+from dualtune.base.tensors import FLOATS, floats_of, rounded
 from dualtune.base.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_npz, read_safetensors
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, position_of
 from dualtune.model.formats import mlx_lm, naming, peft
@@ -105,7 +106,8 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
     if not shapes:
         raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
     described = config_of(model_dir)
-    group = _group_size(described, model_dir / "config.json")
+    packing = fields.subtable(described, "quantization", model_dir / "config.json")
+    group = fields.rank(packing, "group_size", model_dir / "config.json") if "group_size" in packing else 0
     linear: dict[str, tuple[int, int] | None] = {}
     for name, shape in shapes.items():
         module, _, last = name.rpartition(".")
@@ -134,13 +136,6 @@ def config_of(model_dir: Path) -> dict[str, Any]:
     return described
 
 
-def _group_size(described: Mapping[str, Any], config: Path) -> int:
-    """Return the group size of MLX's quantization; 0 if the model's config does not have it."""
-    if not (table := fields.subtable(described, "quantization", config)):
-        return 0
-    return fields.rank(table, "group_size", config) if "group_size" in table else 0
-
-
 def _present(path: Path, names: Mapping[str, str]) -> dict[str, Path]:
     return {layout: path / name for layout, name in names.items() if (path / name).is_file()}
 
@@ -163,7 +158,10 @@ def _read_names(
     halves, foreign, deviations, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
-        module, wrappers = _unwrapped(match["module"]) if match else ("", "")
+        path = match["module"] if match else ""
+        wrapper = _WRAPPER.match(path)  # before PEFT's own prefix: of DDP, torch.compile and a second PEFT
+        wrappers = wrapper[0] if wrapper else ""
+        module = path.removeprefix(wrappers).removeprefix(PREFIX)
         if match is None or tensor.ndim != 2 or not is_module_path(module):
             foreign[name] = tensor  # the strict reader refuses it by name
             continue
@@ -173,8 +171,8 @@ def _read_names(
             deviations[f"contain the adapter's name ({adapter})"] += 1
         for deviation, deviates in {
             f"start with an extra {wrappers}": bool(wrappers),
-            f"lack {PREFIX} at the start": layout == "peft" and not small and not match["module"].startswith(PREFIX),
-            f"start with {PREFIX}": layout == "mlx" and match["module"].startswith(PREFIX),
+            f"lack {PREFIX} at the start": layout == "peft" and not small and not path.startswith(PREFIX),
+            f"start with {PREFIX}": layout == "mlx" and path.startswith(PREFIX),
             "contain mlx-lm's lora_a and lora_b": layout == "peft" and small,
             "contain PEFT's lora_A and lora_B": layout == "mlx" and not small,
             "end in .weight": layout == "mlx" and small and bool(match["end"]),
@@ -195,13 +193,6 @@ def _read_names(
     repair = "renames them as the format requires"
     findings += [Finding(f"{file.name}: {n} names {deviation}", repair) for deviation, n in deviations.items() if n]
     return WeightFile(layout, file, parts, halves, foreign)
-
-
-def _unwrapped(module: str) -> tuple[str, str]:
-    """Return (module path, extra prefix before PEFT's own): DDP, torch.compile and a second PEFT add prefixes."""
-    match = _WRAPPER.match(module)
-    wrappers = match[0] if match else ""
-    return module.removeprefix(wrappers).removeprefix(PREFIX), wrappers
 
 
 def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...]]:
@@ -400,7 +391,6 @@ _COPY = re.compile(
     r"(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[\w-]+)?)?\.weight"
 )
 _HEADS = {"lm_head", "embed_out"}
-_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def without_copies(
@@ -443,36 +433,27 @@ def _original(module: str, last: str, stored: Mapping[str, StoredTensor]) -> Sto
 def _difference(copy: np.ndarray, original: StoredTensor) -> str | None:
     """Return how a copy (float32) differs from the base's tensor, None if it is that tensor in its own precision."""
     shapes = f"the copy has {list(copy.shape)}, the base {list(original.shape)}"
-    if copy.shape != original.shape or original.dtype not in _NUMPY:
-        return shapes if original.dtype in _NUMPY else f"{shapes} in {original.dtype}"
-    changed = sum(_changed(copy[start : start + len(rows)], rows) for start, rows in _blocks(original))
+    if copy.shape != original.shape or original.dtype not in FLOATS:
+        return shapes if original.dtype in FLOATS else f"{shapes} in {original.dtype}"
+    changed = 0
+    for start, rows in _blocks(original):
+        part = copy[start : start + len(rows)]
+        same = (part == rows).all(-1)
+        for dtype in ("BF16", "F16"):  # or rounded to the precision of the copy
+            same |= (part == floats_of(rounded(rows, dtype), dtype).reshape(rows.shape)).all(-1)
+        changed += int((~same).sum())
     return f"{shapes}; {changed} rows differ" if changed else None
-
-
-def _changed(copy: np.ndarray, original: np.ndarray) -> int:
-    """Return the number of rows that differ, also from the base rounded to the precision of the copy."""
-    same = (copy == original).all(-1)
-    for rounded in (_as_bfloat16(original), original.astype(np.float16).astype(np.float32)):
-        same |= (copy == rounded).all(-1)
-    return int((~same).sum())
-
-
-def _as_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Return float32 values rounded to bfloat16, to the even neighbour of two that are equally near."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (first row, rows in float32) of a stored table, a block after another."""
-    kind, (count, width) = np.dtype(_NUMPY[tensor.dtype]), tensor.shape
+    count, width = tensor.shape
+    row_bytes = width * FLOATS[tensor.dtype].itemsize
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.begin)
         for start in range(0, count, ROWS):
-            data = stream.read(min(ROWS, count - start) * width * kind.itemsize)
-            values = np.frombuffer(data, kind).reshape(-1, width)
-            is_bfloat16 = tensor.dtype == "BF16"
-            yield start, (values.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else values.astype(np.float32)
+            values = floats_of(stream.read(min(ROWS, count - start) * row_bytes), tensor.dtype)
+            yield start, values.astype(np.float32, copy=False).reshape(-1, width)
 
 
 def _without_saved(config: dict[str, Any], equal: set[str]) -> dict[str, Any]:

@@ -76,7 +76,11 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     _refuse(directory, findings, repair=repair)
     if problems := canonical.value_problems(parts.tensors):
         raise FormatError(f"{directory}: {'; '.join(problems[:3])}")
-    source, metadata = _source(config, weights), dict[str, Any](manifest)
+    # The tool that is recognized by its config keys, else the format.
+    tools = {"soup": "Soup", "unsloth": "Unsloth", "mlx_tune": "mlx-tune"}
+    marked = [tool for mark, tool in tools.items() if any(key.lower().startswith(mark) for key in config)]
+    formats = " and ".join({"peft": "PEFT", "mlx": "mlx-lm"}[layout] for layout in weights)
+    source, metadata = marked[0] if marked else formats, dict[str, Any](manifest)
     record = {
         "source": source,
         "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
@@ -88,9 +92,11 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
         parts.spec, parts.tensors, parts.base_model, layout, metadata, (*notes, *parts.notes), template,
         fan_in_fan_out=fan_in_fan_out,
     )  # fmt: skip
-    return ImportedAdapter(
-        adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**metadata, "import": record}
+    idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
+    warnings = (
+        [f"lora_B is zero in {len(idle)} of {len(pairs)} modules ({idle[0]}, …): they do nothing"] if idle else []
     )
+    return ImportedAdapter(adapter, source, tuple(findings), tuple(warnings), {**metadata, "import": record})
 
 
 def _repair(
@@ -225,19 +231,6 @@ def _ambiguous(weights: WeightFile, options: list[Reading]) -> Finding:
         f"{weights.file.name}: {ways}: the shapes allow both, and the updates differ. Give --base if the model has "
         "layers that are not square; otherwise convert the original adapter again"
     )
-
-
-def _source(config: Mapping[str, Any], weights: Mapping[str, WeightFile]) -> str:
-    """Return the tool that is recognized by its config keys, else the format."""
-    for mark, tool in (("soup", "Soup"), ("unsloth", "Unsloth"), ("mlx_tune", "mlx-tune")):
-        if any(key.lower().startswith(mark) for key in config):
-            return tool
-    return " and ".join({"peft": "PEFT", "mlx": "mlx-lm"}[layout] for layout in weights)
-
-
-def _warnings(adapter: Adapter, pairs: Pairs) -> list[str]:
-    idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
-    return [f"lora_B is zero in {len(idle)} of {len(pairs)} modules ({idle[0]}, …): they do nothing"] if idle else []
 
 
 def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:

@@ -69,12 +69,12 @@ class Curves:
     def smooth(self) -> list[float]:
         """Return an exponential moving average of the loss, without the weight of its start; NaN leaves it as it is."""
         keep, mean, weight = math.exp(-1 / self.time_constant), 0.0, 0.0
-        found: list[float] = []
+        means: list[float] = []
         for loss in self.columns["loss"]:
             if math.isfinite(loss):
                 mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
-            found.append(mean / weight if weight else math.nan)
-        return found
+            means.append(mean / weight if weight else math.nan)
+        return means
 
     @property
     def end_loss(self) -> float | None:
@@ -154,12 +154,12 @@ def _thinned(losses: Sequence[float], norms: Sequence[float]) -> list[int]:
     size = math.ceil(3 * len(losses) / MAX_POINTS)
     if size < 4:
         return list(range(len(losses)))
-    found: set[int] = {0, len(losses) - 1}
+    chosen: set[int] = {0, len(losses) - 1}
     for begin in range(0, len(losses), size):
         group = range(begin, min(begin + size, len(losses)))
-        found |= {min(group, key=lambda i: _low(losses[i])), max(group, key=lambda i: _high(losses[i]))}
-        found.add(max(group, key=lambda i: _high(norms[i])))
-    return sorted(found)
+        chosen |= {min(group, key=lambda i: _low(losses[i])), max(group, key=lambda i: _high(losses[i]))}
+        chosen.add(max(group, key=lambda i: _high(norms[i])))
+    return sorted(chosen)
 
 
 def _low(value: float) -> float:
@@ -182,9 +182,9 @@ def finite(value: float) -> float | None:
 
 
 def _as_json(mark: Mark) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": mark.step, "tokens": mark.tokens, "seconds": finite(mark.seconds)}
-    return found | ({"kind": mark.kind, "text": mark.text} if mark.kind else {"loss": finite(mark.loss)})
+    place: dict[str, Any] = {"step": mark.step, "tokens": mark.tokens, "seconds": finite(mark.seconds)}
+    return place | ({"kind": mark.kind, "text": mark.text} if mark.kind else {"loss": finite(mark.loss)})
 
 
 def _number(value: object) -> float:
-    return math.nan if (found := number(value)) is None else float(found)
+    return math.nan if (finite := number(value)) is None else float(finite)

@@ -46,11 +46,11 @@ def _plot(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
 
 def _grouped(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | None]) -> list[tuple[int, int]]:
     """Return (index, bytes): of each group of neighbours the lowest and the highest, in their order."""
-    known = [(index, value) for index, s in enumerate(snapshots) if (value := number(s)) is not None]
-    size = -(-2 * len(known) // MAX_POINTS)
+    points = [(index, value) for index, s in enumerate(snapshots) if (value := number(s)) is not None]
+    size = -(-2 * len(points) // MAX_POINTS)
     if size < 3:
-        return known
-    groups = (known[i : i + size] for i in range(0, len(known), size))
+        return points
+    groups = (points[i : i + size] for i in range(0, len(points), size))
     return [
         point
         for group in groups

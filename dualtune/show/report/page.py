@@ -42,13 +42,13 @@ def render(template: str, **values: Any) -> str:
 @functools.cache
 def environment() -> Environment:
     """Return where templates are read and compiled, once a process."""
-    made = Environment(
+    pages = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, finalize=_shown, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"commas": lambda number: f"{number:,}", "px": lambda number: f"{number:.1f}", "cut": cut}
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made
+    pages.filters |= {"commas": lambda number: f"{number:,}", "px": lambda number: f"{number:.1f}", "cut": cut}
+    pages.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return pages
 
 
 def _shown(value: object) -> object:

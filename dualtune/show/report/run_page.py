@@ -22,6 +22,7 @@ def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda probl
     runs, problems = read_runs(paths)
     for problem in problems:
         tell(problem)
+    # A page of several runs has the sections of each, folded, but none of its files of answers: they are large.
     sections, values = [sections_of(run) for run in runs], dict[str, Any]()
     if len(runs) == 1:
         (run,) = runs

@@ -127,8 +127,8 @@ def loss_text(loss: float) -> str:
 
 def median_speed(run: RunFiles) -> float | None:
     """Return the tokens per second of the median step, None before the first one."""
-    known = [speed for speed in run.curves.columns["tokens_per_s"] if math.isfinite(speed)]
-    return median(known) if known else None
+    speeds = [speed for speed in run.curves.columns["tokens_per_s"] if math.isfinite(speed)]
+    return median(speeds) if speeds else None
 
 
 def data(run: RunFiles) -> dict[str, Any] | None:

@@ -170,12 +170,12 @@ def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, TrackedRow]]:
         row = row_of(line)
         if row is None or "event" in row:
             continue
-        found = {
+        numbers = {
             name: float(value) for name, value in row.items()
             if name not in NOT_SENT and isinstance(value, int | float) and not isinstance(value, bool)
             and abs(value) <= sys.float_info.max
         }  # fmt: skip
-        yield (row["step"], int("eval_loss" in row)), TrackedRow(row["step"], time_of(row) or time.time(), found)
+        yield (row["step"], int("eval_loss" in row)), TrackedRow(row["step"], time_of(row) or time.time(), numbers)
 
 
 def _place(value: Any) -> Place | None:
@@ -244,13 +244,13 @@ def bounded_output(log: int, most: int) -> Generator[None]:
 
 def _pump(read: int, log: int, most: int) -> None:
     """Write what comes to the log, at most `most` bytes; read the rest too, so that nobody waits."""
-    left = most
+    remaining = most
     while data := os.read(read, 1 << 16):
-        if left >= 0:
+        if remaining >= 0:
             with suppress(OSError):  # a full disk
-                os.write(log, data[:left])
-            left -= len(data)
-            if left < 0:
+                os.write(log, data[:remaining])
+            remaining -= len(data)
+            if remaining < 0:
                 with suppress(OSError):
                     os.write(log, f"\nmore than {most} bytes were printed: the rest is left out\n".encode())
 

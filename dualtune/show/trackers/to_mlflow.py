@@ -28,9 +28,9 @@ class ToMlflow:
         tracked = runs[0] if runs else self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id})
         self._id = tracked.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        known = tracked.data.params  # MLflow refuses another value for a parameter that it has
+        recorded = tracked.data.params  # MLflow refuses another value for a parameter that it has
         config = {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
-        params = [Param(key, value[:LONGEST]) for key, value in config.items() if key not in known]
+        params = [Param(key, value[:LONGEST]) for key, value in config.items() if key not in recorded]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
 

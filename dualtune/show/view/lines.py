@@ -50,8 +50,8 @@ class RunLines(Hook):
 
     def step_line(self, fields: Fields) -> str:
         """Return the line of some steps; a pipe and a file get every number, and the time left."""
-        left = self.view.seconds_left
-        return "  ".join([*(forms[0] for forms in fields), *([] if left is None else [f"{in_time(left)} left"])])
+        seconds = self.view.seconds_left
+        return "  ".join([*(forms[0] for forms in fields), *([] if seconds is None else [f"{in_time(seconds)} left"])])
 
     def on_eval(self, record: EvalRecord) -> None:
         self.view.on_eval(record)
@@ -148,8 +148,8 @@ def started(info: RunInfo) -> list[str]:
     ]
     if weights := engine.get("adapted_weights"):
         share = weights["parameters"] / max(1, engine["num_parameters"])
-        what = f"; {engine['adapted_as']}" if engine.get("adapted_as") else ""
-        lines.append(f"adapted     {weights['layers']} linear layers with {share:.0%} of the base's weights{what}")
+        kind = f"; {engine['adapted_as']}" if engine.get("adapted_as") else ""
+        lines.append(f"adapted     {weights['layers']} linear layers with {share:.0%} of the base's weights{kind}")
     if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
         bytes_each = weights["bytes"] / weights["parameters"]
         lines.append(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")

@@ -103,21 +103,21 @@ def as_html(view: RunView, lines: Iterable[str]) -> str:
 
 
 def _numbers(view: RunView) -> list[tuple[str, str]]:
-    found = [("step", f"{view.step}/{view.num_steps}")]
+    rows = [("step", f"{view.step}/{view.num_steps}")]
     if (record := view.last) is not None:
-        found += [("loss", f"{record.loss:.4f}"), ("learning rate", f"{record.lr:.2e}")]
-        found.append(("speed", f"{record.tokens_per_s:,.0f} tokens/s"))
+        rows += [("loss", f"{record.loss:.4f}"), ("learning rate", f"{record.lr:.2e}")]
+        rows.append(("speed", f"{record.tokens_per_s:,.0f} tokens/s"))
     if view.evals:
-        found.append(("evaluation", f"{view.evals[-1][1]:.4f} after step {view.evals[-1][0]}"))
+        rows.append(("evaluation", f"{view.evals[-1][1]:.4f} after step {view.evals[-1][0]}"))
     if view.best is not None:
-        found.append(("best evaluation", f"{view.best.eval_loss:.4f} after step {view.best.step}"))
+        rows.append(("best evaluation", f"{view.best.eval_loss:.4f} after step {view.best.step}"))
     if view.used_bytes is not None and view.limit_bytes:
-        found.append(("memory", f"{in_bytes(view.used_bytes)} of {in_bytes(view.limit_bytes)}"))
+        rows.append(("memory", f"{in_bytes(view.used_bytes)} of {in_bytes(view.limit_bytes)}"))
     if view.saved is not None:
-        found.append(("checkpoint", f"after step {view.saved[0]}"))
-    if (left := view.seconds_left) is not None and view.step < view.num_steps:
-        found.append(("time left", in_time(left)))
-    return found
+        rows.append(("checkpoint", f"after step {view.saved[0]}"))
+    if (seconds := view.seconds_left) is not None and view.step < view.num_steps:
+        rows.append(("time left", in_time(seconds)))
+    return rows
 
 
 def curve(view: RunView) -> dict[str, Any] | None:

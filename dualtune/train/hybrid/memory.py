@@ -152,9 +152,9 @@ class Statistics:
         """
         rows = [f"{phase:<8}{getattr(self.counts, phase):>8}{share:>8.1%}" for phase, share in self.shares().items()]
         counts = self.counts
-        told = f"{counts.accepted} of {counts.attempts} predictions accepted, {counts.undone} undone"
+        outcome = f"{counts.accepted} of {counts.attempts} predictions accepted, {counts.undone} undone"
         cost = f"cost {self.cost / self.cost_without:.3f} of the same schedule" if self.cost_without else "no cost"
-        return "\n".join([f"{'phase':<8}{'steps':>8}{'share':>8}", *rows, f"{told}; {cost}"])
+        return "\n".join([f"{'phase':<8}{'steps':>8}{'share':>8}", *rows, f"{outcome}; {cost}"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -260,12 +260,17 @@ class Memory:
 def from_state(state: PolicyState) -> Memory:
     """Return what `Memory.as_state` has stored. ValueError if it does not belong to predictive training."""
     numbers = _NUMBERS.validate_python(dict(state.values))
-    parts = _tensors_by_part(state.tensors)
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in state.tensors.items():
+        part, _, own = name.rpartition(" ")
+        parts.setdefault(part, {})[own] = tensor
     if _START not in parts:
         raise ValueError("the weights that the run began with are missing")
     window = snapshot = None
     if numbers.window_half is not None:
-        first_P, middle_P, slope_P = (_vector(parts, part) for part in (_FIRST, _MIDDLE, _SLOPE))
+        first_P, middle_P, slope_P = (
+            flatten(parts[part]) if part in parts else None for part in (_FIRST, _MIDDLE, _SLOPE)
+        )
         if first_P is None:
             raise ValueError("the weights of its window are missing")
         window = Window(numbers.window_half, first_P, middle_P, slope_P)
@@ -279,18 +284,6 @@ def from_state(state: PolicyState) -> Memory:
         numbers.economics, numbers.stage, numbers.monitor, numbers.counts, parts[_START], window,
         numbers.attempt, snapshot, output, numbers.confidence, numbers.prediction_error,
     )  # fmt: skip
-
-
-def _tensors_by_part(tensors: Tensors) -> dict[str, dict[str, np.ndarray]]:
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in tensors.items():
-        part, _, own = name.rpartition(" ")
-        parts.setdefault(part, {})[own] = tensor
-    return parts
-
-
-def _vector(parts: Mapping[str, Tensors], part: str) -> np.ndarray | None:
-    return flatten(parts[part]) if part in parts else None
 
 
 def _finite(value: SupportsFloat) -> float | None:

@@ -44,12 +44,23 @@ class Predictive:
         outcome = taking.take()  # if it raises, nothing has changed
         phase = TrainingPhase.PREDICT if outcome.update is None else taking.memory.stage.phase
         outcome = replace(outcome, phase=phase.value)
-        is_full = outcome.update is not None and self._is_plain(taking)
-        self._memory, self._known = taking.memory, taking.known or self._known
+        memory = self._memory = taking.memory
+        self._known = taking.known or self._known
         self._num_steps = step.index + outcome.num_steps
+
+        # A full step is like one without prediction, and not the first of a process, which may compile.
+        had_begun, self._has_begun = self._has_begun, True
+        is_plain = not taking.has_probed and memory.window is None and memory.attempt is None
+        is_full = outcome.update is not None and had_begun and is_plain
         seconds = self._now() - began
         self._clock = self._clock.with_step(seconds, outcome.num_steps, is_full)
-        self._last = self._result(phase, outcome, seconds)
+
+        loss, grad_norm = self._known or (None, None)
+        numbers = {"lr": outcome.update.lr} if outcome.update else {"virtual_steps": float(memory.counts.virtual_steps)}
+        self._last = StepResult(
+            loss, phase, outcome.update is None, memory.prediction_error, memory.confidence, grad_norm, 1000 * seconds,
+            numbers,
+        )  # fmt: skip
         if outcome.num_steps < step.steps_left:
             return outcome
         statistics = self.statistics()
@@ -91,22 +102,6 @@ class Predictive:
         window = self._memory.window if stage.left == self._memory.stage.left else None
         self._memory = replace(self._memory, stage=stage, window=window)
 
-    # --- small things -----------------------------------------------------------------------------------------------
-
     def _new(self) -> Memory:
         most = self._settings.max_predict_steps
         return Memory(Economics(most, most, most * self._step_cost), Stage(left=self._settings.warmup_steps))
-
-    def _is_plain(self, taking: HybridStep) -> bool:
-        """Return whether a step is like one without prediction; not the first of a process, which may compile."""
-        had_begun, self._has_begun = self._has_begun, True
-        return had_begun and not taking.has_probed and taking.memory.window is None and taking.memory.attempt is None
-
-    def _result(self, phase: TrainingPhase, outcome: Outcome, seconds: float) -> StepResult:
-        loss, grad_norm = self._known or (None, None)
-        counts, memory = self._memory.counts, self._memory
-        numbers = {"lr": outcome.update.lr} if outcome.update else {"virtual_steps": float(counts.virtual_steps)}
-        return StepResult(
-            loss, phase, outcome.update is None, memory.prediction_error, memory.confidence, grad_norm, 1000 * seconds,
-            numbers,
-        )  # fmt: skip

@@ -41,9 +41,9 @@ class OffloadsOptimizer(Protocol):
         ...
 
 
-def offloaded(engine: Engine, what: str) -> AbstractContextManager[None]:
+def offloaded(engine: Engine, offload: str) -> AbstractContextManager[None]:
     """Return the block of a search with this value of hybrid.offload."""
-    return nullcontext() if what == "none" else cast(OffloadsOptimizer, engine).offloaded_optimizer()
+    return nullcontext() if offload == "none" else cast(OffloadsOptimizer, engine).offloaded_optimizer()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class HybridStep:
         self.known: tuple[float, float] | None = None  # loss and gradient norm, if some were read
         self.has_probed = False
         self._settings, self._step_cost, self._step, self._direction = settings, step_cost, step, direction
-        self._found: list[tuple[str, str, Mapping[str, Any]]] = []  # events
+        self._noted: list[tuple[str, str, Mapping[str, Any]]] = []  # events
         self._search_documents, self._check_documents = step.probe_documents[0::2], step.probe_documents[1::2]
 
     def take(self) -> Outcome:
@@ -130,7 +130,8 @@ class HybridStep:
             self._remember(start=self._step.engine.adapter_state())
         if memory.stage.phase is CORRECT:
             self._read_output()
-            if self._is_check_due() and (snapshot := self._check()) is not None:
+            is_due = memory.stage.left == 0 or (self.memory.attempt is not None and self.memory.attempt.is_critical)
+            if is_due and (snapshot := self._check()) is not None:
                 return self._ordinary_from(snapshot)
         elif memory.stage.phase is TrainingPhase.WARMUP and memory.stage.left == 0:
             self._enter(FULL)
@@ -330,10 +331,6 @@ class HybridStep:
 
     # --- the check --------------------------------------------------------------------------------------------------
 
-    def _is_check_due(self) -> bool:
-        attempt = self.memory.attempt
-        return self.memory.stage.left == 0 or (attempt is not None and attempt.is_critical)
-
     def _check(self) -> ReturnPoint | None:
         """Compare the other probe set with its losses before the prediction. Return where to go back to, or None."""
         memory, settings = self.memory, self._settings
@@ -401,10 +398,10 @@ class HybridStep:
             return self._step.document_losses(documents)
 
     def _log(self, event: str, message: str, **details: Any) -> None:
-        self._found.append((event, message, details))
+        self._noted.append((event, message, details))
 
     def _events(self, num_steps: int) -> tuple[Event, ...]:
-        return tuple(Event(self._step.index + num_steps, *found) for found in self._found)
+        return tuple(Event(self._step.index + num_steps, *event) for event in self._noted)
 
 
 def _steps(number: int) -> str:

@@ -93,16 +93,16 @@ class MlxAttempt:
         return self._codes
 
     def _read(self, stream: BinaryIO) -> None:
-        rest = b""
+        tail = b""
         with contextlib.suppress(OSError):
             while data := os.read(stream.fileno(), 1 << 16):
                 with contextlib.suppress(OSError, ValueError):
                     sys.stderr.buffer.write(data)
                     sys.stderr.buffer.flush()
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, tail = (tail + data).split(b"\n")
                 for line in lines:
                     self._note(line)
-        self._note(rest)
+        self._note(tail)
 
     def _note(self, line: bytes) -> None:
         for rank, code, completed, _ in _ENDED.findall(line):

@@ -191,7 +191,7 @@ def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
         ("gpus-per-node", str(slurm.gpus_per_node) if slurm.gpus_per_node else None), ("time", slurm.time),
         ("partition", slurm.partition), ("account", slurm.account), ("array", slurm.array),
         ("signal", f"B:USR1@{slurm.grace_s}"), ("requeue", ""), ("open-mode", "append"), ("chdir", str(cwd)),
-        ("output", str(log_of(slurm, work))), *(_key_value(option) for option in slurm.options),
+        ("output", str(log_of(slurm, work))), *(option.partition("=")[::2] for option in slurm.options),
     ]  # fmt: skip
     directives = [
         f"#SBATCH --{key}" + (f"={_quoted(value, key)}" if value else "") for key, value in headers if value is not None
@@ -260,11 +260,6 @@ def _with_task(text: str, array: str | None) -> str:
 
 def _stem(run_dir: Path) -> str:
     return run_dir.name.replace(TASK, "").strip("-_.") or "dualtune"
-
-
-def _key_value(option: str) -> tuple[str, str]:
-    key, _, value = option.partition("=")
-    return key, value
 
 
 def _quoted(value: str, name: str) -> str:

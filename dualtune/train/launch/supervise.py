@@ -90,8 +90,7 @@ def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
     """Return the exit code of a run from those of its processes by rank (negative: killed by that signal).
 
     A reason in a worker itself comes first, then a signal that killed one, a device that failed, and what followed in
-    the others. `asked`:
-    they were asked to save and stop; one that this signal killed had nothing to save.
+    the others. `asked`: they were asked to save and stop; one that this signal killed had nothing to save.
     """
     failed = [code for _, code in sorted(codes.items()) if code != 0]
     if not failed:
@@ -220,8 +219,7 @@ def _reason(code: int) -> str:
 # with an exit code, only one whose device failed is restarted: a new process may be able to use it again.
 #
 # The parent does nothing but wait. The process that trains is in a session of its own, so that a Ctrl-C reaches it
-# once,
-# like every other signal: forwarded by the parent. Its output goes where the parent's goes.
+# once, like every other signal: forwarded by the parent. Its output goes where the parent's goes.
 
 # How a process ends that lacks memory: an allocation that failed unnoticed, a mapped page that could not be read, an
 # uncaught error of a library, and the killers of Linux and macOS.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from dualtune.base.text import in_bytes, in_columns, in_time
 from dualtune.train.profiler.snapshot import GB, MB, Snapshot
@@ -141,11 +141,10 @@ def spikes_in(snapshots: Sequence[Snapshot], threshold_mb: float = SPIKE_MB) -> 
     return [spike for spike in increases if spike.delta_mb > threshold_mb]
 
 
-def used_bytes(snapshot: Snapshot) -> int:
-    return snapshot.used_bytes
+Counter = Literal["used_bytes", "cached_bytes", "process_bytes", "device_bytes"]  # a number of a snapshot
 
 
-def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | None] = used_bytes) -> Leak | None:
+def find_leak(snapshots: Sequence[Snapshot], counter: Counter = "used_bytes") -> Leak | None:
     """Judge whether the memory that is in use even at the lowest point of each step grows without end.
 
     The statistic: the first fifth of the steps is left out as warm-up, the rest is divided into ten blocks of equal
@@ -155,7 +154,11 @@ def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | 
     least 1 %. So one jump (a longer document, a cache that fills once) is none: it is a large d with an s just as
     large; nor is a random walk, whose increases have the mean zero. None with fewer than 40 steps after the warm-up.
     """
-    floors = _floors(snapshots, number)
+    lowest: dict[int, int] = {}  # by step
+    for snapshot in snapshots:
+        if (value := getattr(snapshot, counter)) is not None:
+            lowest[snapshot.step] = min(value, lowest.get(snapshot.step, value))
+    floors = [lowest[step] for step in sorted(lowest)]
     first = math.ceil(len(floors) * WARM_UP)
     length = (len(floors) - first) // NUM_BLOCKS
     if length * NUM_BLOCKS < MIN_STEPS:
@@ -167,15 +170,6 @@ def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | 
     bound = STUDENT_T * statistics.stdev(increases) / math.sqrt(len(increases)) / length
     growth = blocks[-1] - blocks[0]
     return Leak(slope, bound, growth, found=slope > bound and growth >= MIN_GROWTH * blocks[0])
-
-
-def _floors(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | None]) -> list[int]:
-    """Return the lowest use in each step, in the order of the steps."""
-    lowest: dict[int, int] = {}
-    for snapshot in snapshots:
-        if (value := number(snapshot)) is not None:
-            lowest[snapshot.step] = min(value, lowest.get(snapshot.step, value))
-    return [lowest[step] for step in sorted(lowest)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,19 +202,12 @@ def _overall(snapshots: Sequence[Snapshot]) -> list[tuple[str, str]]:
         ("capacity", f"{last.total_bytes / MB:.1f} MB"),
         ("utilization", f"{100 * peak.bytes / last.total_bytes if last.total_bytes else 0:.1f} % at the peak"),
     ]
-    for name, number in OTHER_NUMBERS.items():
-        if values := [value for s in snapshots if (value := number(s)) is not None]:
+    for name in ("cached", "process", "device"):
+        if values := [value for s in snapshots if (value := getattr(s, f"{name}_bytes")) is not None]:
             rows.append((name, f"{max(values) / MB:.1f} MB at most"))
     seconds, steps = last.timestamp - first.timestamp, len({s.step for s in snapshots})
     speed = f", {steps / seconds:.2f} steps/s" if seconds > 0 else ""
     return [*rows, ("duration", f"{in_time(seconds, 1)}{speed}")]
-
-
-OTHER_NUMBERS: dict[str, Callable[[Snapshot], int | None]] = {
-    "cached": lambda snapshot: snapshot.cached_bytes,
-    "process": lambda snapshot: snapshot.process_bytes,
-    "device": lambda snapshot: snapshot.device_bytes,
-}
 
 
 def _phases(snapshots: Sequence[Snapshot]) -> list[tuple[str, ...]]:
@@ -240,7 +227,7 @@ def _spikes(spikes: Sequence[Spike], threshold_mb: float) -> list[str]:
 def leak_lines(snapshots: Sequence[Snapshot]) -> list[str]:
     """Return the verdict on the memory in use, and on that of the process, where it is counted apart."""
     lines = [f"leak: {_verdict(find_leak(snapshots))}"]
-    in_process = find_leak(snapshots, lambda snapshot: snapshot.process_bytes)
+    in_process = find_leak(snapshots, "process_bytes")
     return lines + [f"leak in the process: {_verdict(in_process)}"] * (in_process is not None)
 
 

@@ -84,12 +84,10 @@ class MemoryProfiler:
 #
 # A number belongs to the phase that ends there. Taking it never synchronizes the device (docs/decisions/0006), so it is
 # the view of the allocator when the host has queued the phase. On CUDA memory is allocated when work is queued, not
-# when
-# it runs, so the number is exact for this place in the program. MLX is lazy: it allocates when arrays are evaluated,
-# which its engine starts once for each micro-batch and once for the update. Forward and backward pass cannot be told
-# apart there, and work that is still being evaluated is counted in a later phase. What is allocated and freed between
-# two
-# boundaries shows only in the counter of the peak, which is exact on both.
+# when it runs, so the number is exact for this place in the program. MLX is lazy: it allocates when arrays are
+# evaluated, which its engine starts once for each micro-batch and once for the update. Forward and backward pass cannot
+# be told apart there, and work that is still being evaluated is counted in a later phase. What is allocated and freed
+# between two boundaries shows only in the counter of the peak, which is exact on both.
 
 START = "start"  # the phase before the first one: the model is loaded, nothing is trained yet
 WITHOUT_DEVICE = ("data", "optimizer")  # phases in which the driver is not asked: once a step is enough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -139,7 +139,9 @@ def to_csv(snapshots: Iterable[Snapshot]) -> str:
         (s.step, s.phase, f"{s.used_mb:.2f}", f"{s.total_bytes / MB:.2f}", f"{s.utilization_percent:.2f}")
         for s in snapshots
     )
-    return _csv([CSV_HEADER, *rows])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([CSV_HEADER, *rows])
+    return text.getvalue()
 
 
 def timeline_row(snapshot: Snapshot) -> str:
@@ -187,9 +189,3 @@ def parsed_timeline(lines: Iterable[str]) -> Iterator[Snapshot]:
                 yield Snapshot(int(step), phase, used, total, float(time), peak, cached, process, device)
         except ValueError:  # damaged
             continue
-
-
-def _csv(rows: Sequence[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

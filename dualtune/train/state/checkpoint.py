@@ -15,15 +15,14 @@ a file's date, and counts only if it matches its manifest.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import re
 import stat
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -75,10 +74,11 @@ class Checkpoint:
 class CheckpointEntry:
     """A checkpoint in a listing."""
 
-    path: Path
+    path: str
     step: int
     num_bytes: int
     problem: str | None  # what is wrong with it
+    is_best: bool = False  # it has the best evaluation; where that is asked
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -140,7 +140,9 @@ def total_bytes(directory: Path) -> int:
 
 def entries(directory: Path) -> list[CheckpointEntry]:
     """Return every checkpoint of a directory, verified, newest first."""
-    return [CheckpointEntry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
+    return [
+        CheckpointEntry(str(path), step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)
+    ]
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -258,21 +260,17 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _check_guards(guards: Mapping[str, Any], where: str) -> None:
-    known = dataclasses.asdict(GuardState())
+    defaults = asdict(GuardState())
     for key in guards:
         value: Any = guards[key]
         if key == "losses":
-            is_valid = _are_numbers(value)
+            is_valid = isinstance(guards[key], list) and all(map(_is_number, guards[key]))
         elif key == "in_spike":
             is_valid = isinstance(value, bool)
         else:  # a step, a count or a loss; null if there is none yet
-            is_valid = key in known and (_is_number(value) or (value is None and known[key] is None))
+            is_valid = key in defaults and (_is_number(value) or (value is None and defaults[key] is None))
         if not is_valid:
             raise fields.wrong(where, key, value, "a value of the state of the guards")
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_number, cast("list[Any]", values)))
 
 
 def _is_number(value: Any) -> bool:
@@ -291,19 +289,15 @@ def problem_of(path: Path) -> str | None:
 def _verified(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the manifest and state.json, after checking the size and hash of every file and that all have one step."""
     try:
-        manifest = _verify(path)
+        manifest = _verified_manifest(path)
     except FormatError as problem:
         raise type(problem)(f"{path}: {problem}") from None
     state = _read_state(path)
     _check_step(path, manifest, state)
     if manifest["schema_version"] > 1:
         _check_complete(path, state)
-    _check_slots(path, manifest, state)
-    return manifest, state
 
-
-def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise FormatError unless the manifest lists exactly the slots of the config's optimizer."""
+    # The config in the state says which slots there are. A manifest that lists others is not that of this state.
     name = optimizer_of(state)
     if name not in OPTIMIZERS:
         raise NewerCheckpoint(
@@ -314,6 +308,37 @@ def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, An
         _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in _slots_of(state)})
     except FormatError as problem:
         raise FormatError(f"{path}: {problem}, and its optimizer is {name}") from None
+    return manifest, state
+
+
+def _verified_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest, after verifying the files that it lists. FormatError names the problem."""
+    if path.is_symlink():
+        raise FormatError("is a symbolic link, but a checkpoint is a directory. Copy the directory that it points to")
+    file = path / MANIFEST
+    try:
+        file.lstat()
+    except OSError as error:
+        is_gone = isinstance(error, FileNotFoundError)
+        raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
+    try:
+        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES, is_own=True)
+        version = fields.rank(manifest, "schema_version", MANIFEST)
+        fields.required(manifest, "files", MANIFEST)
+        listed = fields.subtable(manifest, "files", MANIFEST)
+        files = {name: fields.subtable(listed, name, MANIFEST) for name in listed}
+    except FormatError as error:
+        raise FormatError(f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{file}: ')})") from None
+    if version > SCHEMA_VERSION:
+        raise NewerCheckpoint(
+            f"was written by a newer dualtune: it has schema version {version}, this one reads up to "
+            f"{SCHEMA_VERSION}. Upgrade dualtune"
+        )
+    _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
+    for name, entry in files.items():
+        if problem := _problem_of_file(path / name, entry):
+            raise FormatError(problem)
+    return manifest
 
 
 def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
@@ -323,42 +348,6 @@ def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
     if foreign := {*listed} - {*needed} - {POLICY}:
         names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
         raise FormatError(f"{MANIFEST} lists {names}, which does not belong to a checkpoint")
-
-
-def _verify(path: Path) -> dict[str, Any]:
-    """Return the manifest, after verifying the files that it lists. FormatError names the problem."""
-    if path.is_symlink():
-        raise FormatError("is a symbolic link, but a checkpoint is a directory. Copy the directory that it points to")
-    manifest = _read_manifest(path)
-    version, files = manifest["schema_version"], manifest["files"]
-    if version > SCHEMA_VERSION:
-        raise NewerCheckpoint(
-            f"was written by a newer dualtune: it has schema version {version}, this one reads up to "
-            f"{SCHEMA_VERSION}. Upgrade dualtune"
-        )
-    _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
-    for name in files:
-        if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
-            raise FormatError(problem)
-    return manifest
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        file.lstat()
-    except OSError as error:
-        is_gone = isinstance(error, FileNotFoundError)
-        raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
-    try:
-        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES, is_own=True)
-        fields.rank(manifest, "schema_version", MANIFEST)
-        for name in fields.subtable(manifest, "files", MANIFEST):
-            fields.subtable(manifest["files"], name, MANIFEST)
-        fields.required(manifest, "files", MANIFEST)
-    except FormatError as error:
-        raise FormatError(f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{file}: ')})") from None
-    return manifest
 
 
 def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:

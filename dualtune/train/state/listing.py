@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -57,37 +57,17 @@ class RunSummary:
     checkpoint: int | None = None  # step of the newest checkpoint; only `dualtune checkpoints` verifies
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """A line of `dualtune checkpoints`."""
-
-    path: str
-    step: int
-    num_bytes: int
-    problem: str | None
-    is_best: bool
-
-
 def list_runs(directory: Path) -> list[RunSummary]:
     """Return every run directory at or below a directory, by name; an unreadable one with the reason."""
-    return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _readable(directory)]
+    return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _find(directory)]
 
 
-def _readable(directory: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield what `_find` does. ConfigError if there is no such directory."""
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{directory}: this directory does not exist. Give the one that contains your run directories"
-        )
-    yield from _find(directory)
-
-
-def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
+def list_checkpoints(run_dir: Path) -> list[checkpoint.CheckpointEntry]:
     """Return every checkpoint of a run directory, verified, newest first."""
     check_is_run(run_dir)
     entries = checkpoint.entries(run_dir / CHECKPOINTS)
     best = best_of(run_dir, entries)
-    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in entries]
+    return [replace(entry, is_best=entry.step == best) for entry in entries]
 
 
 def best_of(run_dir: Path, entries: Sequence[checkpoint.CheckpointEntry]) -> int | None:
@@ -99,7 +79,7 @@ def best_of(run_dir: Path, entries: Sequence[checkpoint.CheckpointEntry]) -> int
 
 def find_runs(directory: Path) -> list[Path]:
     """Return the run directories at or below a directory, by name; links are not followed. ConfigError without one."""
-    return [path for path, problem in _readable(directory) if problem is None]
+    return [path for path, problem in _find(directory) if problem is None]
 
 
 def runs_at(path: Path) -> list[Path]:
@@ -114,7 +94,11 @@ def summary_of(run_dir: Path) -> RunSummary:
 
 
 def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str | None]]:
-    """Yield (run directory, None), and (directory, why it cannot be read)."""
+    """Yield (run directory, None), and (directory, why it cannot be read). ConfigError if there is no directory."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: this directory does not exist. Give the one that contains your run directories"
+        )
     try:
         is_run = is_run_dir(directory)
         is_whole = is_run and (directory / CONFIG).exists()  # any program may name a file "lock"
@@ -147,6 +131,10 @@ def _read_summary(path: Path) -> RunSummary:
     saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
     note, is_held = read_note(path)
     state, reason = state_of(path, note, is_held, newest)
+    # The best evaluation may be later than the newest checkpoint, or be only in the checkpoint.
+    evals = [record.eval_loss for step, record in history.evals.items() if step > 0]
+    evals = [*evals, _number(saved, "guards", "best_loss", float)]
+    spent = [row["step_s"] for row in rows if type(row.get("step_s")) is float]
     config = read_flat(path)
     model, rate = config.get("model.name"), config.get("train.learning_rate")
     return RunSummary(
@@ -158,12 +146,12 @@ def _read_summary(path: Path) -> RunSummary:
         num_steps=_number(saved, "schedule", "num_steps", int),
         loss=history.loss,
         eval_loss=history.eval_loss,
-        best_eval_loss=_best(history, _number(saved, "guards", "best_loss", float)),
+        best_eval_loss=min((loss for loss in evals if loss is not None and math.isfinite(loss)), default=None),
         model=model if isinstance(model, str) else None,
         learning_rate=float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None,
         start=_start(note, rows),
         date=_date(path, note),
-        seconds=_seconds(rows) if is_complete else None,
+        seconds=math.fsum(spent) if spent and is_complete else None,
         checkpoint=newest,
     )
 
@@ -192,17 +180,6 @@ def rows_of(run_dir: Path) -> tuple[list[dict[str, Any]], bool]:
     return (read_rows(path), True) if is_short else (main_rows(path), False)
 
 
-def _best(history: History, remembered: float | None) -> float | None:
-    """Return the best evaluation: of the newest checkpoint, or a later one in the rows."""
-    later = [record.eval_loss for step, record in history.evals.items() if step > 0]
-    return min((x for x in (*later, remembered) if x is not None and math.isfinite(x)), default=None)
-
-
-def _seconds(rows: list[dict[str, Any]]) -> float | None:
-    spent = [row["step_s"] for row in rows if type(row.get("step_s")) is float]
-    return math.fsum(spent) if spent else None
-
-
 def _start(note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
     """Return when it began: a run that is over has replaced the note, so its first row says it."""
     written: Any = rows[0].get("time") if rows else None
@@ -222,13 +199,9 @@ def _date(path: Path, note: LockRecord | None) -> str | None:
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:
-    value: Any = _inner(table, section).get(key)
+    inner = table.get(section)
+    value: Any = cast("dict[str, Any]", inner).get(key) if isinstance(inner, dict) else None
     return kind(value) if type(value) in (int, kind) else None
-
-
-def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = table.get(key)
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -274,24 +247,24 @@ def delete(entries: list[Deletable]) -> tuple[list[Deletable], list[str]]:
     What is still to be deleted is found again under the lock of the run. Raises DiskError.
     """
     done: list[Deletable] = []
-    left: list[str] = []
+    refusals: list[str] = []
     for run in dict.fromkeys(entry.run for entry in entries):
         try:
             lock = Lock(Path(run))
         except (FormatError, LockedError) as error:
-            left.append(str(error))
+            refusals.append(str(error))
             continue
         try:
-            known = {entry.path for entry in _of_run(Path(run), lock.before.state if lock.before else "")}
+            paths = {entry.path for entry in _of_run(Path(run), lock.before.state if lock.before else "")}
             for entry in (entry for entry in entries if entry.run == run):
-                if entry.path in known:
+                if entry.path in paths:
                     remove_directory(Path(entry.path))
                     done.append(entry)
                 else:
-                    left.append(f"{entry.path}: is needed now")
+                    refusals.append(f"{entry.path}: is needed now")
         finally:
             lock.release_unused("failed", "")
-    return done, left
+    return done, refusals
 
 
 def _of_run(run: Path, state: str) -> list[Deletable]:
@@ -309,12 +282,12 @@ def _of_run(run: Path, state: str) -> list[Deletable]:
 def _old_checkpoints(run: Path) -> Iterator[Deletable]:
     """Yield all checkpoints but the last and the best. None if one is damaged: then the others are its replacement."""
     entries = checkpoint.entries(run / CHECKPOINTS)
-    if any(entry.problem or entry.path.is_symlink() for entry in entries):
+    if any(entry.problem or Path(entry.path).is_symlink() for entry in entries):
         return
     best = best_of(run, entries)
     for entry in entries[1:]:
         if entry.step != best:
-            yield Deletable(str(entry.path), str(run), "neither the last nor the best checkpoint", entry.num_bytes)
+            yield Deletable(entry.path, str(run), "neither the last nor the best checkpoint", entry.num_bytes)
 
 
 def _is_worthless(run: Path) -> bool:

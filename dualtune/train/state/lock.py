@@ -56,7 +56,7 @@ class Lock:
             self._file = self._take()
         except OSError as error:
             raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
-        self._before = _parse(_content(self._file))
+        self.before = _note_in(self._file)  # of the holder before this one
         try:
             self._write(LockRecord.of_this_process())
         except OSError as error:
@@ -64,14 +64,9 @@ class Lock:
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
     @property
-    def before(self) -> LockRecord | None:
-        """The note of the holder before this one."""
-        return self._before
-
-    @property
     def holder_was_killed(self) -> bool:
         """Return whether the process before left no word about its end."""
-        return self._before is not None and self._before.state == "running"
+        return self.before is not None and self.before.state == "running"
 
     def fault(self) -> str | None:
         """Return what happened to the lock file, if another process may hold the directory now; else None."""
@@ -83,7 +78,7 @@ class Lock:
 
     def release_unused(self, state: str, reason: str) -> None:
         """Release the lock of a run that did not begin, and restore the previous note if there was one."""
-        self._let_go(self._before or replace(LockRecord.of_this_process(), state=state, reason=reason))
+        self._let_go(self.before or replace(LockRecord.of_this_process(), state=state, reason=reason))
 
     def remove(self) -> None:
         """Release the lock and remove its file. A process that has just opened it sees that it is gone."""
@@ -96,11 +91,11 @@ class Lock:
         while True:
             file = open_own(self._path, os.O_RDWR | os.O_CREAT)
             try:
-                held = _is_held(file, patient=True)
-                if held is None:
-                    self._create_claim(_parse(_content(file)))
-                if held:
-                    raise LockedError(_refusal(self._path, _parse(_content(file))))
+                is_held = _is_held(file, patient=True)
+                if is_held is None:
+                    self._create_claim(_note_in(file))
+                if is_held:
+                    raise LockedError(_refusal(self._path, _note_in(file)))
                 if _is_at(file, self._path):
                     return file
             except BaseException:
@@ -147,7 +142,7 @@ def _check_dead(claim: Path) -> None:
     """Raise LockedError if the process that a claim names may still run."""
     file = open_own(claim, os.O_RDONLY)
     try:
-        holder = _parse(_content(file))
+        holder = _note_in(file)
     finally:
         os.close(file)
     if holder is not None and _is_alive(holder):
@@ -169,8 +164,8 @@ def read_note(run_dir: Path) -> tuple[LockRecord | None, bool]:
     except (OSError, FormatError):
         return None, False
     try:
-        held, note = _is_held(file, fcntl.LOCK_SH), _parse(_content(file))
-        return note, held if held is not None else note is not None and _is_alive(note)
+        is_held, note = _is_held(file, fcntl.LOCK_SH), _note_in(file)
+        return note, is_held if is_held is not None else note is not None and _is_alive(note)
     finally:
         os.close(file)
 
@@ -233,22 +228,18 @@ def _refusal(path: Path, note: LockRecord | None) -> str:
     )
 
 
-def _content(file: int) -> bytes:
-    return os.pread(file, 1 << 16, 0)
-
-
 def _to_bytes(note: LockRecord) -> bytes:
     return (json.dumps(asdict(note), indent=2) + "\n").encode()
 
 
-def _parse(data: bytes) -> LockRecord | None:
-    """Return the note, or None if it is empty, truncated or foreign. Keys of newer versions are ignored."""
+def _note_in(file: int) -> LockRecord | None:
+    """Return the note in an open file, or None if it is empty, truncated or foreign. Newer keys are ignored."""
     try:
-        table: Any = json.loads(data)
-        known: dict[str, Any] = {field.name: table[field.name] for field in fields(LockRecord) if field.name in table}
-        pid = known.get("pid")
-        if type(pid) is not int or not all(isinstance(known[name], str) for name in known if name != "pid"):
+        table: Any = json.loads(os.pread(file, 1 << 16, 0))
+        values: dict[str, Any] = {field.name: table[field.name] for field in fields(LockRecord) if field.name in table}
+        pid = values.get("pid")
+        if type(pid) is not int or not all(isinstance(values[name], str) for name in values if name != "pid"):
             return None
-        return LockRecord(**known) if 0 < pid < 1 << 31 else None
+        return LockRecord(**values) if 0 < pid < 1 << 31 else None
     except (ValueError, TypeError, RecursionError):
         return None

@@ -104,30 +104,30 @@ class Metrics:
         self._is_read_at_once = backend.devices()[0].kind == "cpu"
         self._clock = time.perf_counter()
 
-    def step(self, output: StepOutput, **known: Any) -> StepRecord | None:
-        """Queue a step's results and return the previous step's record. `known`: the fields that need no device.
+    def step(self, output: StepOutput, **fields: Any) -> StepRecord | None:
+        """Queue a step's results and return the previous step's record. `fields`: those that need no device.
 
         On a CPU return this step's record, since reading it does not wait.
         """
         record = self.flush()
         now = time.perf_counter()
-        known["step_s"], self._clock = now - self._clock, now
-        self._pending = output, known
+        fields["step_s"], self._clock = now - self._clock, now
+        self._pending = output, fields
         return self.flush() if self._is_read_at_once else record
 
     def flush(self) -> StepRecord | None:
         """Read, write and return the queued record."""
         if self._pending is None:
             return None
-        (output, known), self._pending = self._pending, None
+        (output, fields), self._pending = self._pending, None
         loss, grad_norm = float(output.loss), float(output.grad_norm)
         record = StepRecord(
             loss=loss,
             grad_norm=grad_norm,
-            tokens_per_s=known["num_tokens"] / known["step_s"],
+            tokens_per_s=fields["num_tokens"] / fields["step_s"],
             peak_bytes=self._backend.memory().peak_bytes,
             skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
-            **known,
+            **fields,
         )
         self._step = record.step
         self._write(asdict(record))

@@ -92,7 +92,7 @@ class Condition:
     def _compare(self, value: Any) -> bool:
         a, b = _number(value), _number(self._value)
         if a is None or b is None:
-            is_equal = _text(value) == self._value.lower()
+            is_equal = ("null" if value is None else str(value).lower()) == self._value.lower()
             return is_equal if self._operator == "=" else not is_equal if self._operator == "!=" else False
         return {"=": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[self._operator]
 
@@ -104,10 +104,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,7 +183,7 @@ UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 class Change(NamedTuple):
     """One line of the table of differences."""
 
-    what: str
+    what: str  # a key of the config, or the name of a fingerprint
     before: str
     now: str
     rule: Rule

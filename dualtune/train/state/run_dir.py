@@ -137,7 +137,10 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
     with interrupt.handled(abandon=abandon):
         lock, state, reason = Lock(path), "failed", "interrupted"
         try:
-            _open(run_dir, resume)
+            removed = remove_leftovers(run_dir.path) + remove_leftovers(run_dir.checkpoints)
+            run_dir.saved, problems = find_saved(run_dir.path, resume)
+            notes = [f"removed {name}: incomplete, left by a run that was killed" for name in removed]
+            run_dir.notes = notes + problems
             run_dir.lock, run_dir.opened = lock, OpenDirectory(path)
             yield run_dir
             state, reason = "done", ""
@@ -156,8 +159,11 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
 def _leave(lock: Lock, run_dir: RunDir, created: list[Path], state: str, reason: str) -> None:
     if run_dir.has_begun:
         lock.release(state, reason)
-    elif _is_unused(run_dir.path):
-        _remove(lock, created)  # a run that failed before it wrote anything leaves nothing behind
+    elif _is_unused(run_dir.path):  # a run that failed before it wrote anything leaves nothing behind
+        with contextlib.suppress(OSError):  # another process may have begun there
+            lock.remove()
+            for directory in created:
+                directory.rmdir()
     else:
         lock.release_unused(state, reason)
 
@@ -232,21 +238,6 @@ def _is_unused(path: Path) -> bool:
         return {entry.name for entry in path.iterdir()} <= {LOCK_FILE, CLAIM_FILE}
     except OSError:
         return False
-
-
-def _remove(lock: Lock, created: list[Path]) -> None:
-    """Remove the lock and the directories that were created for it."""
-    with contextlib.suppress(OSError):  # another process may have begun there
-        lock.remove()
-        for directory in created:
-            directory.rmdir()
-
-
-def _open(run_dir: RunDir, resume: str) -> None:
-    removed = remove_leftovers(run_dir.path) + remove_leftovers(run_dir.checkpoints)
-    notes = [f"removed {name}: incomplete, left by a run that was killed" for name in removed]
-    run_dir.saved, problems = find_saved(run_dir.path, resume)
-    run_dir.notes = notes + problems
 
 
 # ----------------------------------------------------------------------------------------------------------------------

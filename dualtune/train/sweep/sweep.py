@@ -178,7 +178,9 @@ class Attempts:
         except (NonFiniteError, OutOfMemory) as error:
             self.failure = type(error)(str(error))  # without the frames of the run, which hold its engine
             self._tell(f"failed      {str(error).splitlines()[0]}; the sweep goes on with the other runs")
-        self._tell_score(result_of(trial).score)
+        score = result_of(trial).score
+        if score.loss is not None:
+            self._tell(f"loss        {score.loss:.4f} after step {score.step}")
 
     def or_leave(self, trial: SweepTrial, note: str) -> None:
         """Train a run, unless another process does: several can share a grid, each with a GPU of its own."""
@@ -187,24 +189,19 @@ class Attempts:
         except LockedError as error:
             self._tell(f"left        {str(error).splitlines()[0]}")
 
-    def _tell_score(self, score: Score) -> None:
-        if score.loss is not None:
-            self._tell(f"loss        {score.loss:.4f} after step {score.step}")
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Successive halving: all runs are trained for a while, the better half twice as long, and so on.
 #
 # Jamieson & Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016. A run
-# that
-# goes on resumes exactly, so what is trained to the end is what `dualtune train` would have trained.
+# that goes on resumes exactly, so what is trained to the end is what `dualtune train` would have trained.
 
 
 class Rung(NamedTuple):
     """A step at which the runs are compared, and how many go on."""
 
     step: int
-    kept: int
+    num_runs: int
 
 
 def rungs(num_runs: int, num_steps: int, every: int | None) -> list[Rung]:
@@ -218,7 +215,7 @@ def rungs(num_runs: int, num_steps: int, every: int | None) -> list[Rung]:
         step = math.ceil(num_steps / 2 ** (num_rungs - rung) / distance) * distance
         if step < num_steps:
             counts[step] = math.ceil(num_runs / 2 ** (rung + 1))
-    return [Rung(step, kept) for step, kept in counts.items()]
+    return [Rung(step, count) for step, count in counts.items()]
 
 
 def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts, tell: Callable[[str], None]) -> None:
@@ -226,9 +223,10 @@ def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts,
     going = list(trials)
     for rung in plan:
         for trial in going:
-            if not _has_reached(trial, rung.step):
+            # It has the evaluation of this step, or has ended before it.
+            if _score_at(trial, rung.step).step < rung.step and not result_of(trial).is_done:
                 attempt(trial, f"up to step {rung.step}", rung.step)
-        going = sorted(going, key=lambda trial: _score_at(trial, rung.step).order)[: rung.kept]
+        going = sorted(going, key=lambda trial: _score_at(trial, rung.step).order)[: rung.num_runs]
         names = ", ".join(trial.name for trial in going)
         tell(f"step {rung.step:<6} {len(going)} of {len(trials)} runs go on: {names}")
     for trial in going:
@@ -247,11 +245,6 @@ def check_comparable(checked: Sequence[CheckedTrial]) -> None:
         raise ConfigError("--halving: compares runs at the same step, so run.eval_every must be the same in all")
     if not have_same_eval(checked):
         raise ConfigError("--halving: compares runs by their held-out rows, and these have different rows or tokens")
-
-
-def _has_reached(trial: SweepTrial, step: int) -> bool:
-    """Return whether a run has the evaluation after this step, or has ended before it."""
-    return _score_at(trial, step).step >= step or result_of(trial).is_done
 
 
 def _score_at(trial: SweepTrial, step: int) -> Score:
@@ -350,11 +343,11 @@ def _search(plan: SweepPlan, num_runs: int, seed: int, attempt: Attempts) -> lis
     Called again, it chooses the same values, because the results are the same, and finds their runs finished.
     """
     choose = sampler(plan.varied, seed)
-    trials, known = dict[Path, SweepTrial](), list[tuple[Values, float | None]]()
+    trials, results = dict[Path, SweepTrial](), list[tuple[Values, float | None]]()
     for number in range(1, num_runs + 1):
-        trial = plan.trial(choose(known))
+        trial = plan.trial(choose(results))
         attempt(trial, f"{number} of {num_runs}")
         result = result_of(trial)
-        known.append((trial.values, result.score.loss if result.is_done else None))
+        results.append((trial.values, result.score.loss if result.is_done else None))
         trials[trial.path] = trial  # a sampler may choose the same values twice
     return [*trials.values()]

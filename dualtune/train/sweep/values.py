@@ -205,9 +205,9 @@ def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], V
     space: dict[str, Any] = {setting.key: _distribution(optuna, setting) for setting in varied}
     texts = {setting.key for setting in varied if isinstance(setting, Choices)}
 
-    def choose(known: Known) -> Values:
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(known)))
-        for tried, loss in known:
+    def choose(results: Known) -> Values:
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(results)))
+        for tried, loss in results:
             params = {key: json.dumps(value) if key in texts else value for key, value in tried.items()}
             state = optuna.trial.TrialState.FAIL if loss is None else optuna.trial.TrialState.COMPLETE
             study.add_trial(optuna.create_trial(params=params, distributions=space, value=loss, state=state))

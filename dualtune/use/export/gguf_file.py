@@ -19,7 +19,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.fields import shown
-from dualtune.base.tensors import StoredForm, bytes_of, write_model_weights
+from dualtune.base.tensors import FLOATS, StoredForm, bytes_of, floats_of, write_model_weights
 from dualtune.base.untrusted import read_json
 from dualtune.base.versions import import_extra
 from dualtune.data.tokens.stop_tokens import StopTokens, stop_tokens
@@ -124,11 +124,11 @@ def unpack(file: Path, model: Path, out: Path) -> None:
     gguf, config, weights = gguf_package(), read_config(model), find_weights(model)
     family = FAMILIES[str(config["model_type"])]
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    names = {ours: name for name, ours in _named_pairs(gguf, config, weights)}
+    names = {gguf_name: name for name, gguf_name in _named_pairs(gguf, config, weights)}
     if lost := sorted(names.keys() - stored.keys()):
         raise FormatError(f"{file}: lacks {shown(lost[0])}")
     forms = {name: StoredForm("F32", weights.tensors[name].shape) for name in names.values()}
-    sources = {name: ours for ours, name in names.items()}
+    sources = {name: gguf_name for gguf_name, name in names.items()}
 
     def read(name: str) -> memoryview:
         tensor = stored[sources[name]]
@@ -157,9 +157,9 @@ def _named_pairs(gguf: Any, config: Mapping[str, Any], weights: BaseWeights) -> 
     for name in sorted(weights.tensors):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue  # computed from the config; the embedding
-        if (ours := table.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
+        if (gguf_name := table.get_name(name, try_suffixes=(".weight", ".bias"))) is None:
             raise ConfigError(f"{weights.directory}: {shown(name)}: has no name in GGUF's {architecture}")
-        pairs.append((name, ours))
+        pairs.append((name, gguf_name))
     return pairs
 
 
@@ -176,21 +176,24 @@ def _readers(
 
         return read
 
-    readers = {ours: (weights.tensors[name].shape, reader(name)) for name, ours in _named_pairs(gguf, config, weights)}
-    if (factors := _rope_factors(config)) is not None:
+    readers = {
+        gguf_name: (weights.tensors[name].shape, reader(name))
+        for name, gguf_name in _named_pairs(gguf, config, weights)
+    }
+    if (rope := _rope(config))["rope_type"] == "llama3":  # Llama 3.1's divisors of the frequencies
+        factors = llama3_factors(rope, _head_size(config))
         readers["rope_freqs.weight"] = (factors.shape, lambda: factors)
     return readers
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:
     """Return a stored tensor as float32, exactly."""
-    kinds = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}
-    if tensor.dtype not in kinds:
-        raise ConfigError(f"{tensor.file}: holds tensors in {tensor.dtype}; allowed: {', '.join(kinds)}")
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(f"{tensor.file}: holds tensors in {tensor.dtype}; allowed: {', '.join(FLOATS)}")
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.begin)
-        values = np.frombuffer(stream.read(tensor.num_bytes), kinds[tensor.dtype]).reshape(tensor.shape)
-    return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
+        values = floats_of(stream.read(tensor.num_bytes), tensor.dtype)
+    return values.astype(np.float32, copy=False).reshape(tensor.shape)
 
 
 def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
@@ -238,14 +241,6 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "rope_theta": base, "rope_type": table.get("rope_type", table.get("type", "default"))}
 
 
-def _rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """Return Llama 3.1's divisors of the frequencies; None for another scaling."""
-    rope = _rope(config)
-    if rope["rope_type"] != "llama3":
-        return None
-    return llama3_factors(rope, _head_size(config))
-
-
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
@@ -265,13 +260,9 @@ def _splitting(table: Any) -> str | None:
         digits = [{"type": "Digits", "individual_digits": True}]
         name = "gpt-2" if len(steps) == 1 else "smollm" if steps[:-1] == digits else None
     elif len(steps) == 2 and (steps[0].get("type"), steps[0].get("behavior")) == ("Split", "Isolated"):
-        name = _REGEX.get(_regex_of(steps[0]))
+        pattern: Any = steps[0].get("pattern") or {}
+        name = _REGEX.get(str(pattern.get("Regex")))
     return name if bool(model.get("ignore_merges")) == (name == IGNORES_MERGES) else None
-
-
-def _regex_of(step: Any) -> str:
-    pattern: Any = step.get("pattern") or {}
-    return str(pattern.get("Regex"))
 
 
 def _tokenizer_json(model: Path) -> dict[str, Any]:

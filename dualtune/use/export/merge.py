@@ -8,7 +8,7 @@ from typing import Any
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.fields import shown
-from dualtune.base.files import write_whole
+from dualtune.base.files import new_directory
 from dualtune.data.tokens.stop_tokens import stop_texts, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest
@@ -71,13 +71,10 @@ def write_merged(engine: Engine, adapter: Adapter, out: Path, tell: Callable[[st
 
     It stops where the training stopped: its files name every token that ends a turn.
     """
-
-    def write(directory: Path) -> None:
+    with new_directory(out.resolve(), by_library=True) as directory:
         engine.save_merged(directory)
         tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
         tell(f"stops at    {named_stops(directory)}")
-
-    write_whole(out, write)
 
 
 def named_stops(model: Path) -> str:

@@ -82,9 +82,9 @@ def template_for(tokenizer: Tokenizer) -> str | None:
         return TEMPLATES[PLAIN]
     written = _written(template)
     tails = {name: _tail(written, ChatTemplate(named_template(name), tokenizer.special_tokens)) for name in NAMES}
-    if known := {name: tail for name, tail in tails.items() if tail is not None}:
-        name = min(known, key=lambda name: len(known[name]))
-        return TEMPLATES[name] + known[name]
+    if twins := {name: tail for name, tail in tails.items() if tail is not None}:
+        name = min(twins, key=lambda name: len(twins[name]))
+        return TEMPLATES[name] + twins[name]
     default = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", written[0] or "", re.DOTALL)
     if default is None or "{{" in default[0] or '"""' in default[0]:
         return None

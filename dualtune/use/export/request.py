@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from dualtune.base import fields
-from dualtune.base.errors import ConfigError, DataError, DualtuneError
+from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.untrusted import read_json
 from dualtune.config import load_config
 from dualtune.data.documents import Data
@@ -89,16 +89,6 @@ class Exported:
     notes: list[str] = field(default_factory=lambda: [])
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What the exported model is to compute."""
-
-    tokenizer: Tokenizer
-    prompts: list[list[int]]
-    tuned: Logprobs
-    base: Logprobs | None = None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # How far one model is from another: log-probabilities after every token of fixed prompts.
 #
@@ -133,7 +123,9 @@ def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarra
 def deviation(expected: Logprobs, actual: Logprobs) -> Deviation:
     """Compare p, which is expected, with q: Σ p log(p/q) in each position, over the tokens that both have."""
     kls, same = list[float](), list[bool]()
-    for p_TV, q_TV in _aligned(expected, actual):
+    for p_TV, q_TV in zip(expected, actual, strict=True):
+        size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
+        p_TV, q_TV = p_TV[:, :size], q_TV[:, :size]
         kl_T = (np.exp(p_TV) * (p_TV - q_TV)).sum(-1)
         kls += np.where(np.isfinite(kl_T), np.maximum(kl_T, 0.0), np.inf).tolist()
         same += (p_TV.argmax(-1) == q_TV.argmax(-1)).tolist()
@@ -143,12 +135,6 @@ def deviation(expected: Logprobs, actual: Logprobs) -> Deviation:
 def lost_share(merge: Deviation, effect: Deviation) -> float:
     """Return the divergence of the merged model from base and adapter, as a share of what the adapter changes."""
     return merge.kl / max(effect.kl, NOISE / LOST)
-
-
-def _aligned(expected: Logprobs, actual: Logprobs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for p_TV, q_TV in zip(expected, actual, strict=True):
-        size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
-        yield p_TV[:, :size], q_TV[:, :size]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,14 +160,6 @@ class HeldOut:
     def loss(self, engine: Engine) -> float:
         """Return the mean loss over the target tokens, in nats."""
         return evaluate(engine, self._documents, self._layout).eval_loss
-
-
-def open_held_out(run: Path, model: Path, adapter: Adapter | None, directory: Path | None) -> HeldOut | str:
-    """Return the held-out rows of a run, or why its loss cannot be measured here."""
-    try:
-        return HeldOut(run, model, adapter, directory)
-    except DualtuneError as error:
-        return str(error).splitlines()[0]
 
 
 def manifest_of(model: Path) -> dict[str, Any]:

@@ -49,10 +49,10 @@ class KeptAnswers:
     ) -> Generator[Continuation]:  # fmt: skip
         """Yield the continuation of each prompt, first those that are there already. The rest is as `continue_all`."""
         keys = [(side, number, _hash(prompt.astype(np.int32).tobytes())) for number, prompt in enumerate(prompts)]
-        there = [self._answers[key] for key in keys if key in self._answers]
-        if there:
-            tell(f"{len(there)} of {len(keys)} answers were generated before, by the same command")
-        yield from there
+        earlier = [self._answers[key] for key in keys if key in self._answers]
+        if earlier:
+            tell(f"{len(earlier)} of {len(keys)} answers were generated before, by the same command")
+        yield from earlier
         missing = [number for number, key in enumerate(keys) if key not in self._answers]
         continuations = continue_all(
             model,

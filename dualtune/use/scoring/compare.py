@@ -155,7 +155,7 @@ class _HeldOut:
         self._by_text: dict[str, list[int]] = defaultdict(list)
         self._by_band: dict[bytes, list[int]] = defaultdict(list)
         self._sets = [shingles(text_of(example)) for example in examples]
-        self._known = np.unique(np.concatenate(self._sets)) if self._sets else np.zeros(0, np.uint64)
+        self._shingles = np.unique(np.concatenate(self._sets)) if self._sets else np.zeros(0, np.uint64)
         for i, example in enumerate(examples):
             self._by_text[text_of(example)].append(i)
             for band in _bands(self._sets[i]):
@@ -167,17 +167,17 @@ class _HeldOut:
             self.exact.setdefault(i, example.where)
         hashes = shingles(text)
         # A row that is near to one of these shares at least that part of its own shingles with it.
-        if not len(self._known) or _share_in(hashes, self._known) < NEAR:
+        if not len(self._shingles) or _share_in(hashes, self._shingles) < NEAR:
             return
         for i in {i for band in _bands(hashes) for i in self._by_band.get(band, ())} - self.near.keys():
             if jaccard(hashes, self._sets[i]) >= NEAR:
                 self.near[i] = example.where
 
 
-def _share_in(some: np.ndarray, known: np.ndarray) -> float:
+def _share_in(some: np.ndarray, whole: np.ndarray) -> float:
     """Return which share of a set is in another; both sorted."""
-    at = np.minimum(np.searchsorted(known, some), len(known) - 1)
-    return float((known[at] == some).mean())
+    at = np.minimum(np.searchsorted(whole, some), len(whole) - 1)
+    return float((whole[at] == some).mean())
 
 
 def _bands(shingles_S: np.ndarray) -> Iterator[bytes]:

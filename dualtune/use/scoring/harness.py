@@ -45,7 +45,7 @@ class HarnessRequest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AnswerRequest:
     """A request for an answer."""
 
     context: str
@@ -53,7 +53,7 @@ class _Asked:
     stops: tuple[str, ...]
 
     @classmethod
-    def of(cls, context: str, options: Mapping[str, Any]) -> _Asked:
+    def of(cls, context: str, options: Mapping[str, Any]) -> _AnswerRequest:
         """Read the options that lm-eval calls `generation_kwargs`."""
         until: Any = options.get("until") or []
         stops: list[str] = [until] if isinstance(until, str) else list(until)
@@ -84,8 +84,8 @@ class HarnessModel:
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """Return log p of each continuation after its context, and whether greedy decoding would give it."""
         pairs = [self._encoded(*request.args) for request in requests]
-        found_N2 = self._scored([(ids, len(ids) - targets) for ids, targets in pairs], with_greedy=True)
-        return [(float(logprob), bool(is_greedy)) for logprob, is_greedy in found_N2]
+        scores_N2 = self._scored([(ids, len(ids) - targets) for ids, targets in pairs], with_greedy=True)
+        return [(float(logprob), bool(is_greedy)) for logprob, is_greedy in scores_N2]
 
     def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
         """Return log p of each text after the first token of a document. Every token is predicted once.
@@ -111,20 +111,19 @@ class HarnessModel:
 
         All in one batch, long contexts first. A sampled answer depends on its own request alone; repeated ones differ.
         """
-        asked = [_Asked.of(*request.args) for request in requests]
-        times, rows = Counter[_Asked](), list[PromptedRow]()
-        for i, each in enumerate(asked):
-            ids = self._model.tokenizer.encode_text(each.context)[
-                -max(1, self._max_tokens - each.sampling.max_tokens) :
-            ]
+        answer_requests = [_AnswerRequest.of(*request.args) for request in requests]
+        times, rows = Counter[_AnswerRequest](), list[PromptedRow]()
+        for i, request in enumerate(answer_requests):
+            room = max(1, self._max_tokens - request.sampling.max_tokens)
+            ids = self._model.tokenizer.encode_text(request.context)[-room:]
             ids = ids if len(ids) else self._prefix
-            rows.append(prompted_row(self._model, i, ids, each.sampling, draws=times[each], stops=each.stops))
-            times[each] += 1
+            rows.append(prompted_row(self._model, i, ids, request.sampling, draws=times[request], stops=request.stops))
+            times[request] += 1
         rows.sort(key=lambda row: -len(row.prompt))
         answers = [""] * len(rows)
         continuations = continue_rows(self._model, rows, is_shortage=self._backend.is_out_of_memory, tell=self._tell)
-        for done, each in enumerate(continuations, start=1):
-            answers[each.number] = asked[each.number].before_stop(each.text)
+        for done, continuation in enumerate(continuations, start=1):
+            answers[continuation.number] = answer_requests[continuation.number].before_stop(continuation.text)
             self._show(done, len(rows))
         return answers
 
@@ -190,12 +189,12 @@ def run(
     """
     stderr = sys.stderr
 
-    def told(text: str) -> None:
+    def tell_outside(text: str) -> None:
         with redirect_stderr(stderr):
             tell(text)
 
     base = _imported("lm_eval.api.model").LM
-    lm = type("DualtuneModel", (HarnessModel, base), {})(model, backend, _max_tokens(model, name), show, told)
+    lm = type("DualtuneModel", (HarnessModel, base), {})(model, backend, _max_tokens(model, name), show, tell_outside)
     manager = _imported("lm_eval.tasks").TaskManager()
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
@@ -207,8 +206,8 @@ def run(
                 model=lm, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
             )
     except Exception as error:  # foreign code and foreign files
-        if _is_of(lm, error):
-            raise
+        if any(frame.f_locals.get("self") is lm for frame, _ in walk_tb(error.__traceback__)):
+            raise  # it comes out of the model, not out of lm-eval and its tasks
         kind = EnvironmentFault if isinstance(error, OSError | ImportError) else ConfigError  # no network, no package
         why = next(iter(str(error).strip().splitlines()), "")[:300]
         raise kind(f"--harness {','.join(tasks)}: {type(error).__name__}: {why}") from error
@@ -216,15 +215,10 @@ def run(
             for task, numbers in report["results"].items()}  # fmt: skip
 
 
-def _is_of(model: HarnessModel, error: BaseException) -> bool:
-    """Return whether an error comes out of the model, not out of lm-eval and its tasks."""
-    return any(frame.f_locals.get("self") is model for frame, _ in walk_tb(error.__traceback__))
-
-
 def _max_tokens(model: LoadedModel, name: str) -> int:
     """Return the most tokens of a document: as many as the model has positions, within reason."""
-    known = longest_text(read_config(resolve_model(name, weights=False))) or USUAL_TOKENS
-    return min(model.positions or known, known, MOST_TOKENS)
+    longest = longest_text(read_config(resolve_model(name, weights=False))) or USUAL_TOKENS
+    return min(model.positions or longest, longest, MOST_TOKENS)
 
 
 def _imported(module: str) -> Any:

@@ -175,8 +175,8 @@ def _loaded(name: str) -> Callable[[str, str], Any]:
         elif module and function:
             metric = getattr(_imported(module), function)
         else:
-            known = ", ".join(points) or "none is installed"
-            allowed = f"an entry point of the group {METRICS_GROUP} ({known}) or module:function"
+            installed = ", ".join(points) or "none is installed"
+            allowed = f"an entry point of the group {METRICS_GROUP} ({installed}) or module:function"
             raise ConfigError(f"--metric: got {name!r}, allowed: {allowed}")
     except ConfigError:
         raise
@@ -188,12 +188,12 @@ def _loaded(name: str) -> Callable[[str, str], Any]:
 
 
 def _imported(module: str) -> Any:
-    here = os.getcwd()  # noqa: PTH109
-    sys.path.append(here)
+    directory = os.getcwd()  # noqa: PTH109
+    sys.path.append(directory)
     try:
         return importlib.import_module(module)
     finally:
-        sys.path.remove(here)
+        sys.path.remove(directory)
 
 
 def _first_line(error: BaseException) -> str:

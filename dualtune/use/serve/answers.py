@@ -123,10 +123,11 @@ class Answers:
     def _answer(self, job: PendingAnswer) -> None:
         request, progress = job.request, GenerationProgress()
         tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
+        # An answer that must be a call is begun as one: the model continues it, and only chooses the function.
         begun = _begun(request, tokenizer) if request.must_call else BegunAnswer()
         text = AnswerText(request, _calls(request, tokenizer) if request.tools else None, begun.text)
-        asked = _encoded(request, tokenizer, self._systems.get(request.model))
-        prompt = np.concatenate([asked, np.array(begun.ids, asked.dtype)])
+        question = _encoded(request, tokenizer, self._systems.get(request.model))
+        prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
@@ -136,6 +137,7 @@ class Answers:
             cache=self._adapters.use(request.model), shown=tokenizer.call_marks if request.tools else frozenset(),
             first=begun.choices,
         )  # fmt: skip
+        # Text goes to the client as it comes, but for what may become a stop text or a call.
         cut = StopTexts(request.stops)
         is_late = False
         for piece in pieces:
@@ -145,13 +147,14 @@ class Answers:
             if cut.found or text.is_complete or job.is_cancelled or is_late:
                 pieces.close()
                 break
-        rest = text.end(cut.rest())
+        # What was held back is said, or is a call; an answer that ended too early for its call is an error.
+        last_pieces = text.end(cut.rest())
         is_cut = is_late or progress.num_tokens >= progress.max_tokens
         is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut
         if request.must_call and is_whole and not text.num_calls:
-            said = "".join(piece for piece in rest if isinstance(piece, str))
-            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {said[:200]}. {FORCED}")
-        for piece in rest:
+            words = "".join(piece for piece in last_pieces if isinstance(piece, str))
+            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
+        for piece in last_pieces:
             job.pieces.put(piece)
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))

@@ -15,24 +15,24 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
 from dualtune.data.chat.call_notations import WrittenCall
 from dualtune.show.page_server import REQUEST_S, LimitedServer
-from dualtune.use.serve.answers import Answers, Finish, PendingAnswer, Piece
+from dualtune.use.serve.answers import Answers, Finish, PendingAnswer
 from dualtune.use.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
 IGNORED = "X-Dualtune-Ignored"  # a header of answers: keys of the request without an effect
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
-Told = Callable[[str], None]
 
 
 class CompletionServer(LimitedServer):
     """A server whose requests are answered by `answers`. `tell` gets a line for each request."""
 
-    def __init__(self, host: str, port: int, answers: Answers, *, key: str | None, tell: Told) -> None:
+    def __init__(self, host: str, port: int, answers: Answers, *, key: str | None, tell: Callable[[str], None]) -> None:
         self.answers, self.key, self.tell = answers, key, tell
         super().__init__(host, port, Handler)
 
@@ -67,14 +67,14 @@ class Handler(BaseHTTPRequestHandler):
         began, self._has_begun = time.monotonic(), False
         try:
             self._check_client()
-            said = work()
+            outcome = work()
         except BadRequest as error:
-            said = f"{error.status} {error}"
+            outcome = f"{error.status} {error}"
             with contextlib.suppress(OSError):
                 self._fail(error)
         except OSError:
-            said, self.close_connection = "the client is gone", True
-        self.server.tell(f"{self.command} {self.path[:100]}  {said}  {time.monotonic() - began:.1f} s")
+            outcome, self.close_connection = "the client is gone", True
+        self.server.tell(f"{self.command} {self.path[:100]}  {outcome}  {time.monotonic() - began:.1f} s")
         self.server.start_waiting(self.connection)  # for the next one
 
     def _check_client(self) -> None:
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
                 text += piece
         assert finish is not None
         head, choice = _head(job.request), _choice(job.request, text, calls, finish.reason)
-        self._send(200, head | {"choices": [choice], "usage": _usage(finish)}, _told(job.request))
+        self._send(200, head | {"choices": [choice], "usage": _usage(finish)}, _ignored_keys(job.request))
         return finish
 
     def _stream(self, job: PendingAnswer) -> Finish:
@@ -164,13 +164,13 @@ class Handler(BaseHTTPRequestHandler):
         first = next(pieces)  # an error that comes before the first piece still has its own status
         self.send_response(200)
         for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store"),
-                            ("Transfer-Encoding", "chunked"), *_told(request)):  # fmt: skip
+                            ("Transfer-Encoding", "chunked"), *_ignored_keys(request)):  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
         self._has_begun = True
         head = _head(request)
         finish, num_calls = None, 0
-        for piece in _chained(first, pieces):
+        for piece in chain([first], pieces):
             if isinstance(piece, Finish):
                 finish = piece
                 self._event(head | {"choices": [_delta(request, {}, piece.reason)]})
@@ -226,15 +226,9 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "dualtune"}
 
 
-def _told(request: CompletionRequest) -> list[tuple[str, str]]:
+def _ignored_keys(request: CompletionRequest) -> list[tuple[str, str]]:
     """Return the header that names keys without an effect, if the request has any."""
     return [(IGNORED, ", ".join(request.ignored))] if request.ignored else []
-
-
-def _chained(first: Piece, rest: Iterator[Piece]) -> Iterator[Piece]:
-    yield first
-    if not isinstance(first, Finish):
-        yield from rest
 
 
 def _head(request: CompletionRequest) -> dict[str, Any]:
@@ -247,8 +241,8 @@ def _choice(request: CompletionRequest, text: str, calls: Sequence[WrittenCall],
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
-    said = {"message": message} if request.is_chat else {"text": text}
-    return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
+    content = {"message": message} if request.is_chat else {"text": text}
+    return {"index": 0, **content, "finish_reason": reason, "logprobs": None}
 
 
 def _call(call: WrittenCall) -> dict[str, Any]:
@@ -267,11 +261,10 @@ def _call_deltas(written: WrittenCall, index: int) -> Iterator[dict[str, Any]]:
 
 
 def _delta(request: CompletionRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-    said: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": delta.get("content", "")}
-    return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
+    content: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": delta.get("content", "")}
+    return {"index": 0, **content, "finish_reason": reason, "logprobs": None}
 
 
 def _usage(finish: Finish) -> dict[str, int]:
-    total = finish.prompt_tokens + finish.completion_tokens
-    numbers = (finish.prompt_tokens, finish.completion_tokens, total)
-    return dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), numbers, strict=True))
+    prompt, completion = finish.prompt_tokens, finish.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -70,13 +70,13 @@ def newest_run() -> Path:
     runs = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
     if not runs:
         raise ConfigError(f"SOURCE: there is no run in {RUNS}/. Give a run directory, an adapter or a bundle")
-    return max(runs, key=_written_at)
+    return max(runs, key=lambda run: (file if (file := run / METRICS).exists() else run).stat().st_mtime)
 
 
-def sends_adapter(choice: PushRequest) -> bool:
+def sends_adapter(request: PushRequest) -> bool:
     """Return whether of a run its adapter is sent, without being asked for: the run has ended."""
-    named = choice.adapter or choice.step is not None or choice.to_resume or choice.source.is_file()
-    return not named and is_finished(choice.source)
+    is_chosen = request.adapter or request.step is not None or request.to_resume or request.source.is_file()
+    return not is_chosen and is_finished(request.source)
 
 
 def is_finished(run: Path) -> bool:
@@ -88,32 +88,40 @@ def is_finished(run: Path) -> bool:
     return max(saved, default=0) <= (fields.number(trained.get("steps")) or 0)
 
 
-def _written_at(run: Path) -> float:
-    file = run / METRICS
-    return (file if file.exists() else run).stat().st_mtime
-
-
-def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience: Patience) -> Pushed:
+def push(text: str, request: PushRequest, *, force: bool, public: bool, patience: Patience) -> Pushed:
     """Copy a bundle to a remote, or an adapter to the hub. Another try resumes from what was sent.
 
     ConfigError if another file is there, unless `force`; FormatError if there is nothing valid to push.
     """
     remote = _parse(text)
-    if is_run_dir(folder := Path(text)) or (folder / "adapter_config.json").is_file():
+    if is_run_dir(folder := Path(text)) or (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"TARGET: {text} is a run or an adapter, not a remote. The order is: push TARGET SOURCE")
     if public and not isinstance(remote, Hub):
         raise ConfigError(f"--public: got {text}, allowed only with hf://. Set the access rights on the remote itself")
-    if choice.to_resume and (choice.adapter or isinstance(remote, Hub)):
+    if request.to_resume and (request.adapter or isinstance(remote, Hub)):
         raise ConfigError("--run: sends a checkpoint to resume, so it goes with neither --adapter nor hf://")
-    if isinstance(remote, Hub) and choice.step is not None:
+    if isinstance(remote, Hub) and request.step is not None:
         raise ConfigError(
             "--checkpoint: the hub takes only adapters. Push a checkpoint to ssh, a directory or a bucket"
         )
-    with interrupt.handled(), _bundle_of(choice, remote) as report:
-        file, notes = report.path, report.notes + _notes_on_name(report.bundle.name, remote.name)
+    with interrupt.handled(), _bundle_to_push(request, remote) as report:
+        file, bound = report.path, report.bundle.name
+        notes = [*report.notes]
+        if bound not in (None, remote.name):
+            notes.append(
+                f"the bundle is bound to the name {bound!r}: to pull it from here with a signature, add --name {bound}"
+            )
         interrupt.poll()
         if isinstance(remote, Hub):
-            is_new = _push_to_hub(remote, file, report, public=public, force=force, patience=patience)
+            if report.bundle.kind != ADAPTER:
+                raise ConfigError(
+                    f"{file}: holds a checkpoint, and the hub takes only adapters. Push the run with --adapter"
+                )
+            with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
+                # Unpacked again, so that what is published has passed every check of a bundle.
+                unpacked = Path(directory) / "unpacked"
+                bundle.unpack(file, unpacked)
+                is_new = hub.push(remote, unpacked, public=public, force=force, patience=patience)
         else:
             if (signed := signature.path_of(file)).is_file():  # first, so that a bundle there never lacks it
                 remote.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
@@ -121,21 +129,33 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
     return Pushed(str(remote), is_new, report, notes)
 
 
-def _notes_on_name(bound: str | None, name: str) -> list[str]:
-    if bound in (None, name):
-        return []
-    return [f"the bundle is bound to the name {bound!r}: to pull it from here with a signature, add --name {bound}"]
+@contextlib.contextmanager
+def _bundle_to_push(request: PushRequest, remote: RemoteTarget | Hub) -> Generator[BundleReport]:
+    """Yield the verified bundle to push. One that is packed here is bound to the remote's name, and removed."""
+    source, for_hub = request.source, isinstance(remote, Hub)
+    if not source.exists():
+        raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
+    if source.is_file():
+        if request.step is not None or request.adapter or request.tokenizer is not None or request.key is not None:
+            raise ConfigError(
+                f"{source}: is already a bundle; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
+            )
+        yield replace(bundle.inspect(source), notes=[])  # they are about its present name
+        return
+    if for_hub and (request.tokenizer is not None or request.key is not None):
+        raise ConfigError("--tokenizer, --sign: the hub takes only the files of an adapter directory")
+    with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
+        yield pack(
+            source, Path(directory) / IN_DIRECTORY, step=request.step,
+            adapter=request.adapter or sends_adapter(request) or (for_hub and not (source / CONFIG_FILE).is_file()),
+            tokenizer=request.tokenizer, key=request.key, name=remote.name,
+        )  # fmt: skip
 
 
 def pull(
-    text: str,
-    dest: Path | None,
-    *,
-    keep_packed: bool,
-    trust: Trust | None,
-    required: RequiredBinding,
+    text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, required: RequiredBinding,
     patience: Patience,
-) -> Pulled:
+) -> Pulled:  # fmt: skip
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
     FormatError if it cannot be trusted; nothing of it is kept then. After a lost connection the next pull resumes.
@@ -147,26 +167,47 @@ def pull(
     if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
         kind = "" if keep_packed else " and is not an empty directory"
         raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")
+    if isinstance(remote, Hub) and (trust or required.name is not None or required.max_age is not None):
+        raise ConfigError("--verify-signature, --name, --max-age: not allowed with hf://, which has no signed bundles")
+    with interrupt.handled(), _pulled_bundle(remote, dest, trust, patience) as file:
+        try:
+            if not keep_packed:
+                return Pulled(str(remote), dest, bundle.unpack(file, dest, trust, required))
+            report = bundle.inspect(file, trust, required)
+        except FormatError as error:
+            raise FormatError(str(error).replace(str(file), str(remote))) from error
+        # The file is verified: it and its signature get their final names, and the usual rights.
+        try:
+            for part in [file] if trust is None else [signature.path_of(file), file]:
+                part.chmod(0o666 & ~umask())  # until now only this user could read it
+                part.rename(dest if part is file else signature.path_of(dest))
+            fsync(dest.parent)
+        except OSError as error:
+            raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
+        return Pulled(str(remote), dest, report)
+
+
+@contextlib.contextmanager
+def _pulled_bundle(remote: RemoteTarget | Hub, dest: Path, trust: Trust | None, patience: Patience) -> Generator[Path]:
+    """Yield a hidden file beside `dest` with the bundle, and remove it; one that was cut stays for the next pull."""
     if isinstance(remote, Hub):
-        if trust is not None or required.name is not None or required.max_age is not None:
-            raise ConfigError(
-                "--verify-signature, --name, --max-age: not allowed with hf://, which has no signed bundles"
-            )
-        with interrupt.handled(), _bundle_from_hub(remote, dest, patience) as file:
-            return _settled(file, dest, str(remote), keep_packed=keep_packed, trust=None, required=required)
-    with interrupt.handled():
-        return _pull_bundle(remote, dest, keep_packed=keep_packed, trust=trust, required=required, patience=patience)
-
-
-def _pull_bundle(
-    remote: RemoteTarget,
-    dest: Path,
-    *,
-    keep_packed: bool,
-    trust: Trust | None,
-    required: RequiredBinding,
-    patience: Patience,
-) -> Pulled:
+        # A repository holds an adapter, no bundle: packed here, it passes the same checks as any other.
+        with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
+            adapter = Path(directory) / "adapter"
+            adapter.mkdir()
+            hub.pull(remote, adapter, patience=patience)
+            file = dest.with_name(f".{dest.name}.part-hub")  # beside it, so that it can be renamed
+            try:
+                dest.parent.mkdir(parents=True, exist_ok=True)
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
+            pack(adapter, file, name=remote.name)
+            try:
+                yield file
+            finally:
+                file.unlink(missing_ok=True)
+        return
     file = remote.pull(dest, patience=patience)
     signed = signature.path_of(file)
     if trust is not None:
@@ -174,43 +215,16 @@ def _pull_bundle(
             most = signature.MAX_SIGNATURE_BYTES
             remote.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
     interrupt.poll()
+    keeps_part = True  # a transfer that was cut, or a disk that is full: the next pull goes on with it
     try:
-        done = _settled(file, dest, str(remote), keep_packed=keep_packed, trust=trust, required=required)
+        yield file
+        keeps_part = False
     except FormatError:
-        _remove(file, signed)
+        keeps_part = False
         raise
-    _remove(file, signed)
-    return done
-
-
-def _settled(
-    file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, required: RequiredBinding
-) -> Pulled:
-    """Verify the pulled file, and unpack it or give it its final name."""
-    try:
-        if not keep_packed:
-            return Pulled(where, dest, bundle.unpack(file, dest, trust, required))
-        report = bundle.inspect(file, trust, required)
-    except FormatError as error:
-        raise FormatError(str(error).replace(str(file), where)) from error
-    try:
-        if trust is not None:
-            _publish(signature.path_of(file), signature.path_of(dest))
-        _publish(file, dest)
-        fsync(dest.parent)
-    except OSError as error:
-        raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
-    return Pulled(where, dest, report)
-
-
-def _publish(part: Path, final: Path) -> None:
-    part.chmod(0o666 & ~umask())  # until now only this user could read it
-    part.rename(final)
-
-
-def _remove(*files: Path) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
+    finally:
+        for path in () if keeps_part else (file, signed):
+            path.unlink(missing_ok=True)
 
 
 def _quiet(patience: Patience) -> Patience:
@@ -220,65 +234,3 @@ def _quiet(patience: Patience) -> Patience:
 
 def _parse(text: str) -> RemoteTarget | Hub:
     return hub.parse(text) if text.startswith(hub.SCHEME) else target.parse(text)
-
-
-@contextlib.contextmanager
-def _bundle_of(choice: PushRequest, remote: RemoteTarget | Hub) -> Generator[BundleReport]:
-    """Yield the verified bundle to push. One that is packed here is bound to the remote's name, and removed."""
-    source, for_hub = choice.source, isinstance(remote, Hub)
-    if not source.exists():
-        raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
-    if source.is_file():
-        if choice.step is not None or choice.adapter or choice.tokenizer is not None or choice.key is not None:
-            raise ConfigError(
-                f"{source}: is already a bundle; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
-            )
-        yield replace(bundle.inspect(source), notes=[])  # they are about its present name
-        return
-    if for_hub and (choice.tokenizer is not None or choice.key is not None):
-        raise ConfigError("--tokenizer, --sign: the hub takes only the files of an adapter directory")
-    is_adapter_dir = (source / "adapter_config.json").is_file()
-    with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
-        file = Path(directory) / IN_DIRECTORY
-        adapter = choice.adapter or sends_adapter(choice) or (for_hub and not is_adapter_dir)
-        yield pack(
-            source,
-            file,
-            step=choice.step,
-            adapter=adapter,
-            tokenizer=choice.tokenizer,
-            key=choice.key,
-            name=remote.name,
-        )
-
-
-def _push_to_hub(
-    remote: Hub, file: Path, report: BundleReport, *, public: bool, force: bool, patience: Patience
-) -> bool:
-    if report.bundle.kind != ADAPTER:
-        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes only adapters. Push the run with --adapter")
-    with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
-        # Unpacked again, so that what is published has passed every check of a bundle.
-        unpacked = Path(directory) / "unpacked"
-        bundle.unpack(file, unpacked)
-        return hub.push(remote, unpacked, public=public, force=force, patience=patience)
-
-
-@contextlib.contextmanager
-def _bundle_from_hub(remote: Hub, dest: Path, patience: Patience) -> Generator[Path]:
-    """Yield the content of a repository as a bundle: packed here, so it passes the same checks as any other."""
-    with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
-        adapter = Path(directory) / "adapter"
-        adapter.mkdir()
-        hub.pull(remote, adapter, patience=patience)
-        file = dest.with_name(f".{dest.name}.part-hub")  # beside it, so that it can be renamed
-        try:
-            dest.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
-        pack(adapter, file, name=remote.name)
-        try:
-            yield file
-        finally:
-            file.unlink(missing_ok=True)

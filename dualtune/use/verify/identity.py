@@ -40,16 +40,16 @@ def compare(
 
     `template` is that of the adapter.
     """
-    here, tokenizer = fingerprint(base), Tokenizer(base)
-    requantized = recorded.get("quantization") != here["quantization"]
+    present, tokenizer = fingerprint(base), Tokenizer(base)
+    requantized = recorded.get("quantization") != present["quantization"]
     return [
-        _by_hash("config", recorded.get("config_sha256"), here["config_sha256"], requantized),
-        _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
-        _template(recorded, training, here, tokenizer, template),
-        _weights(recorded, here, requantized),
-        ComparedPart("quantization", "note", f"recorded: {_form(recorded)}; here: {_form(here)}")
+        _by_hash("config", recorded.get("config_sha256"), present["config_sha256"], requantized),
+        _tokenizer(recorded.get("tokenizer_sha256"), present["tokenizer_sha256"], entries, tokenizer),
+        _template(recorded, training, present, tokenizer, template),
+        _weights(recorded, present, requantized),
+        ComparedPart("quantization", "note", f"recorded: {_form(recorded)}; here: {_form(present)}")
         if requantized
-        else ComparedPart("quantization", "same", _form(here)),
+        else ComparedPart("quantization", "same", _form(present)),
     ]
 
 
@@ -61,19 +61,19 @@ def _by_hash(name: str, before: object, now: object, requantized: bool) -> Compa
     if requantized:
         return ComparedPart(name, "unknown", "stored in another quantization, so the hashes cannot be compared")
     if isinstance(before, dict) and isinstance(now, dict):
-        then, here = cast("dict[str, str]", before), cast("dict[str, str]", now)
-        different = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
-        text = f"{len(different)} of {len(then)} sampled tensors differ, such as {different[0]}"
+        old, new = cast("dict[str, str]", before), cast("dict[str, str]", now)
+        different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        text = f"{len(different)} of {len(old)} sampled tensors differ, such as {different[0]}"
         return ComparedPart(name, "differs", text)
     return ComparedPart(name, "differs", "different hash")
 
 
-def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> ComparedPart:
+def _weights(recorded: Mapping[str, Any], present: Mapping[str, Any], requantized: bool) -> ComparedPart:
     """Compare the sampled tensors, which show what differs, then the hash over all, which older versions lack."""
-    by_tensor = _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized)
+    by_tensor = _by_hash("weights", recorded.get("tensors"), present["tensors"], requantized)
     if by_tensor.state != "same" or "weights_sha256" not in recorded:
         return by_tensor
-    return _by_hash("weights", recorded["weights_sha256"], here["weights_sha256"], requantized)
+    return _by_hash("weights", recorded["weights_sha256"], present["weights_sha256"], requantized)
 
 
 def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> ComparedPart:
@@ -89,7 +89,7 @@ def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tok
 
 
 def _template(
-    recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer,
+    recorded: Mapping[str, Any], training: Mapping[str, Any], present: Mapping[str, Any], tokenizer: Tokenizer,
     of_adapter: str | None,
 ) -> ComparedPart:  # fmt: skip
     before, now = training.get("template_hash"), tokenizer.template_hash
@@ -101,7 +101,7 @@ def _template(
         return ComparedPart("template", "unknown", "not recorded")
     if of_adapter is not None:
         return ComparedPart("template", "note", "not the base's: the adapter contains the one it was trained with")
-    if recorded.get("chat_template_sha256") == here["chat_template_sha256"]:
+    if recorded.get("chat_template_sha256") == present["chat_template_sha256"]:
         return ComparedPart("template", "note", "the base's is unchanged; the training used another (data.template)")
     return ComparedPart("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
 

@@ -197,12 +197,12 @@ def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verifi
 
 
 def _part_checks(parts: Sequence[ComparedPart]) -> list[Check]:
-    # Another config or other weights fail only by their results: until then they are only advice.
-    return [Check(part.name, "advice" if _is_other_file(part) else LEVELS[part.state], part.found) for part in parts]
-
-
-def _is_other_file(part: ComparedPart) -> bool:
-    return part.state == "differs" and part.name in ("config", "weights")
+    checks: list[Check] = []
+    for part in parts:
+        # Another config or other weights fail only by their results: until then they are only advice.
+        is_other_file = part.state == "differs" and part.name in ("config", "weights")
+        checks.append(Check(part.name, "advice" if is_other_file else LEVELS[part.state], part.found))
+    return checks
 
 
 def _fit_check(fit: Fit) -> Check:

@@ -143,7 +143,7 @@ def _replace_compiler() -> None:
     for module in (affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant):
         module.kernel = compiled.TritonKernel(module.__name__.rpartition(".")[2])
     compiler.compile_function = cache(compiled.OneLaunch)
-    model.nf4.finished = pretend.nf4_finished
+    model.nf4.linear = pretend.Nf4Layer
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(quantizations: list[str]) -> None:
     from dualtune_torch.weights import by_module
 
     pretend.install()
-    model.nf4.finished = pretend.nf4_finished
+    model.nf4.linear = pretend.Nf4Layer
     for library in (by_module, transformers.modeling_utils):
         library.safe_open = RealFile  # type: ignore[attr-defined]
     print(json.dumps({name: load(name) for name in quantizations}))

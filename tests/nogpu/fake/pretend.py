@@ -98,12 +98,3 @@ class Nf4Layer(nn.Linear):
         from bitsandbytes import matmul_4bit
 
         return matmul_4bit(x, self.weight.t(), quant_state=self.quant_state, bias=self.bias).to(x.dtype)
-
-
-def nf4_finished(module: nn.Module, dtype: torch.dtype, *, is_head: bool) -> nn.Module:
-    """Do what `dualtune_torch.weights.nf4.finished` does, with layers that hold fake tensors."""
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
-    if type(module) is not nn.Linear or is_head:
-        return module
-    return Nf4Layer(module.weight, module.bias, dtype)

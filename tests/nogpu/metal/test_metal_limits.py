@@ -84,7 +84,7 @@ def test_a_run_s_plan_says_how_much():
         backend="mlx", device="metal", quantization="none", dtype="bfloat16", rank=16, targets="all-linear",
         micro_batch_tokens=2048, max_length=2048,
     )  # fmt: skip
-    plan = make_plan(decoder, ask, 16 * GB, auto=True)
+    plan = make_plan(decoder, ask, Budget(16 * GB, ""), auto=True)
     found = RunMemory(plan.ask.checkpointing, Budget(16 * GB, ""), plan).reused_bytes
     always = sum(plan.estimate[name] for name in ("weights", "adapter", "optimizer", "reserve"))
     assert found is not None and found > GB and found + always == plan.estimate.total_bytes

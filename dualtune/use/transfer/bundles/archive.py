@@ -41,9 +41,9 @@ def header(name: str, size: int) -> bytes:
     """Return the only valid header for a member with this name and size."""
     # name, mode, uid, gid, size, mtime | checksum | type, link | magic and version | owner, group, device, prefix
     first = name.encode().ljust(100, b"\0") + b"0000644\0" + 2 * b"0000000\0" + b"%011o\0" % size + b"00000000000\0"
-    rest = b"0" + bytes(100) + b"ustar\x0000" + bytes(64 + 16 + 155 + 12)
-    checksum = sum(first) + 8 * ord(" ") + sum(rest)
-    return first + b"%06o\0 " % checksum + rest
+    fixed = b"0" + bytes(100) + b"ustar\x0000" + bytes(64 + 16 + 155 + 12)
+    checksum = sum(first) + 8 * ord(" ") + sum(fixed)
+    return first + b"%06o\0 " % checksum + fixed
 
 
 def padding(size: int) -> int:
@@ -102,12 +102,12 @@ def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], wh
 def chunks(file: BinaryIO, name: str, size: int, where: object) -> Iterator[bytes]:
     """Yield the content of the next member, piece by piece."""
     file.seek(BLOCK, 1)
-    left = size
-    while left:
-        chunk = file.read(min(CHUNK, left))
+    remaining = size
+    while remaining:
+        chunk = file.read(min(CHUNK, remaining))
         if not chunk:
             raise FormatError(f"{where}: ends inside {name}: it became shorter while it was read")
-        left -= len(chunk)
+        remaining -= len(chunk)
         yield chunk
     if any(file.read(padding(size))):
         raise FormatError(f"{where}: there are bytes other than zero in the padding after {name}")
@@ -124,7 +124,8 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
         return f"ends at byte {position}, where {expected}"
     if not _has_checksum(block):
         return f"is damaged: the header at byte {position}, where {expected}, has a wrong checksum"
-    raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
+    prefix, name_field = (field.split(b"\0", 1)[0] for field in (block[345:500], block[:100]))
+    raw = b"/".join(filter(None, (prefix, name_field)))
     actual = raw.decode("utf-8", "backslashreplace")
     order = list(sizes)
     is_seen = actual in (order[: order.index(name)] if name is not None and name in sizes else order)
@@ -148,10 +149,6 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
 def _has_checksum(block: bytes) -> bool:
     match = re.match(rb" *([0-7]{1,7})[\0 ]", block[148:156])
     return match is not None and int(match[1], 8) == sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
-
-
-def _text(field: bytes) -> bytes:
-    return field.split(b"\0", 1)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from dualtune.base.files import NotRegular, existing, expanded, fsync, new_direc
 from dualtune.base.text import in_bytes, in_columns
 from dualtune.base.untrusted import parse_object
 from dualtune.use.transfer.bundles import archive, manifest, signature
-from dualtune.use.transfer.bundles import manifest as binding
 from dualtune.use.transfer.bundles.archive import Content
 from dualtune.use.transfer.bundles.manifest import ANY, Bundle, RequiredBinding
 from dualtune.use.transfer.bundles.names import BUNDLE_FILE, IN_DIRECTORY, LISTINGS
@@ -59,9 +58,15 @@ class BundleReport:
         rows = [
             ("bundle", f"{self.path}, {in_bytes(self.num_bytes)}"),
             ("kind", f"{kind}, packed by dualtune {b.version}"),
-            *((key, _shown(text)) for key, text in (("name", b.name), ("created", b.created)) if text is not None),
+            *(
+                (key, fields.shown(text))
+                for key, text in (("name", b.name), ("created", b.created))
+                if text is not None
+            ),
             *(("note", note) for note in self.notes),
-            *((_shown(key), _shown(text)) for key, text in facts.items() if isinstance(text, str)),  # tables: --json
+            *(
+                (fields.shown(key), fields.shown(text)) for key, text in facts.items() if isinstance(text, str)
+            ),  # tables: --json
             ("signature", f"by {self.signed_by}" if self.signed_by else "not checked"),
             ("digest", b.digest),
         ]
@@ -125,7 +130,7 @@ def _opened(
             head = file if trust is None else io.BytesIO(signature.verify(file, path, trust))
             raw = archive.read_first(head, path)
             bundle = manifest.parse(raw, path)
-            notes = binding.check(
+            notes = manifest.check(
                 bundle, required, required.found_as or name_of(path), path, is_signed=trust is not None
             )
             num_bytes = os.fstat(file.fileno()).st_size
@@ -147,10 +152,12 @@ def _read(
 ) -> str:
     """Check every member while it streams into what `create(name)` opens. Return the sha256 of the whole file."""
     raw, whole = manifest.to_bytes(bundle), hashlib.sha256()
+    # BUNDLE.json has been read, and its signature verified: these bytes count, not what the file holds by now.
     for _ in archive.chunks(file, BUNDLE_FILE, len(raw), path):
         pass
     whole.update(archive.header(BUNDLE_FILE, len(raw)) + raw + bytes(archive.padding(len(raw))))
     for name, entry in bundle.files.items():
+        # A member is checked while it is written; it is removed with all others if its end shows that it was changed.
         digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
         listing = bytearray() if name.endswith(LISTINGS) else None  # small: these names have a size limit
         whole.update(archive.header(name, entry.num_bytes))
@@ -197,8 +204,3 @@ def _check_space(target: Path, num_bytes: int) -> None:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     if free < num_bytes:
         raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, the disk has {in_bytes(free)} free. Free some space")
-
-
-def _shown(text: str) -> str:
-    """Return an untrusted text, safe for a terminal."""
-    return (text if text.isprintable() else ascii(text)[1:-1])[:100]

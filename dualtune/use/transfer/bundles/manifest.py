@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, cast
 from dualtune.base import fields
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, FormatError
-from dualtune.base.files import json_bytes, open_regular
-from dualtune.base.untrusted import parse_object, sha256_of
+from dualtune.base.files import json_bytes
+from dualtune.base.untrusted import open_file, parse_object, sha256_of
 from dualtune.use.transfer.bundles import names
 from dualtune.use.transfer.bundles.names import BUNDLE_FILE, MAX_BUNDLE_FILE_BYTES
 
@@ -81,7 +81,7 @@ def to_bytes(bundle: Bundle) -> bytes:
         "relocate": list(bundle.relocate),
         "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(bundle.files.items())},
     }
-    return json_bytes(table | {"digest": _digest(table)})
+    return json_bytes(table | {"digest": hashlib.sha256(json_bytes(table)).hexdigest()})
 
 
 def parse(raw: bytes, where: object) -> Bundle:
@@ -94,7 +94,13 @@ def parse(raw: bytes, where: object) -> Bundle:
     if wrong := sorted(table.keys() ^ set(keys)):
         state = "missing" if wrong[0] in keys else "unknown"
         raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(keys)}")
-    _check_kind(table, where)
+    kind, step = table["kind"], table["step"]
+    if kind not in KINDS:
+        raise fields.wrong(where, "kind", kind, " or ".join(KINDS))
+    if kind == ADAPTER and step is not None:
+        raise fields.wrong(where, "step", step, "null for an adapter")
+    if kind == CHECKPOINT and not (type(step) is int and step >= 0):
+        raise fields.wrong(where, "step", step, "an integer >= 0")
     relocate = fields.texts(table, "relocate", where) or []
     for key in relocate:
         if not _CONFIG_KEY.fullmatch(key):
@@ -103,11 +109,11 @@ def parse(raw: bytes, where: object) -> Bundle:
     fields.name(base, "name", where)
     name, created = _binding(table, where) if version == SCHEMA_VERSION else (None, None)
     bundle = Bundle(
-        kind=table["kind"],
+        kind=kind,
         name=name,
         created=created,
         version=fields.name(table, "dualtune", where) or "",
-        step=table["step"],
+        step=step,
         base=base,
         data=fields.subtable(table, "data", where),
         relocate=tuple(relocate),
@@ -115,18 +121,14 @@ def parse(raw: bytes, where: object) -> Bundle:
         digest=str(table["digest"]),
     )
     _check_completeness(bundle, where)
-    _check_digest(raw, bundle, where)
+    # Last, because a single wrong value has a better message: the bytes must be exactly those that `to_bytes` writes.
+    try:
+        is_unchanged = to_bytes(bundle) == raw
+    except (ValueError, RecursionError):  # lone surrogates, numbers beyond float64, a thousand brackets
+        is_unchanged = False
+    if not is_unchanged:
+        raise FormatError(f"{where}: was changed: its digest is not that of its content. Get the bundle again")
     return bundle
-
-
-def _check_kind(table: Mapping[str, Any], where: str) -> None:
-    kind, step = table["kind"], table["step"]
-    if kind not in KINDS:
-        raise fields.wrong(where, "kind", kind, " or ".join(KINDS))
-    if kind == ADAPTER and step is not None:
-        raise fields.wrong(where, "step", step, "null for an adapter")
-    if kind == CHECKPOINT and not (type(step) is int and step >= 0):
-        raise fields.wrong(where, "step", step, "an integer >= 0")
 
 
 def _binding(table: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -192,20 +194,6 @@ def _check_completeness(bundle: Bundle, where: str) -> None:
             needed |= {folder + name for name in names.files_of_checkpoint(files)}
     if missing := sorted(needed - listed):
         raise FormatError(f"{where}: {missing[0]} is missing, which a bundle of kind {bundle.kind} needs")
-
-
-def _check_digest(raw: bytes, bundle: Bundle, where: str) -> None:
-    """Check that the bytes are exactly those that `to_bytes` writes, including the digest."""
-    try:
-        is_unchanged = to_bytes(bundle) == raw
-    except (ValueError, RecursionError):  # lone surrogates, numbers beyond float64, a thousand brackets
-        is_unchanged = False
-    if not is_unchanged:
-        raise FormatError(f"{where}: was changed: its digest is not that of its content. Get the bundle again")
-
-
-def _digest(table: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json_bytes(table)).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,20 +297,10 @@ def find(directory: Path, required: RequiredBinding) -> tuple[Path, list[Check]]
                 "written by `dualtune pull` or `dualtune bundle unpack`"
             )
         return directory, []
-    bundle = _read(root)
+    with open_file(root / BUNDLE_FILE, max_bytes=MAX_BUNDLE_FILE_BYTES) as file:
+        bundle = parse(file.read(MAX_BUNDLE_FILE_BYTES), root)
     check(bundle, required, bundle.name, root, is_signed=False)
     return directory, [_check(root, bundle)]
-
-
-def _read(root: Path) -> Bundle:
-    try:
-        with open_regular(root / BUNDLE_FILE) as file:
-            raw = file.read(MAX_BUNDLE_FILE_BYTES + 1)
-    except OSError as error:
-        raise FormatError(f"{root / BUNDLE_FILE}: cannot be read: {error.strerror or error}") from error
-    if len(raw) > MAX_BUNDLE_FILE_BYTES:
-        raise FormatError(f"{root / BUNDLE_FILE}: has more than the allowed {MAX_BUNDLE_FILE_BYTES} bytes")
-    return parse(raw, root)
 
 
 def _check(root: Path, bundle: Bundle) -> Check:

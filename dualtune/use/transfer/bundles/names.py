@@ -107,9 +107,9 @@ def problem_of(name: str) -> str | None:
 
 def is_allowed_in_any_case(lower: str) -> bool:
     folder, _, file = lower.rpartition("/")
-    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, *OPTIONAL_FILES)}
-    proper = spellings.get(file, file)
-    return is_allowed(f"{folder}/{proper}" if folder else proper)
+    spellings = {name.lower(): name for name in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, *OPTIONAL_FILES)}
+    file = spellings.get(file, file)
+    return is_allowed(f"{folder}/{file}" if folder else file)
 
 
 def shown(name: str) -> str:

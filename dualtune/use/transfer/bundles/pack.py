@@ -6,7 +6,6 @@ and the date of a bundle is that of the newest file in it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,8 +17,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
 from dualtune.base.errors import ConfigError, FormatError
-from dualtune.base.files import file_in, json_bytes, new_file, open_regular, write_file
+from dualtune.base.files import file_in, json_bytes, new_file, write_file
 from dualtune.base.redaction import SecretSearch
+from dualtune.base.untrusted import open_file
 from dualtune.base.versions import VERSION
 from dualtune.config import Config, load_config, to_yaml
 from dualtune.model.base_model import resolve_model
@@ -69,45 +69,39 @@ def pack(
     for path in (target, signature.path_of(target)) if key else (target,):
         if os.path.lexists(path):
             raise ConfigError(f"{path}: already exists. Choose another name or remove it")
+    # The date is that of the newest file of the run or the adapter: a tokenizer may come from a later download.
     payload = _gather(source, step, adapter)
-    created = _written_at(payload)  # before the tokenizer is added: its files may come from a later download
+    seconds = max(int(content.stat().st_mtime) for content in payload.files.values() if isinstance(content, Path))
     if tokenizer is not None:
         _add_tokenizer(payload, resolve_model(tokenizer, weights=False))
+
+    # BUNDLE.json lists the files as they will be packed, without paths of this machine. Reading it back refuses here
+    # what a reader would refuse there.
     files = _measure_all(payload)
     bundle = Bundle(
-        kind=payload.kind,
-        name=name or name_of(target),
-        created=created,
-        version=VERSION,
-        step=payload.step,
-        base=payload.base,
-        data=payload.data,
-        relocate=tuple(sorted(payload.relocate)),
-        files=files,
-        digest="",
-    )
+        kind=payload.kind, name=name or name_of(target), created=datetime.fromtimestamp(seconds, UTC).isoformat(),
+        version=VERSION, step=payload.step, base=payload.base, data=payload.data,
+        relocate=tuple(sorted(payload.relocate)), files=files, digest="",
+    )  # fmt: skip
     raw = manifest.to_bytes(bundle)
     search = SecretSearch()
     search.feed(raw)
     _refuse_secret(names.BUNDLE_FILE, search)
-    bundle = manifest.parse(raw, target)  # write nothing that a reader refuses
+    bundle = manifest.parse(raw, target)
+
+    # The signature is over the file that was written here, also if another user may write in this directory.
+    signed_text = None
     with new_file(target) as file:
         sha256, num_bytes = _write(file, payload, files, raw), file.tell()
-        text = None
         if key is not None:
             file.flush()
             with Path(file.name).open("rb") as written:
-                text, signed = signature.sign(written, key)
-            if signed != sha256:
+                signed_text, signed_sha256 = signature.sign(written, key)
+            if signed_sha256 != sha256:
                 raise FormatError(f"{target}: was changed while it was signed. Pack it where no other user can write")
-    if text is not None:
-        write_file(signature.path_of(target), text)
+    if signed_text is not None:
+        write_file(signature.path_of(target), signed_text)
     return BundleReport(target, num_bytes, sha256, bundle, None, payload.notes)
-
-
-def _written_at(payload: Payload) -> str:
-    seconds = max(int(content.stat().st_mtime) for content in payload.files.values() if isinstance(content, Path))
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
@@ -144,11 +138,12 @@ def _adapter(directory: Path, run: Path | None) -> Payload:
     if (directory / MANIFEST_FILE).is_file():
         table = _without_local_paths(payload, f"adapter/{MANIFEST_FILE}")
         payload.base |= cast("dict[str, Any]", table.get("base") or {})
-        _add_manifest(payload, f"adapter/{MANIFEST_FILE}", table)
+        del payload.files[f"adapter/{MANIFEST_FILE}"]  # written anew, when the other files are known
+        payload.manifests[f"adapter/{MANIFEST_FILE}"] = table
     if run is not None:
         _add_config(payload, run)
         if (saved := checkpoint.newest(run / CHECKPOINTS)[0]) is not None:
-            payload.data = _fingerprints(saved, of_data=True)
+            payload.data = _fingerprints(saved)[1]
     return payload
 
 
@@ -165,8 +160,8 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
     else:
         saved = checkpoint.read(checkpoint.path_of(directory, step))
     payload.step = saved.step
-    payload.base = {"name": _portable(saved.state["config"])["model"]["name"], **_fingerprints(saved, of_data=False)}
-    payload.data = _fingerprints(saved, of_data=True)
+    of_base, payload.data = _fingerprints(saved)
+    payload.base = {"name": _portable(saved.state["config"])["model"]["name"], **of_base}
     config = _add_config(payload, run)
     _add_template(payload, run, saved)
     _add_checkpoint(payload, saved)
@@ -178,6 +173,13 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
         except FormatError as problem:  # the run itself resumes without it
             payload.notes.append(f"the checkpoint for guards.restore_best is left out: {problem}")
     return payload
+
+
+def _fingerprints(saved: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fingerprints of the base and of the data."""
+    recorded: dict[str, Any] = saved.state.get("fingerprints", {})
+    of_data = {key: value for key, value in recorded.items() if key.endswith("documents")}
+    return {key: value for key, value in recorded.items() if key not in of_data}, of_data
 
 
 def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
@@ -193,11 +195,9 @@ def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
 
 def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     folder = f"{CHECKPOINTS}/{saved.path.name}"
-    table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
-    for name in checkpoint.files_of(saved):
-        payload.files[f"{folder}/{name}"] = saved.path / name
+    payload.files |= {f"{folder}/{name}": saved.path / name for name in checkpoint.files_of(saved) if name != MANIFEST}
     _without_local_paths(payload, f"{folder}/state.json")
-    _add_manifest(payload, f"{folder}/{MANIFEST}", table)
+    payload.manifests[f"{folder}/{MANIFEST}"] = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _add_config(payload: Payload, run: Path) -> Config:
@@ -243,11 +243,6 @@ def _portable(value: Any) -> Any:
     return value
 
 
-def _add_manifest(payload: Payload, name: str, table: dict[str, Any]) -> None:
-    payload.files.pop(name, None)
-    payload.manifests[name] = table
-
-
 def _measure_all(payload: Payload) -> dict[str, File]:
     """Return size and sha256 of every file by name, and complete the manifests: they list files as they are packed."""
     files = {name: _measure(name, content) for name, content in payload.files.items()}
@@ -260,11 +255,6 @@ def _measure_all(payload: Payload) -> dict[str, File]:
     return dict(sorted(files.items()))
 
 
-def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
-    recorded: dict[str, Any] = saved.state.get("fingerprints", {})
-    return {key: value for key, value in recorded.items() if key.endswith("documents") == of_data}
-
-
 def _measure(name: str, content: bytes | Path) -> File:
     """Return size and sha256 of a file. FormatError if it holds a secret, or anything that a reader refuses.
 
@@ -274,9 +264,11 @@ def _measure(name: str, content: bytes | Path) -> File:
     if num_bytes > names.max_bytes(name):
         raise FormatError(f"{name}: has {num_bytes} bytes, at most {names.max_bytes(name)} are allowed in a bundle")
     digest, check, search = hashlib.sha256(), Content(name, num_bytes, "cannot be packed"), SecretSearch()
-    done = text_bytes = 0
+    done = text_bytes = 0  # text may hold a secret; a tokenizer.model may be anything, such as a renamed key
     for chunk in _pieces(content):
-        text_bytes = text_bytes or _text_bytes(name, chunk)
+        if not done:
+            is_tensors = name.endswith(".safetensors")  # text in its header alone
+            text_bytes = 8 + int.from_bytes(chunk[:8], "little") if is_tensors else names.max_bytes(name)
         digest.update(chunk)
         check.feed(chunk)
         search.feed(chunk[: max(0, text_bytes - done)])
@@ -284,13 +276,6 @@ def _measure(name: str, content: bytes | Path) -> File:
     check.finish()
     _refuse_secret(name, search)
     return File(done, digest.hexdigest())
-
-
-def _text_bytes(name: str, beginning: bytes) -> int:
-    """Return how many bytes of a file may hold text, and so a secret."""
-    if name.endswith(".safetensors"):
-        return 8 + int.from_bytes(beginning[:8], "little")
-    return names.max_bytes(name)  # a tokenizer.model may be anything, such as a renamed key
 
 
 def _refuse_secret(name: str, search: SecretSearch) -> None:
@@ -329,10 +314,6 @@ def _pieces(content: bytes | Path) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_regular(content))
-        except OSError as error:
-            raise FormatError(f"{content}: cannot be read: {error.strerror}") from None
+    with open_file(content) as file:
         while chunk := file.read(archive.CHUNK):
             yield chunk

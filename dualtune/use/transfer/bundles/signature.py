@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, EnvironmentFault, FormatError
-from dualtune.base.files import open_regular
+from dualtune.base.untrusted import open_file
 from dualtune.use.transfer.bundles.names import MAX_BUNDLE_FILE_BYTES
 
 NAMESPACE = "dualtune-bundle"  # a signature made for anything else does not count
@@ -75,18 +75,10 @@ def verify(file: BinaryIO, bundle: Path, trust: Trust) -> bytes:
 
 def _signature_of(bundle: Path) -> bytes:
     signature = path_of(bundle)
-    try:
-        with open_regular(signature) as file:
-            raw = file.read(MAX_SIGNATURE_BYTES + 1)
-    except FileNotFoundError:
-        raise FormatError(
-            f"{bundle}: has no signature: {signature} is missing. Copy it too, or pack with --sign"
-        ) from None
-    except OSError as error:
-        raise FormatError(f"{signature}: cannot be read: {error.strerror or error}") from error
-    if len(raw) > MAX_SIGNATURE_BYTES:
-        raise FormatError(f"{signature}: has more than {MAX_SIGNATURE_BYTES} bytes, too many for a signature")
-    return raw
+    if not signature.exists():
+        raise FormatError(f"{bundle}: has no signature: {signature} is missing. Copy it too, or pack with --sign")
+    with open_file(signature, max_bytes=MAX_SIGNATURE_BYTES) as file:
+        return file.read(MAX_SIGNATURE_BYTES)
 
 
 def _run(arguments: list[str], file: BinaryIO, see: Callable[[bytes], object]) -> subprocess.CompletedProcess[bytes]:

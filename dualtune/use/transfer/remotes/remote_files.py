@@ -14,17 +14,18 @@ from typing import Any, BinaryIO, cast
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault, FormatError
 from dualtune.base.files import Folder, open_regular
+from dualtune.base.untrusted import open_file
 from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 from dualtune.use.transfer.remotes.store import (
     MAX_FILE_BYTES,
     MOST_CHUNK_BYTES,
     Chunks,
+    ChunkStore,
     StoredState,
     Upload,
     check_unchanged,
     chunks_in,
     chunks_of,
-    open_to_send,
     pieces_of,
     sha256_in,
 )
@@ -33,7 +34,7 @@ from dualtune.use.transfer.remotes.store import (
 # A directory: a disk, a share, a synchronized folder. As over ssh, only missing chunks are written.
 
 
-class DirectoryStore:
+class DirectoryStore(ChunkStore):
     """Files on a disk of this machine, or on one mounted here."""
 
     def shown(self, path: str) -> str:
@@ -44,12 +45,12 @@ class DirectoryStore:
         with _writing(final), Folder(final.parent) as folder:
             if final.is_dir():
                 raise IsADirectoryError(None, "is a directory")
-            there = chunks_of(final) if final.is_file() and final.stat().st_size == size else None
+            stored = chunks_of(final) if final.is_file() and final.stat().st_size == size else None
             begun = None
             if (part := folder.find_part(part_name)) is not None:
                 with part:
                     begun = chunks_in(part, size)
-            return StoredState(folder.holds(final.name), there, begun)
+            return StoredState(folder.holds(final.name), stored, begun)
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         final, part_name, chunks = Path(upload.path), Path(upload.part).name, upload.chunks
@@ -116,7 +117,7 @@ class RemoteFiles:
     def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
         """Copy a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
         where = self.shown(path)
-        with open_to_send(file) as source:
+        with open_file(file) as source:
             sha256 = sha256_in(source)
             check_unchanged(file, sha256, verified)
 
@@ -133,7 +134,7 @@ class RemoteFiles:
 
             return patience.keep_trying(attempt, where)
 
-    def pull(self, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
+    def pull(self, path: str, target: Path, *, patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
         """Fetch a file into a hidden file next to the target; the caller verifies and renames it."""
         where, part = self.shown(path), target.with_name(f".{target.name}.part-{self.protocol}")
 
@@ -237,6 +238,6 @@ def open_url(url: str) -> tuple[RemoteFiles, str]:
     except ImportError as error:  # says which package is missing
         raise EnvironmentFault(f"{url}: {error}") from error
     except ValueError as error:
-        known = "user@host:path, ssh://, hf://, a directory, s3://, gs://, memory:// and every other URL of fsspec"
-        raise ConfigError(f"TARGET: got {url!r}: {error}. Allowed: {known}") from error
+        allowed = "user@host:path, ssh://, hf://, a directory, s3://, gs://, memory:// and every other URL of fsspec"
+        raise ConfigError(f"TARGET: got {url!r}: {error}. Allowed: {allowed}") from error
     return RemoteFiles(fs, protocol), str(path)

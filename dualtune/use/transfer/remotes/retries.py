@@ -72,9 +72,9 @@ class Patience:
 
 def _sleep(pause_s: float) -> None:
     end = time.monotonic() + pause_s
-    while (left := end - time.monotonic()) > 0:
+    while (seconds := end - time.monotonic()) > 0:
         interrupt.poll()
-        time.sleep(min(left, 0.2))
+        time.sleep(min(seconds, 0.2))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import IO
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.use.transfer.remotes.retries import LEAST_DATA_BYTES, Clock, Cut, Pace, Patience, window_for
-from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, StoredState, Upload, pieces_of
+from dualtune.use.transfer.remotes.store import PIECE_BYTES, Chunks, ChunkStore, StoredState, Upload, pieces_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The scripts that run on the remote machine over ssh: POSIX sh and the tools that every Linux and macOS has.
@@ -244,7 +244,7 @@ MOST_GREETING_BYTES = 1 << 20  # that a login shell may print before the content
 
 
 @dataclass(frozen=True, slots=True)
-class SshStore:
+class SshStore(ChunkStore):
     """Files on a machine; a path is absolute, or relative to the home directory there."""
 
     host: str  # as ssh takes it: [user@]host, or a name of ~/.ssh/config

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import Folder, open_regular
+from dualtune.base.untrusted import open_file
 from dualtune.use.transfer.bundles.names import MAX_TOTAL_BYTES, MIB
 from dualtune.use.transfer.remotes.retries import AbsentFault, Cut, Patience
 
@@ -94,10 +96,10 @@ def sha256_in(file: BinaryIO) -> str:
 
 def missing(chunks: Chunks, present: Chunks | None) -> list[range]:
     """Return the runs of consecutive chunks that are missing or wrong in `present`."""
-    there = present.sha256s if present else ()
+    stored = present.sha256s if present else ()
     runs: list[range] = []
     for i, sha256 in enumerate(chunks.sha256s):
-        if i < len(there) and there[i] == sha256:
+        if stored[i : i + 1] == (sha256,):
             continue
         if runs and runs[-1].stop == i:
             runs[-1] = range(runs[-1].start, i + 1)
@@ -108,10 +110,10 @@ def missing(chunks: Chunks, present: Chunks | None) -> list[range]:
 
 def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
     """Yield the bytes of a run of chunks of an open file."""
-    left = chunks.bytes_in(run)
+    remaining = chunks.bytes_in(run)
     file.seek(run.start * chunks.chunk_bytes)
-    while left and (piece := file.read(min(PIECE_BYTES, left))):
-        left -= len(piece)
+    while remaining and (piece := file.read(min(PIECE_BYTES, remaining))):
+        remaining -= len(piece)
         yield piece
 
 
@@ -142,113 +144,100 @@ class StoredState:
     part: Chunks | None = None
 
 
-class RemoteStore(Protocol):
-    """Storage that can hash its files without a transfer. Raises Cut if another attempt may succeed."""
+class ChunkStore(ABC):
+    """Storage that can hash its files without a transfer. Its own methods raise Cut if another attempt may succeed."""
 
+    @abstractmethod
     def shown(self, path: str) -> str:
         """Return a path as the user would write it."""
-        ...
 
+    @abstractmethod
     def look(self, upload: Upload) -> StoredState:
-        """Return what is there. Creates the directory; removes a part that is longer than the file."""
-        ...
+        """Return what is stored. Creates the directory; removes a part that is longer than the file."""
 
+    @abstractmethod
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         """Write these runs of chunks into the part; then verify its sha256 and give it its final name."""
-        ...
 
+    @abstractmethod
     def chunks(self, path: str) -> Chunks | None:
         """Return the chunks of a file, None if it does not exist."""
-        ...
 
+    @abstractmethod
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
         """Yield the bytes of a run of chunks."""
-        ...
 
+    def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
+        """Copy a file to a path of the store. False if the same file was there already.
 
-def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
-    """Copy a file to a path of the store. False if the same file was there already.
+        ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
+        file does not have the sha256 that was verified before.
+        """
+        with open_file(file) as source:
+            chunks, sha256 = chunks_and_sha256_in(source)
+            check_unchanged(file, sha256, verified)
+            upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
-    ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
-    file does not have the sha256 that was verified before.
-    """
-    with open_to_send(file) as source:
-        chunks, sha256 = chunks_and_sha256_in(source)
-        check_unchanged(file, sha256, verified)
-        upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
+            def attempt() -> bool:
+                state = self.look(upload)
+                if state.final == chunks:
+                    return False
+                if state.is_there and not force:
+                    raise ConfigError(f"{self.shown(path)}: another file already exists there. Replace it with --force")
+                runs = missing(chunks, state.part)
+                patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
+                self.send(upload, runs, patience)
+                patience.reached(chunks.num_bytes, chunks.num_bytes)
+                return True
 
-        def attempt() -> bool:
-            state = store.look(upload)
-            if state.final == chunks:
-                return False
-            if state.is_there and not force:
-                raise ConfigError(f"{store.shown(path)}: another file already exists there. Replace it with --force")
-            runs = missing(chunks, state.part)
-            patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
-            store.send(upload, runs, patience)
-            patience.reached(chunks.num_bytes, chunks.num_bytes)
-            return True
+            return patience.keep_trying(attempt, self.shown(path))
 
-        return patience.keep_trying(attempt, store.shown(path))
+    def pull(self, path: str, target: Path, *, patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
+        """Fetch a file into a hidden file next to the target, every chunk verified. The caller renames it.
 
+        AbsentFault if it does not exist, EnvironmentFault if the transfer failed, FormatError if it has more than
+        `most` bytes.
+        """
 
-@contextlib.contextmanager
-def open_to_send(file: Path) -> Generator[BinaryIO]:
-    """Yield the open file. FormatError if it cannot be read."""
-    try:
-        source = open_regular(file)
-    except OSError as error:
-        raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
-    with source:
-        yield source
+        def attempt() -> Path:
+            chunks = self.chunks(path)
+            if chunks is None:
+                raise AbsentFault(self.shown(path))
+            if chunks.num_bytes > most:
+                raise FormatError(f"{self.shown(path)}: has {chunks.num_bytes} bytes, at most {most} are allowed")
+            part = target.with_name(_part_of(target.name, chunks.identity))
+            try:
+                with Folder(part.parent) as folder:
+                    self._fetch(path, chunks, folder, part.name, patience)
+            except OSError as error:
+                raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
+            return part
+
+        return patience.keep_trying(attempt, self.shown(path))
+
+    def _fetch(self, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
+        """Complete the part of that name: only the chunks that it lacks are read."""
+        with folder.part(name) as part:
+            folder.check_space(chunks.num_bytes, part)
+            runs = missing(chunks, chunks_in(part, chunks.num_bytes))
+            done = chunks.num_bytes - sum(map(chunks.bytes_in, runs))
+            patience.reached(done, chunks.num_bytes)
+            for run in runs:
+                part.seek(run.start * chunks.chunk_bytes)
+                for chunk in _verified(self.read(path, chunks, run), chunks, run):
+                    part.write(chunk)
+                    part.flush()
+                    done += len(chunk)
+                    patience.reached(done, chunks.num_bytes)
+            part.truncate(chunks.num_bytes)
+            os.fsync(part.fileno())
+        folder.remove_parts(name, keep=name)
 
 
 def check_unchanged(file: Path, sha256: str, verified: str | None) -> None:
     """Raise FormatError if a file does not have the sha256 that was verified before; None: it was not verified."""
     if verified not in (None, sha256):
         raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
-
-
-def pull(store: RemoteStore, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
-    """Fetch a file of the store into a hidden file next to the target, every chunk verified. The caller renames it.
-
-    AbsentFault if it does not exist, EnvironmentFault if the transfer failed, FormatError if it has more than `most`
-    bytes.
-    """
-
-    def attempt() -> Path:
-        chunks = store.chunks(path)
-        if chunks is None:
-            raise AbsentFault(store.shown(path))
-        if chunks.num_bytes > most:
-            raise FormatError(f"{store.shown(path)}: has {chunks.num_bytes} bytes, at most {most} are allowed")
-        part = target.with_name(_part_of(target.name, chunks.identity))
-        try:
-            with Folder(part.parent) as folder:
-                _fetch(store, path, chunks, folder, part.name, patience)
-        except OSError as error:
-            raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
-        return part
-
-    return patience.keep_trying(attempt, store.shown(path))
-
-
-def _fetch(store: RemoteStore, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
-    with folder.part(name) as part:
-        folder.check_space(chunks.num_bytes, part)
-        runs = missing(chunks, chunks_in(part, chunks.num_bytes))
-        done = chunks.num_bytes - sum(map(chunks.bytes_in, runs))
-        patience.reached(done, chunks.num_bytes)
-        for run in runs:
-            part.seek(run.start * chunks.chunk_bytes)
-            for chunk in _verified(store.read(path, chunks, run), chunks, run):
-                part.write(chunk)
-                part.flush()
-                done += len(chunk)
-                patience.reached(done, chunks.num_bytes)
-        part.truncate(chunks.num_bytes)
-        os.fsync(part.fileno())
-    folder.remove_parts(name, kept=name)
 
 
 def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[bytes]:

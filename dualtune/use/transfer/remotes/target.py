@@ -19,11 +19,11 @@ from urllib.parse import unquote, urlsplit
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
 from dualtune.use.transfer.bundles.names import IN_DIRECTORY
-from dualtune.use.transfer.remotes import remote_files, store
+from dualtune.use.transfer.remotes import remote_files
 from dualtune.use.transfer.remotes.remote_files import DirectoryStore, RemoteFiles
 from dualtune.use.transfer.remotes.retries import Patience
 from dualtune.use.transfer.remotes.ssh import SshStore
-from dualtune.use.transfer.remotes.store import MAX_FILE_BYTES, RemoteStore
+from dualtune.use.transfer.remotes.store import MAX_FILE_BYTES, ChunkStore
 
 FILE_ENDS = (".tar", ".dualtune")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -34,7 +34,7 @@ _SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*
 class RemoteTarget:
     """The location of a bundle on a remote."""
 
-    remote: RemoteStore | RemoteFiles
+    remote: ChunkStore | RemoteFiles
     path: str  # of the bundle
     name: str  # of its local copy, without an ending
 
@@ -45,17 +45,11 @@ class RemoteTarget:
         self, file: Path, *, ending: str = "", verified: str | None = None, force: bool = False, patience: Patience
     ) -> bool:
         """Copy a verified file to the bundle's path plus an ending. False if it was there already."""
-        path = self.path + ending
-        if isinstance(self.remote, RemoteFiles):
-            return self.remote.push(file, path, verified=verified, force=force, patience=patience)
-        return store.push(self.remote, file, path, verified=verified, force=force, patience=patience)
+        return self.remote.push(file, self.path + ending, verified=verified, force=force, patience=patience)
 
     def pull(self, target: Path, *, ending: str = "", patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
         """Fetch that file, of at most `most` bytes, into a hidden file next to a local path."""
-        path = self.path + ending
-        if isinstance(self.remote, RemoteFiles):
-            return self.remote.pull(path, target, patience, most=most)
-        return store.pull(self.remote, path, target, patience, most=most)
+        return self.remote.pull(self.path + ending, target, patience=patience, most=most)
 
 
 def parse(text: str) -> RemoteTarget:
@@ -97,7 +91,7 @@ def _ssh_path(path: str) -> str:
     return path if path.startswith("/") else f"./{path}"
 
 
-def _target(remote: RemoteStore | RemoteFiles, path: str) -> RemoteTarget:
+def _target(remote: ChunkStore | RemoteFiles, path: str) -> RemoteTarget:
     is_file = path.endswith(FILE_ENDS)
     path = path if is_file else f"{path.rstrip('/')}/{IN_DIRECTORY}"
     parent, _, file = path.rpartition("/")
