@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.base.checks import Check, exit_code
+from dualtune.base.checks import VERDICTS, Check, exit_code
 from dualtune.base.errors import DeviceFault, NonFiniteError, OutOfMemory
 from dualtune.config import Config
 from dualtune.doctor.validate.criteria import Observed, finite, judge
@@ -48,7 +48,7 @@ class TierResult:
     def state(self) -> str:
         if self.observed is None:
             return "not run"
-        return "failed" if self.exit_code else "passed"
+        return VERDICTS["fail" if self.exit_code else "ok"]
 
     @property
     def decrease(self) -> Decrease | None:
