@@ -79,8 +79,8 @@ def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTo
     if not stops.ids:
         _write(generation, table)
         return stops
-    # mlx-lm looks in config.json; llama.cpp's converter at the tokenizer's own end token, which is changed only where the
-    # template does not write it.
+    # mlx-lm looks in config.json; llama.cpp's converter at the tokenizer's own end token, which is changed only where
+    # the template does not write it.
     named = stops.ids if len(stops.ids) > 1 else stops.ids[0]
     _write(generation, table | {"eos_token_id": named})
     for part in (config, config.get("text_config")):  # the latter of a model that takes images too
