@@ -9,6 +9,7 @@ from pathlib import Path
 from dualtune.config.importing.table import Rule
 from dualtune.config.importing.translate import TRAINERS
 
+MOST_NAMES = 8  # of a row
 PAGES = Path(__file__).parents[1] / "docs" / "coming_from"
 
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -20,11 +21,11 @@ def with_tables(page: str) -> str:
 
 
 def _table(name: str) -> str:
-    rows = (_row(rule) for rule in sorted(TRAINERS[name].RULES, key=_is_lost) if _has_ours(rule))
+    rows = (_row(rule) for rule in sorted(TRAINERS[name].RULES, key=_is_lost) if _is_shown(rule))
     return "\n".join([f"| {name} | dualtune | |", "|---|---|---|", *_lines(rows)])
 
 
-def _has_ours(rule: Rule) -> bool:
+def _is_shown(rule: Rule) -> bool:
     """Whether a page names the rule: `dualtune config import` reports the others, with their reason."""
     return bool(rule.convert or (rule.keys and not rule.is_needless))
 
@@ -35,7 +36,8 @@ def _is_lost(rule: Rule) -> bool:
 
 def _row(rule: Rule) -> tuple[str, str, str]:
     word = "not translated: " if _is_lost(rule) else ""
-    return _in_code(", ".join(rule.names)), _in_code(rule.keys), word + rule.note
+    more = ", …" if len(rule.names) > MOST_NAMES else ""
+    return _in_code(", ".join(rule.names[:MOST_NAMES])) + more, _in_code(rule.keys), word + rule.note
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
