@@ -15,6 +15,7 @@ wrong number or a lost tensor.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import multiprocessing
@@ -75,6 +76,7 @@ def _preload() -> None:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    gc.freeze()  # no process has to look for garbage among what all have imported
 
 
 def _run_all(families: Iterable[str], only: tuple[str, ...], results: Path, *, again: bool) -> None:

@@ -217,7 +217,7 @@ def wording(request, tmp_path, tmp_path_factory):
         message = re.sub(r"^tokenized .*\n", "", message, flags=re.M)  # not where another test has the same data
         message = re.sub(r"TMP/(\w+?)\d+", r"TMP/\1", message)
         message = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z|\b[\d.]+ s\b", "TIME", message)
-        message = re.sub(r"\b\d+\.\d+\.\d+(\+\w+)?\b", "VERSION", message)
+        message = re.sub(r"(?<![\d.])\d+\.\d+\.\d+(\+\w+)?(?![\d.])", "VERSION", message)
         message = "\n".join(line.rstrip() for line in message.splitlines()).strip("\n")
         name = f"{request.node.name} {next(count)}"
         if request.config.getoption("--write-wording"):

@@ -75,43 +75,9 @@ def test_the_last_screen_stays_where_nothing_moves(recorder, events):
 # --- the terminal of the recorder ---
 
 
-@pytest.mark.parametrize(
-    ("written", "lines"),
-    [
-        ("one\r\ntwo", ["one", "two"]),
-        ("loading 1 s\r\x1b[2Kloading 2 s", ["loading 2 s"]),
-        ("abc\rX", ["Xbc"]),
-        ("a\r\nb\r\x1b[1A\x1b[2Kc", ["c", "b"]),
-        ("\x1b[?25l\x1b[1mbold\x1b[0m\x1b[?25h", ["bold"]),
-        ("x" * 81, ["x" * 80, "x"]),
-        ("x" * 80 + "\r\ny", ["x" * 80, "y"]),
-    ],
-)
-def test_a_screen_shows_what_a_terminal_shows(recorder, written, lines):
-    screen = recorder.Screen()
-    screen.write(written)
-    assert screen.lines == lines
-
-
 def test_a_control_code_that_is_not_known_is_no_silent_mistake(recorder):
     with pytest.raises(ValueError, match=r"ESC\[5C"):
         recorder.Screen().write("\x1b[5C")
-
-
-def test_a_line_is_shown_until_another_takes_its_place(recorder):
-    events = [(1.0, "loading"), (2.0, "\r\x1b[2Kloaded\r\n"), (3.0, "done\r\n")]
-    shown, scrolled = recorder.replay(events)
-    rows = {line.text: (line.row, line.start, line.end) for line in shown}
-    prompt = "$ dualtune train --demo"
-    assert rows == {prompt: (0, 0.0, None), "loading": (1, 1.0, 2.0), "loaded": (1, 2.0, None), "done": (2, 3.0, None)}
-    assert scrolled == [(0.0, 0)]
-
-
-def test_changes_in_quick_succession_are_drawn_as_one(recorder):
-    steps = [(0.01 * n, f"\r\x1b[2K{n}") for n in range(1, 101)]
-    shown, _ = recorder.replay(steps)
-    assert len(shown) <= 25  # of 101: one every 60 ms at most, in steps of 10 ms
-    assert [line.text for line in shown if line.row and line.end is None] == ["100"]
 
 
 def test_a_recording_has_the_time_of_what_was_written_and_ends_with_its_command(recorder, monkeypatch, tmp_path):

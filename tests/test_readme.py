@@ -47,15 +47,16 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_the_page_shows_commands_of_dualtune_and_the_demo():
     assert {words[0] for words in commands()} == {"make", "dualtune"}
-    assert [words for words in commands() if words[0] == "make"] == [["make", "demo"]]
+    assert [words for words in commands() if words[0] == "make"] == [["make", "demo"], ["make", "demo-real"]]
 
 
-def test_make_demo_is_the_recorded_command():
-    """`tests/cli/test_demo.py` runs it; what make does before is to install."""
+@pytest.mark.parametrize(("target", "options"), [("demo", ["--demo"]), ("demo-real", ["--demo", "smollm2"])])
+def test_make_demo_is_a_command_of_its_own(target, options):
+    """`tests/cli/test_demo.py` runs them; what make does before is to install."""
     made = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert made.splitlines()[-1].split() == [".venv/bin/dualtune", "train", "--demo"]
+    assert made.splitlines()[-1].split() == [".venv/bin/dualtune", "train", *options]
 
 
 @pytest.mark.slow

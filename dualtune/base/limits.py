@@ -7,6 +7,7 @@ that enforce no memory limit), and when this process is asked to stop.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import resource
@@ -69,19 +70,15 @@ def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:
     """Wait until the child has ended or must be killed."""
     deadline = time.monotonic() + PATIENCE * limits.cpu_s
     most = limits.memory_bytes + (512 << 20)  # for the imports, and memory shared with other processes
-    while time.monotonic() < deadline and _size(child.pid) <= most:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if psutil.Process(child.pid).memory_info().rss > most:
+                return
         try:
             child.wait(PAUSE_S)
             return
         except subprocess.TimeoutExpired:
             interrupt.poll()
-
-
-def _size(pid: int) -> int:
-    try:
-        return psutil.Process(pid).memory_info().rss
-    except psutil.Error:
-        return 0
 
 
 def _restrict(memory_bytes: int, cpu_s: int) -> None:

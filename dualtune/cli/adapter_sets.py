@@ -10,7 +10,7 @@ import click
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
-from dualtune.cli.options import backend_for
+from dualtune.cli.options import ModelForm
 from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
@@ -108,27 +108,17 @@ def system_messages(
     return {"base": next(iter(messages.values()), None)} | messages
 
 
-def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
-    """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
-    from dualtune.engine.capabilities import check_value
-
-    backend = backend_for(platform, err=True)
-    check_value(backend, "model.dtype", dtype)
-    check_value(backend, "model.quantization", quantization)
-    return backend
-
-
 def load_adapters(
-    model: str, directories: Mapping[str, Path], platform: str, *, dtype: str, quantization: str, template: str
+    model: str, directories: Mapping[str, Path], form: ModelForm, template: str
 ) -> tuple[AdapterSet, Backend]:
-    """Load a model with its adapters on the backend for --platform, and show what is loaded."""
+    """Load a model with its adapters, and show what is loaded."""
     with phases(err=True) as shown:
-        backend = backend_that_loads(dtype, quantization, platform)
+        backend = form.backend()
         from dualtune.use.chat import load_adapter_set
 
         shown.begin("loading", "the model")
         adapter_set = load_adapter_set(
-            backend, model, directories, dtype=dtype, quantization=quantization, template=template
+            backend, model, directories, dtype=form.dtype, quantization=form.quantization, template=template
         )
     for name, loaded in adapter_set.models.items():
         if loaded.note:

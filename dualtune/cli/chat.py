@@ -18,10 +18,9 @@ from dualtune.base.errors import DualtuneError, Preempted
 from dualtune.base.files import expanded
 from dualtune.cli.adapter_sets import base_of, load_adapters, model_or_adapter, named_directories, system_messages
 from dualtune.cli.options import (
-    dtype_option,
+    ModelForm,
+    form_options,
     no_system_option,
-    platform_option,
-    quantization_option,
     seed_option,
     system_option,
     temperature_option,
@@ -65,14 +64,11 @@ A message of several lines: paste it, or write three quotation marks before and 
     help="Maximum number of tokens per answer.",
 )  # fmt: skip
 @seed_option
-@dtype_option
-@quantization_option
-@platform_option
+@form_options
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which stops an answer
 def command(
     model: str | None, adapters: tuple[str, ...], compare: bool, system: str | None, no_system: bool, is_one: bool,
-    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
-    platform: str,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, form: ModelForm,
 ) -> None:  # fmt: skip
     """Talk to MODEL, which is a base model (a directory or a hub id), a run directory or an adapter directory.
 
@@ -88,9 +84,7 @@ def command(
     from dualtune.use.chat import Chat
 
     model = base_of(model, [*directories.values()])
-    adapter_set, _ = load_adapters(
-        model, directories, platform, dtype=dtype, quantization=quantization, template=template
-    )
+    adapter_set, _ = load_adapters(model, directories, form, template)
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     names = adapter_set.names if compare else adapter_set.names[1:2] or adapter_set.names
     systems = system_messages(system, directories, no_system=no_system)
@@ -171,7 +165,7 @@ class Conversation:
         """Let all answer. A turn that not all have answered is forgotten by all, so that they talk about the same."""
         before = [chat.messages for chat in self._chats]
         try:
-            with _shown([chat.name for chat in self._chats], _width()) as show:
+            with _shown([chat.name for chat in self._chats], width() if is_live(sys.stdout) else 0) as show:
                 for chat in self._chats:
                     with contextlib.closing(chat.ask(text)) as pieces:
                         for piece in pieces:
@@ -239,10 +233,6 @@ def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 def _column(count: int, width: int) -> int:
     return (width - 3 * (count - 1)) // count
-
-
-def _width() -> int:
-    return width() if is_live(sys.stdout) else 0
 
 
 class Typed(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -42,22 +42,18 @@ def command(
     code = exit_code(report.checks)
     if as_json:
         checks = [check.to_json() for check in report.checks]
-        memory = _described(report.memory) if report.memory else None
+        memory = report.memory and {
+            "total_bytes": report.memory.estimate.total_bytes,
+            "parts": [asdict(part) for part in report.memory.estimate.parts],
+            "budget_bytes": report.memory.budget.bytes,
+            "budget": report.memory.budget.reason,
+        }
         say(redact(to_json({"ok": code == 0, "checks": checks, "memory": memory})))
     else:
         tell(redact(check_table(report.checks)))
         if report.memory:
             tell(f"\n{_by_part(report.memory)}")
     ctx.exit(code)
-
-
-def _described(plan: MemoryPlan) -> dict[str, Any]:
-    return {
-        "total_bytes": plan.estimate.total_bytes,
-        "parts": [asdict(part) for part in plan.estimate.parts],
-        "budget_bytes": plan.budget.bytes,
-        "budget": plan.budget.reason,
-    }
 
 
 def _by_part(plan: MemoryPlan) -> str:

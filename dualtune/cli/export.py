@@ -20,13 +20,7 @@ from dualtune.cli.terminal import say
 if TYPE_CHECKING:
     from dualtune.use.export.request import Exported
 
-TARGETS = (
-    "gguf",
-    "ollama",
-    "lmstudio",
-    "mlx",
-    "hf",
-)  # dualtune.use.export.request, which has them too, is imported late
+TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # also in dualtune.use.export.request, which is imported late
 
 
 @click.command("export")

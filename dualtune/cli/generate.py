@@ -12,12 +12,11 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import write_file
-from dualtune.cli.adapter_sets import backend_that_loads, base_of, system_messages
+from dualtune.cli.adapter_sets import base_of, system_messages
 from dualtune.cli.options import (
-    dtype_option,
+    ModelForm,
+    form_options,
     no_system_option,
-    platform_option,
-    quantization_option,
     seed_option,
     system_option,
     temperature_option,
@@ -72,15 +71,12 @@ ASKED = (
     help="Maximum number of tokens per answer.",
 )  # fmt: skip
 @seed_option
-@dtype_option
-@quantization_option
-@platform_option
+@form_options
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     model: str | None, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None,
     system: str | None, no_system: bool, raw: bool,
-    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
-    platform: str,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, form: ModelForm,
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
 
@@ -101,13 +97,13 @@ def command(
     model = base_of(model, [adapter] if adapter else [])
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
-        backend = backend_that_loads(dtype, quantization, platform)
+        backend = form.backend()
         from dualtune.train.inference import load_model, stream_text
 
         shown.begin("loading", "the model")
         loaded = load_model(
-            backend, model, adapter, dtype=dtype, quantization=quantization, template="none" if raw else template,
-            special_tokens_in_text="allow" if raw else "text",
+            backend, model, adapter, dtype=form.dtype, quantization=form.quantization,
+            template="none" if raw else template, special_tokens_in_text="allow" if raw else "text",
         )  # fmt: skip
     if loaded.note:
         say(f"template    {loaded.note}", err=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -80,6 +81,36 @@ json_file_option = click.option(
     "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
     help="Also write the result to FILE as JSON.",
 )  # fmt: skip
+
+
+class ModelForm(NamedTuple):
+    """How a model is loaded, and where: the values of the options of `form_options`."""
+
+    dtype: str
+    quantization: str
+    platform: str
+
+    def backend(self, *, err: bool = True) -> Backend:
+        """Return the backend of the platform. ConfigError if it cannot load a model in this form."""
+        from dualtune.engine.capabilities import check_value
+
+        backend = backend_for(self.platform, err=err)
+        check_value(backend, "model.dtype", self.dtype)
+        check_value(backend, "model.quantization", self.quantization)
+        return backend
+
+
+def form_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --dtype, --quantization and --platform; the command gets them as `form`, a `ModelForm`."""
+
+    @dtype_option
+    @quantization_option
+    @platform_option
+    @functools.wraps(function)
+    def wrapped(*args: Any, dtype: str, quantization: str, platform: str, **options: Any) -> Any:
+        return function(*args, form=ModelForm(dtype, quantization, platform), **options)
+
+    return wrapped
 
 
 def to_json(value: Any) -> str:

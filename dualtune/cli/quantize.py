@@ -73,7 +73,7 @@ def command(
         with explained(backend, settings, "while a format of the base was measured"):
             comparison = compare_formats(
                 settings, backend, rows, names, lambda name: shown.begin("measuring", name),
-                lambda result: shown.finish("measured", _result(result)), shown.update,
+                lambda result: shown.finish("measured", _loss_text(result)), shown.update,
             )  # fmt: skip
     # The report of a run shows what its format costs, so the result is kept with the run.
     path = _keep(expanded(settings.run.dir), comparison)
@@ -82,7 +82,7 @@ def command(
     return say(_as_text(comparison) + (f"\n\nkept in {path}" if path else ""))
 
 
-def _result(measured: FormatLoss) -> str:
+def _loss_text(measured: FormatLoss) -> str:
     return redact(f"not: {measured.problem}," if measured.loss is None else f"loss {measured.loss:.4f}")
 
 

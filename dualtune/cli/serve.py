@@ -11,7 +11,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.errors import EnvironmentFault, Preempted
 from dualtune.cli.adapter_sets import base_of, load_adapters, named_directories, system_messages
-from dualtune.cli.options import dtype_option, no_system_option, platform_option, quantization_option, template_option
+from dualtune.cli.options import ModelForm, form_options, no_system_option, template_option
 from dualtune.cli.terminal import say
 
 KEY_VARIABLE = "DUALTUNE_API_KEY"
@@ -47,13 +47,11 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
     help="Maximum number of seconds per answer.",
 )  # fmt: skip
 @click.option("--quiet", is_flag=True, help="Do not print a line for each request.")
-@dtype_option
-@quantization_option
-@platform_option
+@form_options
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     model: str | None, adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int,
-    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
+    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, form: ModelForm,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
@@ -75,9 +73,7 @@ def command(
             f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
     model = base_of(model, [*directories.values()])
-    adapter_set, backend = load_adapters(
-        model, directories, platform, dtype=dtype, quantization=quantization, template=template
-    )
+    adapter_set, backend = load_adapters(model, directories, form, template)
     # A prompt that is longer than the model's context is refused, not cut.
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.base.checks import Check
 from dualtune.base.errors import EnvironmentFault, Preempted
 from dualtune.cli.options import PlatformOption, json_option, say_json, write_json
 from dualtune.cli.screen import Phases, check_table, phases, tell
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from dualtune.doctor.validate.run import TierResult
     from dualtune.doctor.validate.tiers import Tier, ValidationSetup
     from dualtune.engine.machine import Machine
-    from dualtune.train.hooks import Hook
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """The options for how tiers are run."""
-
-    check_memory: bool
-    keep_going: bool
-    shown: Phases
-
-    def tell(self, text: str) -> None:
-        self.shown.tell(text)
 
 
 @click.command("validate")
@@ -69,12 +56,21 @@ def command(
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
     from dualtune.doctor.validate.run import report
-    from dualtune.doctor.validate.tiers import SELFTEST, TIERS, free_directory, open_setup, tiers_of
+    from dualtune.doctor.validate.tiers import (
+        NUM_ROWS,
+        SELFTEST,
+        TIERS,
+        free_directory,
+        open_setup,
+        tiers_of,
+        write_rows,
+    )
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
 
     if write_data is not None:
-        _write_data(write_data)
+        path = write_rows(write_data)
+        say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {path}")
         ctx.exit(0)
     if tier is None:
         raise click.UsageError(f"Say which tier to run: --tier {SELFTEST}, {', '.join(TIERS)} or all.")
@@ -85,13 +81,12 @@ def command(
     tiers = tiers_of(tier)
     try:
         with phases(err=as_json) as shown:
-            options = TierOptions(check_memory, keep_going, shown)
             machine = detect()
             choice = choose(device, machine)
-            options.tell(f"platform    {choice.platform}: {choice.reason}")
+            shown.tell(f"platform    {choice.platform}: {choice.reason}")
             shown.begin("importing", choice.backend)
             setup = open_setup(choice, out, random_weights=random_weights)
-            results = _run_all(tiers, setup, machine, options)
+            results = _run_all(tiers, setup, machine, shown, checks_memory=check_memory, keeps_going=keep_going)
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
@@ -100,14 +95,8 @@ def command(
     write_json(setup.out / "report.json", values)
     if as_json:
         say_json(values)
-    options.tell(f"report      {setup.out / 'report.json'}")
+    shown.tell(f"report      {setup.out / 'report.json'}")
     ctx.exit(values["exit_code"])
-
-
-def _write_data(path: Path) -> None:
-    from dualtune.doctor.validate.tiers import NUM_ROWS, write_rows
-
-    say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
 
 
 def _selftest(device: str, out: Path, *, as_json: bool) -> int:
@@ -124,56 +113,48 @@ def _selftest(device: str, out: Path, *, as_json: bool) -> int:
     return report["exit_code"]
 
 
-def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, options: TierOptions) -> list[TierResult]:
-    """Run each tier in turn, up to the first that fails, unless `options` says otherwise."""
+def _run_all(
+    tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, shown: Phases, *, checks_memory: bool,
+    keeps_going: bool,
+) -> list[TierResult]:  # fmt: skip
+    """Run each tier in turn, up to the first that fails, unless it `keeps_going`."""
+    from dualtune.cli.progress import TierShown
+    from dualtune.doctor.validate.run import not_run, run_tier
+    from dualtune.doctor.validate.tiers import check_memory, plan
+
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
-        results.append(_run_one(tier, setup, machine, options))
-        remaining = [each.name for each in tiers[index + 1 :]]
-        if results[-1].exit_code and remaining and not options.keep_going:
-            options.tell(
-                f"left out    {', '.join(remaining)}: {tier.name} did not pass (--keep-going runs them anyway)"
-            )
+        planned = plan(tier, setup)
+        shown.tell(f"\ntier        {tier.name}: {tier.title}. {planned.model}, {planned.config.train.steps} steps")
+        for note in planned.notes:
+            shown.tell(f"note        {note}")
+        # What keeps a tier from running is a row of the report, like what fails in it.
+        obstacle: Check | None = None
+        try:
+            if checks_memory:
+                memory = check_memory(planned, setup, machine)
+                shown.tell(f"memory      {memory.found}")
+                obstacle = memory if memory.level == "fail" else None
+            if obstacle is None:
+                results.append(run_tier(planned, setup, [TierShown(tier.name, setup.backend.memory, shown)]))
+                shown.tell(check_table(results[-1].checks))
+        except EnvironmentFault as error:
+            obstacle = Check("tier not run", "fail", str(error), exit_code=error.exit_code)
+        if obstacle is not None:
+            results.append(not_run(planned, setup, obstacle))
+        shown.tell(_ending(results[-1]))
+        remaining = [later.name for later in tiers[index + 1 :]]
+        if results[-1].exit_code and remaining and not keeps_going:
+            shown.tell(f"left out    {', '.join(remaining)}: {tier.name} did not pass (--keep-going runs them anyway)")
             break
     return results
 
 
-def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
-    from dualtune.doctor.validate.run import missing, not_run, run_tier
-    from dualtune.doctor.validate.tiers import check_memory, plan
-
-    tell = options.tell
-    planned = plan(tier, setup)
-    tell(f"\ntier        {tier.name}: {tier.title}. {planned.model}, {planned.config.train.steps} steps")
-    for note in planned.notes:
-        tell(f"note        {note}")
-    try:
-        if options.check_memory:
-            check = check_memory(planned, setup, machine)
-            tell(f"memory      {check.found}")
-            if check.level == "fail":
-                return _tell_end(not_run(planned, setup, check), options)
-        result = run_tier(planned, setup, [_live(tier.name, setup, options)])
-    except EnvironmentFault as error:
-        return _tell_end(not_run(planned, setup, missing(error)), options)
-    tell(check_table(result.checks))
-    return _tell_end(result, options)
-
-
-def _tell_end(result: TierResult, options: TierOptions) -> TierResult:
+def _ending(result: TierResult) -> str:
     name, observed = result.plan.tier.name, result.observed
     if observed is None:
-        options.tell(f"verdict     {name} was not run: {result.checks[-1].found}")
-        return result
-    if result.decrease is not None:
-        options.tell(f"Loss convergence: {result.decrease}")
+        return f"verdict     {name} was not run: {result.checks[-1].found}"
+    convergence = "" if result.decrease is None else f"Loss convergence: {result.decrease}\n"
     failed = [check.name for check in result.checks if check.level == "fail"]
     ending = f": {', '.join(failed)}" if failed else ""
-    options.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
-    return result
-
-
-def _live(name: str, setup: ValidationSetup, options: TierOptions) -> Hook:
-    from dualtune.cli.progress import TierShown
-
-    return TierShown(name, setup.backend.memory, options.shown)
+    return f"{convergence}verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}"

@@ -10,7 +10,7 @@ import click
 from dualtune.base.errors import FormatError
 from dualtune.cli.adapter_sets import base_of
 from dualtune.cli.bundle import binding_options
-from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option, say_json
+from dualtune.cli.options import ModelForm, form_options, json_option, say_json
 from dualtune.cli.screen import check_table, phases, tell
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     help="The base model: a directory or a hub id.  [default: the one that the adapter names]",
 )  # fmt: skip
 @binding_options
-@dtype_option
-@quantization_option
-@platform_option
+@form_options
 @click.option(
     "--with", "library", metavar="LIBRARY",
     help="Let another library compute (peft or mlx-lm), in float32, as its users load the directory.",
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, directory: Path, base: str | None, required: RequiredBinding, dtype: str, quantization: str,
-    platform: str, library: str | None, as_json: bool,
+    ctx: click.Context, directory: Path, base: str | None, required: RequiredBinding, form: ModelForm,
+    library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 
@@ -47,7 +45,7 @@ def command(
     from dualtune.model.formats.directory import adapter_directory
     from dualtune.use.transfer.bundles import manifest
 
-    if library is not None and (dtype, quantization, platform) != ("auto", "auto", "auto"):
+    if library is not None and form != ("auto", "auto", "auto"):
         raise click.UsageError("--dtype, --quantization and --platform have no effect with --with; remove them.")
     # The adapter names its base, but a bundle may not be the required one: that is checked first.
     if base is None:
@@ -56,18 +54,21 @@ def command(
     with phases(err=as_json) as shown:
         shown.begin("checking", "the adapter and its base")
         from dualtune.engine.backend import Backend
-        from dualtune.engine.capabilities import check_value
         from dualtune.use.verify.verify import verify
 
         def open_backend() -> Backend:
-            backend = backend_for(platform, err=as_json)
-            check_value(backend, "model.dtype", dtype)
-            check_value(backend, "model.quantization", quantization)
+            backend = form.backend(err=as_json)
             shown.begin("computing", "what was recorded")
             return backend
 
         result = verify(
-            directory, base, open_backend, dtype=dtype, quantization=quantization, required=required, library=library
+            directory,
+            base,
+            open_backend,
+            dtype=form.dtype,
+            quantization=form.quantization,
+            required=required,
+            library=library,
         )
     if as_json:
         say_json(result.to_json())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dualtune.base.checks import Check
@@ -25,6 +24,7 @@ from dualtune.doctor.check_config_model import (
     stop_rows,
     targets_rows,
 )
+from dualtune.doctor.storage import writable
 from dualtune.engine.backend import get_backend
 from dualtune.engine.capabilities import Honours, check_capabilities
 from dualtune.engine.card import card_of
@@ -245,23 +245,20 @@ def _time_row(plan: MemoryPlan, documents: StepDocuments, num_steps: int | None,
 def _run_dir_rows(config: Config, decoder: Shape | None, num_steps: int | None) -> list[Check]:
     """Check that the run directory can be used, and that the disk has room for the checkpoints."""
     path = path_of(config)
-    place = existing(path)
     try:
         check_usable(path, "auto")
-        with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
-            pass
     except ConfigError as error:
         return [failure("run.dir", error)]
-    except OSError as error:
-        text = f"{path}: {place} cannot be written: {error.strerror}"
-        return [Check("run.dir", "fail", text, "Choose another with --set run.dir=…", DiskError.exit_code)]
+    place = writable("run.dir", path, "set run.dir")
+    if place.level == "fail":
+        return [replace(place, exit_code=DiskError.exit_code)]
     holds = " holds a run, which would be resumed" if path.is_dir() and is_run_dir(path) else " is free"
     rows = [Check("run.dir", "ok", f"{path}{holds}")]
     if decoder is None:
         return rows
     try:
         num_weights = num_trained(decoder, config.adapter)
-        check_space(RunDir(place, None), config, num_weights, num_steps)
+        check_space(RunDir(existing(path), None), config, num_weights, num_steps)
     except DiskError as error:
         return [*rows, failure("disk", error)]
     except ConfigError:  # reported in the row on memory

@@ -282,9 +282,12 @@ def judge(machine: Machine, question: Question | None = None, probed: Check | No
         rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.fix))
     if probed is not None:
         rows.append(probed)
+    sentence = _sentence(machine, kind, longest, largest, start)
+    if question is not None:
+        sentence = f"{question}: it {'fits' if question.fits else 'does not fit'}"
     return MachineReport(
         label=kind.label,
-        sentence=_sentence(machine, kind, longest, largest, start) if question is None else _answer(question),
+        sentence=sentence,
         checks=tuple(rows),
         platform=platform,
         reason=reason,
@@ -403,10 +406,6 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
     first = next((row for row in problems(machine) if row.level == "fail"), None)
     fix = f". Before that: {first.found} -> {first.fix}" if first else ""
     return f"{text}; {fits}. {first_step}{fix}"
-
-
-def _answer(question: Question) -> str:
-    return f"{question}: it {'fits' if question.fits else 'does not fit'}"
 
 
 def _subject(machine: Machine) -> str:

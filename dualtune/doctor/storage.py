@@ -33,10 +33,10 @@ def directory_checks(run_dir: Path) -> list[Check]:
         "data cache": (cache_dir(), "set DUALTUNE_CACHE"),
         "temporary files": (Path(tempfile.gettempdir()), "set TMPDIR"),
     }
-    return [_writable(name, path, other) for name, (path, other) in directories.items()]
+    return [writable(name, path, other) for name, (path, other) in directories.items()]
 
 
-def _writable(name: str, path: Path, other: str) -> Check:
+def writable(name: str, path: Path, other: str) -> Check:
     """Check that a file can be written there, or in the nearest existing parent directory."""
     place = existing(path)
     remark = "" if place == path.absolute() else f" (will be created in {place})"

@@ -520,13 +520,14 @@ class SharedBase:
 
         What was kept for another key is freed first, so that there is never room needed for two.
         """
-        gc.collect()  # an engine is part of reference cycles
-        if key is None or key != self._key:
+        is_kept = key is not None and key == self._key
+        if not is_kept:
             self._key = self._base = None
-            gc.collect()
-            base = load()
-            self.num_loaded += 1
-            if key is None:
-                return base
+        gc.collect()  # an engine is part of reference cycles
+        if is_kept:
+            return cast(Base, self._base)
+        base = load()
+        self.num_loaded += 1
+        if key is not None:
             self._key, self._base = key, base
-        return cast(Base, self._base)
+        return base

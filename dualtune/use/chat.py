@@ -85,15 +85,11 @@ def load_adapter_set(
     if spec is None:
         return AdapterSet({BASE: base}, {})
     shapes = base.engine.adapter_shapes
-    for adapter in adapters.values():
-        if not all(
-            _fits(tensor.shape, shapes.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()
-        ):
+    models: dict[str, LoadedModel] = {}
+    for label, adapter in adapters.items():
+        if not all(_fits(tensor.shape, shapes.get(key), spec.rank) for key, tensor in adapter.tensors.items()):
             load_adapter(base.engine, adapter, name)  # says which tensors do not fit
-    models = {
-        label: _with_template(base, model_dir, adapter, directories[label], template)
-        for label, adapter in adapters.items()
-    }
+        models[label] = _with_template(base, model_dir, adapter, directories[label], template)
     if base.tokenizer.template is None and template == "auto":
         first = next((model for model in models.values() if model.tokenizer.template is not None), base)
         base = replace(base, tokenizer=first.tokenizer)

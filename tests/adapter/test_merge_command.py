@@ -105,7 +105,7 @@ def test_the_result_has_the_precision_in_which_the_base_is_stored(base, adapter_
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_a_quantized_base_is_refused(key, base, adapter_dir, tmp_path, dualtune_main):
+def test_a_quantized_base_is_refused(key, base, adapter_dir, tmp_path, dualtune_main, wording):
     packed = tmp_path / "packed"
     packed.mkdir()
     config = json.loads((base / "config.json").read_text()) | {key: {"bits": 4, "group_size": 64}}
@@ -113,7 +113,8 @@ def test_a_quantized_base_is_refused(key, base, adapter_dir, tmp_path, dualtune_
     tensors = safetensors.numpy.load_file(base / "model.safetensors") | {"x.scales": np.zeros(1, np.float32)}
     safetensors.numpy.save_file(tensors, packed / "model.safetensors")
     result = dualtune_main("adapter", "merge", adapter_dir, tmp_path / "out", "--base", packed, "--platform", "cpu")
-    assert result.returncode == 2 and "stored quantized, and merging into packed weights" in result.stderr
+    assert result.returncode == 2
+    wording(result.stderr)
     assert not (tmp_path / "out").exists()
 
 

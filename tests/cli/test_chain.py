@@ -101,7 +101,7 @@ def test_set_overrides_the_file(dualtune_main, config_file, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_file, tmp_path):
+def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_file, tmp_path, wording):
     config = config_file({"run.save_every": 2})
     assert dualtune_main("train", config, *NUMPY).returncode == 0
     finished = dualtune_main("train", config, *NUMPY)
@@ -113,9 +113,10 @@ def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_
     assert last_eval(tmp_path / "runs" / "a")["step"] == 6
     changed = dualtune_main("train", config, "--set", "adapter.rank=3", *NUMPY)
     assert changed.returncode == 2
-    assert "the values marked as forbidden have changed" in changed.stderr
+    wording(changed.stderr)
     never = dualtune_main("train", config, "--resume", "never", *NUMPY)
-    assert (never.returncode, "already holds a run, and --resume never does not resume it" in never.stderr) == (2, True)
+    assert never.returncode == 2
+    wording(never.stderr)
 
 
 def test_eval_measures_the_base_a_file_and_exact_answers(dualtune_main, config_file, write_rows, qa_rows, tmp_path):

@@ -47,7 +47,7 @@ def write_random(path, spec, shapes, seed=0):
 
 
 def test_a_pulled_run_chats_with_the_base_that_its_adapter_names(
-    make_config, write_rows, qa_rows, open_backend, dualtune_main, tmp_path, monkeypatch
+    make_config, write_rows, qa_rows, open_backend, dualtune_main, tmp_path, monkeypatch, wording
 ):
     run(make_config(write_rows(qa_rows), {"train.steps": 1}), open_backend("torch"))
     assert dualtune_main("push", tmp_path / "share", tmp_path / "run").returncode == 0
@@ -63,7 +63,7 @@ def test_a_pulled_run_chats_with_the_base_that_its_adapter_names(
     for directory in ("pulled", "pulled/adapter", tmp_path / "run"):
         done = chat(directory)
         assert done.returncode == 0, done.stderr
-        assert "llama: the adapter names it" in done.stderr and "there are: base, " in done.stderr
+        wording(done.stderr)
     shutil.rmtree(tmp_path / "pulled/adapter")
     assert chat("pulled").returncode != 0
 
@@ -202,7 +202,7 @@ def talk(dualtune_main, monkeypatch, tiny_softmax):
     return run
 
 
-def test_a_conversation_by_pipe(talk, adapter, tmp_path):
+def test_a_conversation_by_pipe(talk, adapter, tmp_path, wording):
     saved = tmp_path / "talk.jsonl"
     lines = [
         "half \udcff of a pair",
@@ -218,9 +218,7 @@ def test_a_conversation_by_pipe(talk, adapter, tmp_path):
     ]
     result = talk(lines, "--adapter", adapter)
     assert result.returncode == 0, result.stderr
-    assert "answering   a; there are: base, a. /help, /exit" in result.stderr
-    assert "the conversation: the text: contains an unpaired surrogate (\\udcff)" in result.stderr
-    assert "/nothing: there is no such command" in result.stderr and "got 'no', there are: base, a" in result.stderr
+    wording(result.stderr)
     (row,) = map(json.loads, saved.read_text().splitlines())
     assert [each["role"] for each in row["messages"]] == ["user", "assistant"] * 2
     assert "".join(each["content"] + "\n" for each in row["messages"][1::2]) == result.stdout
@@ -253,7 +251,7 @@ def test_compared_answers_come_piece_by_piece(talk, adapter, monkeypatch):
     assert len(list(filter(None, passed[1:second]))) > 2 < len(list(filter(None, passed[second + 1 : -1])))
 
 
-def test_ctrl_c_drops_a_compared_turn_for_all(talk, adapter, monkeypatch, tmp_path):
+def test_ctrl_c_drops_a_compared_turn_for_all(talk, adapter, monkeypatch, tmp_path, wording):
     saved, asked, stream = tmp_path / "talk.jsonl", [], chat_module.stream_text
 
     def interrupted(*args, **options):
@@ -266,8 +264,7 @@ def test_ctrl_c_drops_a_compared_turn_for_all(talk, adapter, monkeypatch, tmp_pa
     monkeypatch.setattr(chat_module, "stream_text", interrupted)
     lines = ["1 plus 1?", f"/save {saved}", "2 plus 2?", f"/save {saved}"]
     result = talk(lines, "--adapter", adapter, "--compare")
-    assert "the turn is forgotten, as not all have answered" in result.stderr
-    assert "/save: there is no answer yet" in result.stderr
+    wording(result.stderr)
     rows = [json.loads(line)["messages"] for line in saved.read_text().splitlines()]
     assert [row[0]["content"] for row in rows] == ["2 plus 2?"] * 2 and [len(row) for row in rows] == [2, 2]
 
@@ -324,7 +321,7 @@ def test_columns_share_the_width():
     assert " ".join(line.split("|")[0].strip() for line in lines[1:]) == answers[0][1].strip()
 
 
-def test_adapters_of_different_bases_need_a_model(dualtune_main, directories, tmp_path):
+def test_adapters_of_different_bases_need_a_model(dualtune_main, directories, tmp_path, wording):
     spec = SPECS["one"]
     for name in ("a", "b"):
         shapes = {"model.layers.0.self_attn.q_proj": (32, 32)}
@@ -334,4 +331,5 @@ def test_adapters_of_different_bases_need_a_model(dualtune_main, directories, tm
     result = dualtune_main("chat", "--adapter", tmp_path / "a", "--adapter", tmp_path / "b", *NUMPY)
     assert result.returncode == 2 and "org/a" in result.stderr and "org/b" in result.stderr
     unnamed = dualtune_main("chat", "--adapter", directories["one"], *NUMPY)
-    assert unnamed.returncode == 2 and "names no base model. Give one: MODEL" in unnamed.stderr
+    assert unnamed.returncode == 2
+    wording(unnamed.stderr)

@@ -55,7 +55,7 @@ def test_what_is_pasted_is_one_message_also_without_an_editor(talk, tmp_path):
     assert users(saved) == ["/one\ntwo\nthree"]
 
 
-def test_standard_input_is_one_message(talk, dualtune_main, monkeypatch, tiny_softmax):
+def test_standard_input_is_one_message(talk, dualtune_main, monkeypatch, tiny_softmax, wording):
     one = talk(["/exit is text here", "", "1 plus 1?"], "--stdin")
     assert one.returncode == 0
     answer = dualtune_main(
@@ -64,7 +64,7 @@ def test_standard_input_is_one_message(talk, dualtune_main, monkeypatch, tiny_so
     assert one.stdout == answer.stdout
     assert talk([" "], "--stdin").returncode == 2
     monkeypatch.setattr(module, "MOST_LINE", 8)
-    assert "more than 8 characters" in talk(["123456789"], "--stdin").stderr
+    wording(talk(["123456789"], "--stdin").stderr)
 
 
 def test_a_terminal_pastes_several_lines_as_one_message(tiny_softmax, tmp_path):
@@ -86,13 +86,13 @@ def test_a_terminal_pastes_several_lines_as_one_message(tiny_softmax, tmp_path):
 
 
 def test_the_base_is_the_one_that_the_adapter_names(
-    dualtune_main, monkeypatch, config_file, tiny_softmax, tmp_path
-):  # fmt: skip
+    dualtune_main, monkeypatch, config_file, tiny_softmax, tmp_path, wording):  # fmt: skip
     assert dualtune_main("train", config_file(), *NUMPY).returncode == 0
     adapter = tmp_path / "runs" / "a" / "adapter"
     monkeypatch.setattr("sys.stdin", io.StringIO("1 plus 1?\n"))
     found = dualtune_main("chat", "--adapter", adapter.parent, "--max-tokens", 5, *NUMPY)
-    assert found.returncode == 0 and f"base        {tiny_softmax}: the adapter names it" in found.stderr
+    assert found.returncode == 0
+    wording(found.stderr)
     for model in ([], [tiny_softmax]):
         answer = dualtune_main(
             "generate", *model, "--adapter", adapter, "--prompt", "1 plus 1?", "--max-tokens", 5, *NUMPY

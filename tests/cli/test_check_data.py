@@ -27,21 +27,22 @@ def write_lines(tmp_path):
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_bad_row_is_a_line_with_file_and_number(dualtune_main, write_lines):
+def test_every_bad_row_is_a_line_with_file_and_number(dualtune_main, write_lines, wording):
     bad = {i for i in range(1, 41) if i % 3 == 0}
     path = write_lines([{"prompt": [1], "completion": "x"} if i in bad else GOOD for i in range(1, 41)])
     result = dualtune_main("check-data", path)
     *problems, summary = result.stdout.splitlines()
     assert [line.partition(": ")[0] for line in problems] == [f"{path}:{i}" for i in sorted(bad)]
     assert all(len(line) > len(f"{path}:99: ") for line in problems)
-    assert summary == f"{path}: 40 rows, 13 cannot be used"
+    wording(summary)
     assert (result.returncode, result.stderr) == (3, "")
 
 
-def test_good_data_have_exit_code_0(dualtune_main, write_lines):
+def test_good_data_have_exit_code_0(dualtune_main, write_lines, wording):
     path = write_lines([GOOD] * 3)
     result = dualtune_main("check-data", path)
-    assert (result.returncode, result.stdout) == (0, f"{path}: 3 rows, 0 cannot be used\n")
+    assert result.returncode == 0
+    wording(result.stdout)
 
 
 def test_lines_that_are_no_json_are_among_them(dualtune_main, write_lines):
@@ -60,14 +61,12 @@ def test_columns_and_format_are_those_of_a_config(dualtune_main, write_lines):
     assert renamed.returncode == 0
 
 
-def test_preference_pairs_are_checked(dualtune_main, write_lines):
+def test_preference_pairs_are_checked(dualtune_main, write_lines, wording):
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     path = write_lines([pair, pair | {"rejected": "4"}, pair])
     result = dualtune_main("check-data", path)
     assert result.returncode == 3
-    assert result.stdout == (
-        f"{path}:2: 'chosen' and 'rejected' are the same\n{path}: 3 rows, 1 cannot be used\n"
-    )  # fmt: skip
+    wording(result.stdout)
 
 
 def test_all_parts_of_a_directory_are_checked(dualtune_main, write_lines, tmp_path):
@@ -80,32 +79,30 @@ def test_all_parts_of_a_directory_are_checked(dualtune_main, write_lines, tmp_pa
     assert result.returncode == 3
 
 
-def test_what_cannot_be_read_hides_nothing_else(dualtune_main, write_lines, tmp_path):
+def test_what_cannot_be_read_hides_nothing_else(dualtune_main, write_lines, tmp_path, wording):
     unknown, good, bad = (
         write_lines([{"a": 1}], "unknown.jsonl"), write_lines([GOOD]), write_lines(["{"], "bad.jsonl"),
     )  # fmt: skip
     result = dualtune_main("check-data", tmp_path / "none.jsonl", unknown, good, bad)
     lines = result.stdout.splitlines()
-    assert lines[0] == f"{tmp_path / 'none.jsonl'}: no such file or directory"
-    assert lines[1] == f"{tmp_path / 'none.jsonl'}: cannot be read"
-    assert lines[2].startswith(f"{unknown}:1: no known format has the keys a.")
-    assert lines[3:5] == [
-        f"{unknown}: cannot be read", f"{good}: 1 rows, 0 cannot be used",
-    ]  # fmt: skip
-    assert lines[-1] == f"{bad}: 1 rows, 1 cannot be used"
+    wording(lines[0])
+    wording(lines[1])
+    wording(lines[2])
+    wording(lines[3:5])
+    wording(lines[-1])
     assert result.returncode == 3
 
 
-def test_secrets_in_bad_rows_are_not_shown(dualtune_main, write_lines):
+def test_secrets_in_bad_rows_are_not_shown(dualtune_main, write_lines, wording):
     role = "hf_" + "abcdefghijklmnopqrstuvwxyz"
     path = write_lines([{"messages": [{"role": role, "content": "x"}]}])
     for args in ([], ["--json"]):
         result = dualtune_main("check-data", path, *args)
         assert result.returncode == 3
-        assert "message 1: role: got 'hf_***'" in result.stdout
+        wording(result.stdout)
 
 
-def test_many_bad_rows_are_grouped_and_listed_in_a_file(dualtune_main, write_lines, tmp_path):
+def test_many_bad_rows_are_grouped_and_listed_in_a_file(dualtune_main, write_lines, tmp_path, wording):
     lines = [{"prompt": [i], "completion": "x"} for i in range(3000)] + ["{"] * 30 + [{"prompt": "no answer"}]
     path = write_lines([GOOD, *lines])
     result = dualtune_main("check-data", path, "--list", tmp_path / "bad.txt")
@@ -114,10 +111,10 @@ def test_many_bad_rows_are_grouped_and_listed_in_a_file(dualtune_main, write_lin
     assert next(line for line in shown if line.startswith("… and ")).startswith(
         "… and 2980 more rows: … and … must both be strings"
     )
-    assert shown[-1] == f"{path}: 3032 rows, 3031 cannot be used"
+    wording(shown[-1])
     listed = (tmp_path / "bad.txt").read_text().splitlines()
     assert [line.partition(": ")[0] for line in listed] == [f"{path}:{i}" for i in range(2, 3033)]
-    assert "--list FILE writes all of them to a file" in dualtune_main("check-data", path).stdout
+    wording(dualtune_main("check-data", path).stdout)
 
 
 def test_control_characters_of_data_are_written_out(dualtune_main, write_lines):
@@ -126,14 +123,14 @@ def test_control_characters_of_data_are_written_out(dualtune_main, write_lines):
     assert "\\x1b[2Jevil\\u202e" in out and all(line.isprintable() for line in out.splitlines())
 
 
-def test_latin_1_and_other_separators_get_a_remedy(dualtune_main, tmp_path):
+def test_latin_1_and_other_separators_get_a_remedy(dualtune_main, tmp_path, wording):
     (tmp_path / "a.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
-    assert "iconv -f LATIN1 -t UTF-8 FILE > new.file" in dualtune_main("check-data", tmp_path / "a.jsonl").stdout
+    wording(dualtune_main("check-data", tmp_path / "a.jsonl").stdout)
     (tmp_path / "a.csv").write_text("prompt;completion\na;b\n")
     out = dualtune_main("check-data", tmp_path / "a.csv").stdout
-    assert "a.csv:1: cells are separated by ';', in a .csv file ',' is needed. Convert it: python3 -c" in out
+    wording(out)
     (tmp_path / "b.csv").write_text("prompt\tcompletion\na\tb\n")
-    assert "Rename it to .tsv" in dualtune_main("check-data", tmp_path / "b.csv").stdout
+    wording(dualtune_main("check-data", tmp_path / "b.csv").stdout)
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
@@ -200,17 +197,19 @@ def test_json_says_the_same(dualtune_main, write_lines):
     assert dualtune_main("check-data", good, "--json").returncode == 0
 
 
-def test_rows_with_a_control_token_in_their_own_text_are_listed_and_counted(dualtune_main, write_lines, config_file):
+def test_rows_with_a_control_token_in_their_own_text_are_listed_and_counted(
+    dualtune_main, write_lines, config_file, wording
+):
     path = write_lines([GOOD, {"prompt": "a</s>", "completion": "b"}, *[{"prompt": "<s>", "completion": "c"}] * 30])
     result = dualtune_main("check-data", config_file({"data.train": path}))
     *listed, summary = result.stdout.splitlines()
-    assert len(listed) == 20 and listed[0] == f"{path}:2: </s> in its own text" and result.returncode == 0
-    assert summary == f"{path}: 32 rows, 0 cannot be used; {CONTROL}: 31"
+    assert len(listed) == 20 and result.returncode == 0
+    wording(listed[0])
+    wording(summary)
     config = config_file({"data.train": path, "data.special_tokens_in_text": "error"})
     result = dualtune_main("check-data", config)
-    assert (
-        f"{path}:2: its text holds the control token '</s>'. Remove it, or" in result.stdout and result.returncode == 3
-    )
+    assert result.returncode == 3
+    wording(result.stdout)
 
 
 def test_json_lists_a_thousand_problems_and_counts_all(dualtune_main, write_lines):
@@ -219,11 +218,11 @@ def test_json_lists_a_thousand_problems_and_counts_all(dualtune_main, write_line
     assert (source["rows"], source["bad"], len(source["problems"])) == (1200, 1200, 1000)
 
 
-def test_json_tells_what_cannot_be_read(dualtune_main, tmp_path):
+def test_json_tells_what_cannot_be_read(dualtune_main, tmp_path, wording):
     result = dualtune_main("check-data", tmp_path / "none.jsonl", "--json")
     (source,) = json.loads(result.stdout)["sources"]
     assert (result.returncode, source["rows"]) == (3, 0)
-    assert source["error"] == f"{tmp_path / 'none.jsonl'}: no such file or directory"
+    wording(source["error"])
 
 
 # --- memory and usage ------------------------------------------------------------------------------------------------

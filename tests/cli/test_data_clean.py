@@ -70,14 +70,14 @@ def test_clean_rows_keep_their_values_and_their_order(clean, write_rows):
     assert names_in(out) == ["left_out.jsonl", "train.jsonl"]
 
 
-def test_what_is_clean_is_clean(clean, write_rows, dualtune_main, tmp_path):
+def test_what_is_clean_is_clean(clean, write_rows, dualtune_main, tmp_path, wording):
     _, out, _ = clean(write_rows(ROWS))
     again = dualtune_main("data", "clean", out / "train.jsonl", out / "train.jsonl", "--out", tmp_path / "again")
     counted, first, second, left_out = again.stdout.splitlines()
-    assert counted == "rows     6 read, 3 kept, 3 left out: 3 exact duplicates"
-    assert first == f"written  {tmp_path}/again/train.jsonl: 3 of the 3 rows of {out}/train.jsonl"
-    assert second == f"         {tmp_path}/again/train-2.jsonl: 0 of the 3 rows of {out}/train.jsonl"
-    assert left_out == f"         {tmp_path}/again/left_out.jsonl: what was left out, and why"
+    wording(counted)
+    wording(first)
+    wording(second)
+    wording(left_out)
     assert (tmp_path / "again/train.jsonl").read_bytes() == (out / "train.jsonl").read_bytes()
 
 
@@ -96,7 +96,7 @@ def test_files_of_several_formats_are_compared_and_stay_apart(clean, write_rows,
     ]  # fmt: skip
 
 
-def test_parquet_gives_json_lines(clean, tmp_path, dualtune_main):
+def test_parquet_gives_json_lines(clean, tmp_path, dualtune_main, wording):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [pair("Q", "long " * 30), pair("Q", "long " * 30), pair("R", "other", n=3)]
     parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(
@@ -106,7 +106,8 @@ def test_parquet_gives_json_lines(clean, tmp_path, dualtune_main):
     rows = [{"text": "x", "raw": b"\x00"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     refused = dualtune_main("data", "clean", tmp_path / "b.parquet", "--out", tmp_path / "new")
-    assert refused.returncode == 3 and "b.parquet:1: has a value that cannot be written as JSON" in refused.stderr
+    assert refused.returncode == 3
+    wording(refused.stderr)
     assert not (tmp_path / "new").exists()
 
 

@@ -30,11 +30,11 @@ def checked(dualtune_main, *args):
     return result.returncode, source["notices"], source["bad"]
 
 
-def test_check_data_counts_with_a_config_and_without(dualtune_main, config, write_rows):
+def test_check_data_counts_with_a_config_and_without(dualtune_main, config, write_rows, wording):
     four = {kind: 4 * number for kind, number in KINDS.items()}
     assert checked(dualtune_main, config()) == (0, four, 0)
     assert checked(dualtune_main, write_rows(ROWS)) == (3, KINDS, 1)
-    assert "4 of 12 rows: the column 'thinking' is not read" in dualtune_main("check-data", config()).stdout
+    wording(dualtune_main("check-data", config()).stdout)
 
 
 def test_preview_and_a_run_say_the_same_the_second_time_too(dualtune_main, config):
@@ -63,13 +63,15 @@ def test_how_rows_are_read_is_a_part_of_the_cache_s_key(dualtune_main, config):
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
-def test_system_messages_that_a_template_drops_are_counted_or_refused(dualtune_main, config_file, write_rows, tmp_path):
+def test_system_messages_that_a_template_drops_are_counted_or_refused(
+    dualtune_main, config_file, write_rows, tmp_path, wording
+):
     (tmp_path / "t.jinja").write_text(NO_SYSTEM + "{% if add_generation_prompt %}<assistant>{% endif %}")
     write_rows([{"system": "Be brief.", "messages": [ASK, SAY]}] * 3)
     given = {"data.template": tmp_path / "t.jinja", "data.eval": 0}
     assert checked(dualtune_main, config_file(given)) == (0, {"folded_system": 3}, 0)
     result = dualtune_main("preview", config_file(given), "--rows", 1, "--html", tmp_path / "page.html")
-    assert "Be brief." in result.stdout and "3 of 3 rows: the chat template writes no system message" in result.stdout
+    wording(result.stdout)
     assert checked(dualtune_main, config_file(given | {"data.system": "refuse"})) == (3, {}, 3)
     assert dualtune_main("preview", config_file(given | {"data.system": "refuse"})).returncode == 3
 

@@ -60,14 +60,11 @@ class Page(HTMLParser):
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_trained_stands_between_marks(dualtune_main, config_file, write_rows):
-    data = write_rows([{"prompt": "2+2?", "completion": "four"}])
+def test_what_is_trained_stands_between_marks(dualtune_main, config_file, write_rows, wording):
+    write_rows([{"prompt": "2+2?", "completion": "four"}])
     result = dualtune_main("preview", config_file({"data.eval": 0}))
     assert (result.returncode, result.stderr) == (0, "")
-    assert (
-        f"document    {data}:1: 30 tokens, 5 of them targets\n"
-        "<s><|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦four<|im_end|>⟧\n\n"
-    ) in result.stdout
+    wording(result.stdout)
 
 
 def test_the_first_documents_of_the_first_step_are_shown(dualtune_main, config_file, planned):
@@ -97,36 +94,32 @@ def test_a_terminal_gets_colours_unless_it_wants_none(config_file, env, coloured
     assert ("⟦".encode() in text) != coloured
 
 
-def test_control_characters_of_the_data_do_not_reach_the_terminal(dualtune_main, config_file, write_rows):
+def test_control_characters_of_the_data_do_not_reach_the_terminal(dualtune_main, config_file, write_rows, wording):
     write_rows([{"prompt": EVIL, "completion": EVIL}])
     result = dualtune_main("preview", config_file({"data.eval": 0, "data.max_length": 256}))
-    assert "⟦<script>alert(1)</script> & \"x\" '</div>' ␛[31m é日<|im_end|>⟧" in result.stdout
+    wording(result.stdout)
     assert "\x1b" not in result.stdout
 
 
-def test_the_numbers_are_told_with_the_warnings(dualtune_main, config_file, write_rows):
-    data = write_rows([{"prompt": f"{i % 15}?", "completion": "yes"} for i in range(16)])
+def test_the_numbers_are_told_with_the_warnings(dualtune_main, config_file, write_rows, wording):
+    write_rows([{"prompt": f"{i % 15}?", "completion": "yes"} for i in range(16)])
     eval_ = write_rows([{"prompt": "3?", "completion": "yes"}], "eval.jsonl")
     text = dualtune_main("preview", config_file({"data.eval": eval_}), "--rows", 0).stdout
     told = {line[:12].strip(): line[12:] for line in text.splitlines()}
-    assert told["rows"] == "16 to train on, 1 to evaluate on, 0 bad ones left out"
-    assert told["duplicates"] == f"1 of the documents, the first: {data}:16 equals {data}:1"
-    assert told["leaks"] == (
-        f"1 of 1 evaluation documents are in the training data, the first: {eval_}:1 equals {data}:4"
-    )
-    assert told["steps"] == "4 in an epoch, 4 in all"
-    assert told["over-long"] == "no row has more than 64 tokens"
+    wording(told["rows"])
+    wording(told["duplicates"])
+    wording(told["leaks"])
+    wording(told["steps"])
+    wording(told["over-long"])
     assert text.count("\nwarning     ") == 2
-    assert "27 to 27  11  ########################################\n" in text
-    assert "28 to 28  5   ###################\n" in text
+    wording(text)
 
 
-def test_what_becomes_of_long_rows_is_told(dualtune_main, config_file, write_rows):
+def test_what_becomes_of_long_rows_is_told(dualtune_main, config_file, write_rows, wording):
     rows = [("a", "b" * 90), ("a" * 90, "b"), ("a", "b"), ("c", "d")]
     write_rows([{"prompt": prompt, "completion": completion} for prompt, completion in rows])
     text = dualtune_main("preview", config_file({"data.eval": 0}), "--rows", 0).stdout
-    assert "over-long   2 of the rows have more than 64 tokens, the longest has 113; 1 cut, 1 dropped\n" in text
-    assert "documents   3; 1 dropped: no trainable token within max_length\n" in text
+    wording(text)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -196,10 +189,10 @@ def test_the_page_has_the_numbers_and_warnings_of_the_text(dualtune_main, config
     assert [text for text in told if text not in page] == []
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(dualtune_main, config_file, tmp_path):
+def test_a_page_that_cannot_be_written_leaves_nothing(dualtune_main, config_file, tmp_path, wording):
     result = dualtune_main("preview", config_file(), "--html", tmp_path / "none" / "page.html")
     assert (result.returncode, result.stderr.count("\n")) == (5, 1)
-    assert "page.html: cannot be written: No such file or directory" in result.stderr
+    wording(result.stderr)
     before = sorted(tmp_path.iterdir())
     assert dualtune_main("preview", config_file(), "--html", tmp_path).returncode == 2
     assert sorted(tmp_path.iterdir()) == before
@@ -225,22 +218,21 @@ def test_neither_weights_nor_a_backend_are_loaded(python, config_file, tiny_soft
     assert not (tmp_path / "runs").exists()
 
 
-def test_bad_rows_end_it_or_are_shown_as_left_out(dualtune_main, config_file, write_rows, qa_rows):
+def test_bad_rows_end_it_or_are_shown_as_left_out(dualtune_main, config_file, write_rows, qa_rows, wording):
     data = write_rows([*qa_rows, {"prompt": [3], "completion": "x"}])
     result = dualtune_main("preview", config_file())
     assert (result.returncode, result.stderr.count(f"{data}:17: ")) == (3, 1)
     settings = {"data.on_bad_row": "skip", "data.max_bad_rows": 1}
     result = dualtune_main("preview", config_file(settings))
     assert result.returncode == 0
-    assert f"1 bad ones left out\n            {data}:17: " in result.stdout
+    wording(result.stdout)
 
 
-def test_data_without_anything_to_learn_are_an_error(dualtune_main, config_file, write_rows):
+def test_data_without_anything_to_learn_are_an_error(dualtune_main, config_file, write_rows, wording):
     write_rows([{"prompt": "a" * 90, "completion": "b"}] * 2)
     result = dualtune_main("preview", config_file({"data.eval": 0}))
     assert result.returncode == 3
-    assert "nothing to train on" in result.stderr
-    assert "2 dropped: no trainable token within max_length" in result.stderr
+    wording(result.stderr)
 
 
 @pytest.mark.parametrize(("args", "code"), [([], 2), (["no.yaml"], 2), (["no.yaml", "--rows", "-1"], 2)])
@@ -260,14 +252,16 @@ def test_a_directory_is_read_for_training_and_for_evaluation(dualtune_main, conf
         assert (result.returncode, result.stdout.count("tokenized   ")) == (0, 2), result.stderr
 
 
-def test_control_tokens_in_a_row_s_own_text_are_marked_and_counted(dualtune_main, config_file, write_rows, tmp_path):
+def test_control_tokens_in_a_row_s_own_text_are_marked_and_counted(
+    dualtune_main, config_file, write_rows, tmp_path, wording
+):
     data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i == 3 else "x"} for i in range(8)])
     config = config_file({"data.train": data, "data.eval": 0})
     found = json.loads(dualtune_main("preview", config, "--rows", 8, "--json").stdout)
     assert (found["control_text_rows"], found["first_control_text_row"]) == (1, f"{data}:4")
     assert [d["where"] for d in found["shown"] if d["has_control_text"]] == [f"{data}:4"]
     (warning,) = (text for text in found["warnings"] if "control token" in text)
-    assert "it is plain text" in warning and "data.special_tokens_in_text: allow" in warning
+    wording(warning)
     page = tmp_path / "page.html"
     shown = dualtune_main("preview", config, "--rows", 8, "--html", page).stdout
     assert shown.count("; a control token in its own text") == 1

@@ -45,13 +45,12 @@ def test_the_report_of_a_real_run(dualtune_main, open_backend, config_file, tmp_
     assert "leak: not judged: fewer than 50 steps" in result.stdout and "plan:" not in result.stdout
 
 
-def test_spikes_and_leaks(dualtune_main, a_run):
+def test_spikes_and_leaks(dualtune_main, a_run, wording):
     run = a_run()
     text = dualtune_main("profile", run).stdout
-    assert "peak         650.0 MB at step 40, data" in text
-    assert "spikes over 100 MB: 2\n  step 20, data: +150.0 MB\n  step 40, data: +150.0 MB\n" in text
+    wording(text)
     assert "\nleak: none (" in text
-    assert "spikes over 200 MB: none" in dualtune_main("profile", run, "--spike", "200").stdout
+    wording(dualtune_main("profile", run, "--spike", "200").stdout)
 
 
 def test_json_has_the_same(dualtune_main, a_run):
@@ -62,9 +61,9 @@ def test_json_has_the_same(dualtune_main, a_run):
     assert found["leak"]["found"] is False and found["process_leak"] is None and found["planned_bytes"] is None
 
 
-def test_the_plan_is_compared_with_the_peak(dualtune_main, a_run):
+def test_the_plan_is_compared_with_the_peak(dualtune_main, a_run, wording):
     run = a_run(environment={"memory": {"planned_bytes": 585 * MB}})
-    assert "plan: 585.0 MiB, measured peak of memory: 650.0 MiB (plan -10.0 %)" in dualtune_main("profile", run).stdout
+    wording(dualtune_main("profile", run).stdout)
 
 
 PLAN = {"planned_bytes": 530 * MB, "parts": [{"name": "weights", "bytes": 1}, {"name": "reserve", "bytes": 90 * MB}]}
@@ -137,13 +136,15 @@ def test_a_long_run_is_drawn_in_groups_that_keep_the_peak(dualtune_main, a_run, 
     assert len(points) < 700 and sum(point.endswith(",10.0") for point in points) == 1
 
 
-def test_a_run_without_snapshots(dualtune_main, a_run, tmp_path):
+def test_a_run_without_snapshots(dualtune_main, a_run, tmp_path, wording):
     result = dualtune_main("profile", a_run(rows=[]), "--html", tmp_path / "out.html")
-    assert (result.returncode, result.stdout) == (0, "No memory snapshots recorded\n")
+    assert result.returncode == 0
+    wording(result.stdout)
     assert "No memory snapshots recorded" in (tmp_path / "out.html").read_text()
     assert json.loads(dualtune_main("profile", tmp_path / "a <run>", "--json").stdout)["peak"] is None
 
 
-def test_what_is_no_run_is_refused(dualtune_main, tmp_path):
+def test_what_is_no_run_is_refused(dualtune_main, tmp_path, wording):
     result = dualtune_main("profile", tmp_path)
-    assert result.returncode == 6 and "memory.csv: cannot be read" in result.stderr
+    assert result.returncode == 6
+    wording(result.stderr)

@@ -69,12 +69,12 @@ def test_a_filter_that_is_none_is_refused(two, dualtune_main, tmp_path, text, me
     assert (result.returncode, message in result.stderr) == (2, True)
 
 
-def test_the_start_is_that_of_the_first_row(two, dualtune_main, tmp_path):
+def test_the_start_is_that_of_the_first_row(two, dualtune_main, tmp_path, wording):
     first, second = json.loads(dualtune_main("runs", tmp_path / "runs", "--json").stdout)
     assert (first["start"], second["start"]) == ("2026-01-02T03:00:00+00:00", None)
     unknown = dualtune_main("runs", tmp_path / "runs", "--where", "rate=1", "--where", "steps=3").stdout
     assert unknown == f"there is no such run in {tmp_path / 'runs'}: none has the key rate\n"
-    assert dualtune_main("runs", tmp_path / "runs", "--state", "killed").stdout.startswith("there is no such run in ")
+    wording(dualtune_main("runs", tmp_path / "runs", "--state", "killed").stdout)
 
 
 def test_only_what_differs_is_compared(two, dualtune_main):
@@ -143,12 +143,14 @@ def test_curves_of_long_files_are_whole(two, dualtune_main, monkeypatch):
     assert [len(curve) for curve in found["losses"]] == [3, 3]
 
 
-def test_what_is_no_pair_of_runs_is_refused(two, dualtune_main, tmp_path):
+def test_what_is_no_pair_of_runs_is_refused(two, dualtune_main, tmp_path, wording):
     one = dualtune_main("runs", "compare", two[0])
-    assert (one.returncode, "at least two run directories" in one.stderr) == (2, True)
+    assert one.returncode == 2
+    wording(one.stderr)
     (tmp_path / "empty").mkdir()
     foreign = dualtune_main("runs", "compare", two[0], tmp_path / "empty")
-    assert (foreign.returncode, "is not a run directory" in foreign.stderr) == (2, True)
+    assert foreign.returncode == 2
+    wording(foreign.stderr)
 
 
 def test_values_that_are_not_finite_and_names_that_steer_are_drawn_without_harm():

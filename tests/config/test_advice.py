@@ -94,10 +94,8 @@ def test_a_key_of_other_trainers_that_has_no_counterpart_is_answered_in_words(li
     assert error_of(with_(line)).startswith(f"c.yaml:5: {answer}")
 
 
-def test_inside_a_section_no_section_is_suggested() -> None:
-    assert error_of(with_("adapter: {peft: 1}")).startswith(
-        "c.yaml:5: adapter.peft: unknown key. Allowed here: method,"
-    )
+def test_inside_a_section_no_section_is_suggested(wording) -> None:
+    wording(error_of(with_("adapter: {peft: 1}")))
 
 
 def test_the_tables_of_foreign_names_lead_to_keys_that_exist() -> None:
@@ -129,8 +127,6 @@ def test_a_key_that_lacks_one_letter_is_recognized(case: tuple[str, str, str]) -
 
 
 @pytest.mark.parametrize("text", ["run: {}", "model:\ndata:\n", "model: {}\ndata: {}"])
-def test_missing_keys_name_their_section(text: str) -> None:
+def test_missing_keys_name_their_section(text: str, wording) -> None:
     error = error_of(text)
-    assert error.endswith("such as `train: data/train.jsonl`")
-    assert "model.name: missing; 'model' needs it: a hub id, a directory or a GGUF file, such as `name: Qwen/" in error
-    assert "data.train: missing; 'data' needs it: a path, a mapping (keys: path," in error
+    wording(error)

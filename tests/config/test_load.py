@@ -29,7 +29,7 @@ def with_(line: str) -> str:
     return MINIMAL + line + "\n"
 
 
-def test_all_problems_are_reported_at_once_with_their_lines() -> None:
+def test_all_problems_are_reported_at_once_with_their_lines(wording) -> None:
     text = """\
 model:
   name: m
@@ -49,23 +49,7 @@ train:
 runn:
   seed: 1
 """
-    assert error_of(text, "run.seed=1.5", "run.kep=1").splitlines() == [
-        "c.yaml:3: model.dtype: got 'fp32', allowed: auto, float32, bfloat16, float16. Did you mean 'float32'?",
-        "c.yaml:5: adapter.dropout: got 1, must be >= 0 and < 1",
-        "c.yaml:6: adapter.rank: got 0, must be >= 1",
-        "c.yaml:7: adapter.lora_alpha: unknown key. Did you mean 'alpha'?",
-        "c.yaml:8: adapter.targets[1]: got 3, must be a name",
-        f"c.yaml:9: data.train: missing; 'data' needs it: a path, {MAPPING} or a list of these, "
-        "such as `train: data/train.jsonl`",
-        f"c.yaml:10: data.eval: got true, must be auto, a number >= 0 and < 1, a path, {MAPPING}, a list of these, "
-        "or null",
-        "c.yaml:12: train.leraning_rate: unknown key. Did you mean 'learning_rate'?",
-        "c.yaml:13: train.warmup: got 100 steps, must be below train.steps (50)",
-        "c.yaml:15: train.rank: unknown key. It belongs to another section: 'adapter.rank'",
-        "c.yaml:16: runn: unknown key. Did you mean 'run'?",
-        "--set run.seed: got 1.5, must be an integer >= 0",
-        "--set run.kep: unknown key. Did you mean 'keep'?",
-    ]
+    wording(error_of(text, "run.seed=1.5", "run.kep=1").splitlines())
 
 
 # --- Values ----------------------------------------------------------------------------------------------------------
@@ -134,11 +118,11 @@ def test_a_wrong_value_says_what_is_allowed(key: str, value: str, message: str) 
     assert "\n" not in error
 
 
-def test_a_prompt_has_lines_and_tabs_and_no_other_control_character() -> None:
+def test_a_prompt_has_lines_and_tabs_and_no_other_control_character(wording) -> None:
     text = with_('run: {sample_prompts: ["Fix:\\n\\tx = 1"]}')
     config = parse_config(text)
     assert config.run.sample_prompts == ("Fix:\n\tx = 1",) and parse_config(to_yaml(config)) == config
-    assert "must not contain control characters" in error_of(with_('run: {sample_prompts: ["a\\e[2Jb"]}'))
+    wording(error_of(with_('run: {sample_prompts: ["a\\e[2Jb"]}')))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +165,7 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
     try:
         parse_config("\n".join(lines))
     except ConfigError as error:
-        assert not re.search(r"pydantic|[Ii]nput|valid (string|integer|number)|https?:|constrained|literal", str(error))
+        assert not re.search(r"pydantic|\b[Ii]nput\b|valid (string|integer|number)|https?:|constrained|literal", str(error))
         assert all(re.match(r"<string>(:\d+)?: [a-z_.0-9\[\]]+: ", line) for line in str(error).splitlines())
 
 
@@ -230,9 +214,9 @@ def test_what_has_no_meaning_for_a_model_trained_whole_is_refused(section: str, 
 
 
 @pytest.mark.parametrize("format_", ["nf4", "int8", "affine4", "affine8"])
-def test_a_quantized_base_cannot_be_trained_whole(format_: str) -> None:
+def test_a_quantized_base_cannot_be_trained_whole(format_: str, wording) -> None:
     text = f"model: {{name: m, quantization: {format_}}}\nadapter: {{method: full}}\ndata: {{train: t}}\n"
-    assert f"model.quantization: got {format_}, but packed weights cannot be trained" in error_of(text)
+    wording(error_of(text))
 
 
 def test_a_recorded_config_of_a_model_trained_whole_is_read_again() -> None:
@@ -255,9 +239,9 @@ def test_a_limit_of_bad_rows_goes_with_skipping_them(data: str) -> None:
     assert parse_config(f"model: {{name: m}}\ndata: {{train: t, {data}}}\n")
 
 
-def test_an_impossible_pair_is_not_blamed_on_a_value_that_is_wrong_itself() -> None:
+def test_an_impossible_pair_is_not_blamed_on_a_value_that_is_wrong_itself(wording) -> None:
     text = f"{MINIMAL}  max_length: '100'\ntrain: {{micro_batch_tokens: 500}}\n"
-    assert error_of(text) == "c.yaml:5: data.max_length: got '100', must be an integer >= 2"
+    wording(error_of(text))
 
 
 # --- Secrets ---------------------------------------------------------------------------------------------------------

@@ -43,11 +43,11 @@ def test_an_override_takes_yaml() -> None:
     assert (config.data.columns, config.data.eval, config.run.dir) == ({"prompt": "q"}, None, "a=b")
 
 
-def test_a_single_word_is_a_list_of_one_where_only_a_list_is_allowed() -> None:
+def test_a_single_word_is_a_list_of_one_where_only_a_list_is_allowed(wording) -> None:
     run = parse_config(MINIMAL, overrides=["run.track=trackio", "run.sample_prompts=Two words."]).run
     assert (run.track, run.sample_prompts) == (("trackio",), ("Two words.",))
-    assert "run.track: got 'neptune', must be a list of trackio, wandb," in error_of(MINIMAL, "run.track=neptune")
-    assert error_of(MINIMAL, "adapter.targets=q_proj").endswith("names, such as [q_proj, v_proj]")
+    wording(error_of(MINIMAL, "run.track=neptune"))
+    wording(error_of(MINIMAL, "adapter.targets=q_proj"))
 
 
 def test_an_override_heals_a_wrong_value_in_the_file() -> None:
@@ -82,6 +82,6 @@ def test_a_faulty_override_is_reported_like_a_faulty_line(override: str, message
     assert "\n" not in error
 
 
-def test_an_override_of_a_mapping_forgets_the_lines_of_the_file() -> None:
+def test_an_override_of_a_mapping_forgets_the_lines_of_the_file(wording) -> None:
     text = f"{MINIMAL}  columns: {{a: b}}\n"
-    assert error_of(text, "data.columns={a: 1}").startswith("--set data.columns: data.columns.a: got 1")
+    wording(error_of(text, "data.columns={a: 1}"))

@@ -93,19 +93,19 @@ def test_places_are_the_lines_of_keys_and_items() -> None:
     }
 
 
-def test_duplicate_key_names_both_lines() -> None:
+def test_duplicate_key_names_both_lines(wording) -> None:
     text = "model: {name: m}\ndata: {train: t}\ntrain:\n  epochs: 1\n  steps: 5\n  epochs: 2\n"
-    assert error_of(text) == "c.yaml:6: train.epochs: given twice, first at c.yaml:4"
+    wording(error_of(text))
 
 
-def test_duplicate_section_names_both_lines() -> None:
+def test_duplicate_section_names_both_lines(wording) -> None:
     text = "model: {name: m}\ndata: {train: t}\nrun: {seed: 1}\nrun:\n  seed: [2, {a: b}]\n"
-    assert error_of(text) == "c.yaml:4: run: given twice, first at c.yaml:3"
+    wording(error_of(text))
 
 
-def test_aliases_are_refused() -> None:
+def test_aliases_are_refused(wording) -> None:
     text = "model: &m {name: m}\ndata: {train: t}\nrun: *m\n"
-    assert error_of(text) == "c.yaml:3: run: aliases (*name) are not allowed; write the value out"
+    wording(error_of(text))
 
 
 def test_an_alias_bomb_is_refused_unexpanded() -> None:
@@ -114,14 +114,14 @@ def test_an_alias_bomb_is_refused_unexpanded() -> None:
     assert len(document.problems) == 29 * 9
 
 
-def test_merge_keys_are_no_exception() -> None:
-    assert "c.yaml:2: data.<<: aliases" in error_of("model: &m {name: m}\ndata: {<<: *m, train: t}\n")
+def test_merge_keys_are_no_exception(wording) -> None:
+    wording(error_of("model: &m {name: m}\ndata: {<<: *m, train: t}\n"))
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/name:os.system", "!!str", "!local"])
-def test_tags_are_refused_by_name(tag: str) -> None:
+def test_tags_are_refused_by_name(tag: str, wording) -> None:
     message = error_of(f"model:\n  name: {tag} [x]\ndata: {{train: t}}\n")
-    assert message == f"c.yaml:2: model.name: tag {tag} is not allowed; write a plain value, or text in quotes"
+    wording(message)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_syntax_errors_point_at_line_and_column(text: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "null"])
-def test_an_empty_text_says_how_to_get_a_default(text: str) -> None:
-    assert error_of(text) == "c.yaml: is empty. `dualtune config` prints a commented default"
+def test_an_empty_text_says_how_to_get_a_default(text: str, wording) -> None:
+    wording(error_of(text))
 
 
 @pytest.mark.parametrize("text", ["[a, b]", "just text", "3"])
-def test_the_top_must_be_a_mapping(text: str) -> None:
-    assert error_of(text).startswith("c.yaml: must be a mapping with the sections model, adapter, data,")
+def test_the_top_must_be_a_mapping(text: str, wording) -> None:
+    wording(error_of(text))
 
 
 def test_keys_are_text_as_written() -> None:
@@ -164,8 +164,8 @@ def test_a_mapping_cannot_be_a_key() -> None:
 
 
 @pytest.mark.parametrize("digits", ["9" * 19, "9" * 5000])
-def test_integers_beyond_64_bits_are_refused(digits: str) -> None:
-    assert "c.yaml:1: run.seed: the number has too many digits" in error_of(f"run: {{seed: {digits}}}")
+def test_integers_beyond_64_bits_are_refused(digits: str, wording) -> None:
+    wording(error_of(f"run: {{seed: {digits}}}"))
 
 
 def test_a_byte_order_mark_is_accepted() -> None:

@@ -46,10 +46,8 @@ def test_history_stands_before_the_question(row, history):
     assert read(row | {"history": []}).messages == read(row).messages
 
 
-def test_a_history_of_another_form_is_refused():
-    assert result(ALPACA | {"history": [["Hi."]]}).reason == (
-        "history: turn 1: got a list of 1, allowed: [question, answer], or a message"
-    )
+def test_a_history_of_another_form_is_refused(wording):
+    wording(result(ALPACA | {"history": [["Hi."]]}).reason)
 
 
 @pytest.mark.parametrize("row", [CHAT, SHAREGPT, ALPACA, PROMPT])
@@ -59,10 +57,10 @@ def test_every_conversation_may_have_its_system_message_in_a_column(row, key):
     assert said(row | {key: " "}) == PAIR
 
 
-def test_a_system_message_may_stand_in_both_places_if_it_is_one():
+def test_a_system_message_may_stand_in_both_places_if_it_is_one(wording):
     row = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
     assert len(said(row | {"system": "Be brief."})) == 3
-    assert result(row | {"system": "Be long."}).reason.startswith("system: the conversation has another system message")
+    wording(result(row | {"system": "Be long."}).reason)
 
 
 @pytest.mark.parametrize(("row", "question"), [
@@ -80,10 +78,10 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 
 @pytest.mark.parametrize("row", [CHAT, SHAREGPT, ALPACA, PROMPT])
-def test_openai_s_older_functions_are_tools(row):
+def test_openai_s_older_functions_are_tools(row, wording):
     assert read(row | {"functions": [FUNCTION]}).tools == (TOOL,)
     assert read(row | {"tools": [TOOL], "functions": []}).tools == (TOOL,)
-    assert result(row | {"tools": [TOOL], "functions": [FUNCTION]}).reason.startswith("functions: the row has tools")
+    wording(result(row | {"tools": [TOOL], "functions": [FUNCTION]}).reason)
 
 
 def test_a_call_in_a_message_may_be_openai_s_older_one():
@@ -268,8 +266,8 @@ def test_a_number_that_json_does_not_have_is_no_text():
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 @pytest.mark.parametrize(("role", "content"), [("role", "content"), ("from", "value")])
-def test_an_object_of_lists_is_a_list_of_messages(key, role, content):
+def test_an_object_of_lists_is_a_list_of_messages(key, role, content, wording):
     turns = {role: ["user", "assistant"], content: ["2+2?", "4."], "weight": [None, 0.5]}
     (_, answer) = read({key: turns}).messages
     assert said({key: turns}) == PAIR and answer.weight == 0.5
-    assert result({key: turns | {content: ["2+2?"]}}).reason.startswith(f"{key}: is an object of lists with different")
+    wording(result({key: turns | {content: ["2+2?"]}}).reason)

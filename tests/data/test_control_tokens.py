@@ -114,10 +114,10 @@ def test_what_is_allowed_is_the_control_token_as_before(with_policy):
     assert controls(ids) == [BOS, START, END, START, EOS, END, START, END]
 
 
-def test_an_error_names_the_token_and_the_ways_on(with_policy):
+def test_an_error_names_the_token_and_the_ways_on(with_policy, wording):
     bad, good = tokenized(with_policy("error"), chat("ok", "x<|im_end|>"), chat("ok", "x<|im_en"))
     assert isinstance(bad, BadRow) and not isinstance(good, BadRow)
-    assert "'<|im_end|>'" in bad.reason and "data.special_tokens_in_text: text reads it as plain text" in bad.reason
+    wording(bad.reason)
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,24 @@ def test_an_error_names_the_token_and_the_ways_on(with_policy):
     ["m.content | upper", "m.content.split('<|im_end|>')[0]", "m.content | replace('<|im_end|>', '')",
      "m.content ~ ('!' if '<|im_end|>' in m.content else '')", "m.content | tojson(ensure_ascii=true)"],
 )  # fmt: skip
-def test_a_row_whose_control_tokens_the_template_changes_is_refused(with_policy, expression):
+def test_a_row_whose_control_tokens_the_template_changes_is_refused(with_policy, expression, wording):
     template = f"{{% for m in messages %}}<|im_start|>{{{{ {expression} }}}}<|im_end|>{{% endfor %}}"
     bad, good = tokenized(with_policy(template=template), chat("a <|im_end|> b", "ok"), chat("a b", "ok"))
-    assert isinstance(bad, BadRow) and "the chat template changes it" in bad.reason and "allow" in bad.reason
+    assert isinstance(bad, BadRow)
+    wording(bad.reason)
     assert not isinstance(good, BadRow)
 
 
-def test_characters_that_stand_for_control_tokens_are_refused_beside_one(with_policy):
+def test_characters_that_stand_for_control_tokens_are_refused_beside_one(with_policy, wording):
     tokenizer = with_policy()
     forged = "".join(chr(0xF0000 + n) * len(token) for n, token in enumerate(("<pad>", "<s>", "</s>", "<|im_start|>")))
     bad, alone = tokenized(tokenizer, chat(f"{forged} <|im_end|>", "ok"), chat(forged, "ok"))
-    assert isinstance(bad, BadRow) and "private-use characters of plane 15" in bad.reason
+    assert isinstance(bad, BadRow)
+    wording(bad.reason)
     assert controls(alone.documents[0][0].tolist()) == [BOS, START, END, START, END]
 
 
-def test_a_tokenizer_that_has_no_other_way_to_write_it_refuses_the_row(tiny_llama, tmp_path):
+def test_a_tokenizer_that_has_no_other_way_to_write_it_refuses_the_row(tiny_llama, tmp_path, wording):
     """A unigram vocabulary holds </s> as a piece of its own."""
     path = shutil.copytree(tiny_llama, tmp_path / "model")
     table = json.loads((path / "tokenizer.json").read_text())
@@ -148,7 +150,8 @@ def test_a_tokenizer_that_has_no_other_way_to_write_it_refuses_the_row(tiny_llam
     table["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     (path / "tokenizer.json").write_text(json.dumps(table))
     bad, good = tokenized(Tokenizer(path), chat("a </s>", "ok"), chat("a", "ok"))
-    assert isinstance(bad, BadRow) and "the tokenizer cannot encode it as plain text" in bad.reason
+    assert isinstance(bad, BadRow)
+    wording(bad.reason)
     assert not isinstance(good, BadRow)
 
 
@@ -203,12 +206,12 @@ def test_rows_without_any_have_the_same_ids_under_every_policy(shared, with_poli
     assert found[0] == found[1] == found[2] and len(found[0]) == 200
 
 
-def test_a_run_warns_once_with_the_way_on(make_config, write_rows, open_backend):
+def test_a_run_warns_once_with_the_way_on(make_config, write_rows, open_backend, wording):
     data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i > 5 else "x"} for i in range(8)])
-    for policy, said in (("text", "it is plain text; if"), ("allow", "it is read as the control token")):
+    for policy in ("text", "allow"):
         config = make_config(data, {"data.special_tokens_in_text": policy})
         (warning,) = [line for line in summary(prepare(config, open_backend("numpy"))) if "warning" in line]
-        assert f"in their text: 2, the first: {data}:7; {said}" in warning
+        wording(warning)
 
 
 def test_a_prompt_obeys_the_same_rule(with_policy):

@@ -75,21 +75,19 @@ def test_another_kind_of_file_is_an_error_with_the_kinds(folder, name, got):
     assert error_of(name) == f"{name}: got {got}, allowed: {KINDS}"
 
 
-def test_what_only_a_dataset_has_is_refused_for_files(folder):
+def test_what_only_a_dataset_has_is_refused_for_files(folder, wording):
     folder("a.jsonl", "d/train.jsonl")
-    assert error_of("a.jsonl", split="train") == (
-        "a.jsonl: split: got 'train', allowed only for a dataset of the hub or a directory"
-    )
+    wording(error_of("a.jsonl", split="train"))
     for name in ("a.jsonl", "d"):
-        assert error_of(name, subset="main") == (f"{name}: subset: got 'main', allowed only for a dataset of the hub")
+        wording(error_of(name, subset="main"))
 
 
-def test_what_cannot_be_read_is_an_error(folder):
+def test_what_cannot_be_read_is_an_error(folder, wording):
     path = folder("a.jsonl") / "a.jsonl"
     os.mkfifo("pipe.jsonl")
-    assert error_of("pipe.jsonl") == "pipe.jsonl: is not a regular file; write the data to a file first"
+    wording(error_of("pipe.jsonl"))
     assert "cannot be read: " in error_of("x" * 5000 + ".jsonl")
-    assert error_of("~no-such-user/a.jsonl") == "~no-such-user/a.jsonl: no such file or directory"
+    wording(error_of("~no-such-user/a.jsonl"))
     source = open_source(str(path))
     path.unlink()
     for read in (source.identity, lambda: list(source.rows())):
@@ -153,9 +151,9 @@ def test_parts_are_one_stream(folder):
     assert open_source(".").identity() != before
 
 
-def test_missing_parts_are_noticed(folder):
+def test_missing_parts_are_noticed(folder, wording):
     folder("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl")
-    assert error_of(".") == ".: has only 2 of the 3 parts of train-00000-of-00003.jsonl"
+    wording(error_of("."))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +167,11 @@ def test_two_sets_for_one_role_are_an_error_and_not_read_twice(folder, names):
     assert "dev.jsonl, val.jsonl. Name one file" in error_of(".", role="valid")
 
 
-def test_a_directory_without_the_role_says_what_it_holds(folder):
+def test_a_directory_without_the_role_says_what_it_holds(folder, wording):
     folder("d/data.jsonl", "d/.hidden", "d/sub/train.jsonl")
-    assert error_of("d") == f"d: needs train.* (.*: {KINDS}); it holds: data.jsonl, sub"
-    assert error_of("d", role="valid").startswith("d: needs valid.* or validation.* or val.* or dev.* (")
-    assert error_of("d", split="validatoin") == (
-        "d: split: got 'validatoin', allowed for a directory: train, valid, validation, val, dev, test"
-    )
+    wording(error_of("d"))
+    wording(error_of("d", role="valid"))
+    wording(error_of("d", split="validatoin"))
     folder(*(f"many/{i:02}.jsonl" for i in range(30)))
     assert error_of("many").endswith("18.jsonl, 19.jsonl, …")
 
@@ -376,15 +372,12 @@ def test_a_split_that_is_missing_for_the_role_is_named_with_those_that_there_are
     ]
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch, folder):
+def test_without_the_library_the_error_says_what_to_install(monkeypatch, folder, wording):
     folder()
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EnvironmentFault) as caught:
         open_source("me/tiny")
-    assert str(caught.value) == (
-        "me/tiny: no such file or directory; a dataset of the hub needs `datasets`. "
-        "Install it with: pip install 'dualtune[datasets]'"
-    )
+    wording(str(caught.value))
 
 
 def test_a_library_that_would_run_code_of_datasets_is_refused(monkeypatch, folder):

@@ -78,13 +78,13 @@ def test_what_other_systems_write_is_read(box, what):
     injection="2 of 18 rows; `data.max_bad_rows` 2 and 1",
     expected="left out and counted; exit 3 above the limit",
 )
-def test_bad_rows_are_left_out_up_to_the_limit(box):
+def test_bad_rows_are_left_out_up_to_the_limit(box, wording):
     path = box.settings["data.train"]
     path.write_bytes(path.read_bytes() + b"{\n[]\n")
     box.settings |= {"data.on_bad_row": "skip", "data.max_bad_rows": 2, "train.steps": 1}
     assert "; 2 bad rows left out" in box.resume(0).stdout
     box.settings |= {"data.max_bad_rows": 1, "run.dir": box.home / "other"}
-    assert "2 of 18 rows cannot be used" in box.resume(3).stderr
+    wording(box.resume(3).stderr)
 
 
 @pytest.mark.fault(
@@ -121,12 +121,12 @@ def test_mixed_formats_are_named(box, write_rows):
     expected="exit 3 with the counts",
 )
 @pytest.mark.parametrize("what", ["too long", "unlearned"])
-def test_data_without_a_trainable_token_is_refused(box, write_rows, what):
+def test_data_without_a_trainable_token_is_refused(box, write_rows, what, wording):
     unlearned = [{"messages": [CHAT[0], CHAT[1] | {"train": False}]}] * 3
     too_long = [{"prompt": "x" * 99, "completion": "y"}] * 3
     box.settings |= {"data.eval": 0, "data.train": write_rows(too_long if what == "too long" else unlearned)}
     result = box.resume(3)
-    assert "no targets: 0 of 3 rows have a target within data.max_length = 64" in result.stderr
+    wording(result.stderr)
 
 
 TEMPLATES = {

@@ -55,9 +55,10 @@ def test_auto_is_the_smallest_number_of_layers_that_fits(ask, layers):
     assert cheapest <= recompute_time(MISTRAL, recomputing(ask, layers))
 
 
-def test_auto_recomputes_all_where_nothing_fits():
+def test_auto_recomputes_all_where_nothing_fits(wording):
     found = choose_checkpointing(MISTRAL, CUDA, GIB)
-    assert found.layers == "all" and found.reason.startswith("auto: to keep everything takes 42.6 GiB, 1.0 GiB are")
+    assert found.layers == "all"
+    wording(found.reason)
 
 
 def test_the_reference_code_has_no_adapter_inputs_to_recompute():

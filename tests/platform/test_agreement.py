@@ -42,7 +42,7 @@ def bytes_of(machine, config, settings=()):
 
 
 @pytest.mark.parametrize("machine", ALL.values(), ids=ALL)
-def test_verdict_config_and_fit_come_from_one_estimate(machine):
+def test_verdict_config_and_fit_come_from_one_estimate(machine, wording):
     report, device = judge(machine), device_of(machine)
     have = budget(machine, device).bytes
     fails = {row.name for row in report.checks if row.level == "fail"}
@@ -54,14 +54,15 @@ def test_verdict_config_and_fit_come_from_one_estimate(machine):
     assert ("fit with documents up to" in report.sentence) == seven_b_fits
     largest = report.largest
     if largest is None:
-        assert "no known model fits" in report.sentence
+        wording(report.sentence)
     else:
         assert largest.estimate.total_bytes <= have
         assert seven_b_fits or decoder_of(KNOWN[largest.name]).num_parameters < 6e9
     start = start_of(machine, largest)
     assert report.config == (start and start.config)
     if start is None:
-        assert largest is None and "No example config fits" in report.sentence
+        assert largest is None
+        wording(report.sentence)
     else:
         settings = start.smaller.settings.items() if start.smaller else ()
         assert bytes_of(machine, start.config, settings) <= have
@@ -76,8 +77,5 @@ def test_no_card_is_sent_to_a_config_for_a_larger_one():
         assert config is None or least[config] <= machine.gpus[0].total_bytes / GB, name
 
 
-def test_a_busy_card_says_how_much_of_it_is_free():
-    assert judge(BUSY["a busy card"]).sentence.startswith(
-        "NVIDIA L4 with 24.0 GB, 1.0 GB of it free, is too small for models of 7B; no known model fits. "
-        "No example config fits"
-    )
+def test_a_busy_card_says_how_much_of_it_is_free(wording):
+    wording(judge(BUSY["a busy card"]).sentence)

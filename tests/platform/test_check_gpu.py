@@ -105,10 +105,10 @@ def test_wrong_usage_is_exit_code_2(dualtune_main, args, code, words):
     assert (result.returncode, words in result.stderr) == (code, True)
 
 
-def test_a_model_of_unknown_shape_cannot_be_judged(dualtune_main, config_for):
+def test_a_model_of_unknown_shape_cannot_be_judged(dualtune_main, config_for, wording):
     result = dualtune_main("check-gpu", "--machine", "t4", "--for", config_for(name="nobody/knows-this"))
     assert result.returncode == 4
-    assert "hf download nobody/knows-this config.json" in result.stderr
+    wording(result.stderr)
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_a_probe_multiplies_matrices_on_this_machine(dualtune_main, open_backend
     assert "multiplied two 1024 x 1024 matrices on " in row["found"]
 
 
-def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, monkeypatch):
+def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, monkeypatch, wording):
     class Broken:
         def devices(self):
             raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
@@ -142,7 +142,8 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
     result = dualtune_main("check-gpu", "--probe", "--require-memory", "1GB", "--json")
     row = json.loads(result.stdout)["checks"][-1]
     assert result.returncode == 4
-    assert (row["level"], row["found"]) == ("fail", "no matrix product: CUDA error: no kernel image is available")
+    assert row["level"] == "fail"
+    wording(row["found"])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_the_platform_s_default_is_dualtune_device(dualtune_main, monkeypatch, c
     assert words in result.stdout + result.stderr
 
 
-def test_the_platform_that_is_named_wins_over_dualtune_device(dualtune_main, monkeypatch, config_for):
+def test_the_platform_that_is_named_wins_over_dualtune_device(dualtune_main, monkeypatch, config_for, wording):
     monkeypatch.setenv("DUALTUNE_DEVICE", "tpu")
     result = dualtune_main("train", config_for(), "--dry-run", "--platform", "numpy")
-    assert "platform    numpy: as requested" in result.stdout
+    wording(result.stdout)

@@ -74,14 +74,14 @@ def test_nothing_is_written(check, tmp_path):
 # --- the config ------------------------------------------------------------------------------------------------------
 
 
-def test_a_config_with_several_problems_shows_all_with_their_lines_and_nothing_else(tmp_path):
+def test_a_config_with_several_problems_shows_all_with_their_lines_and_nothing_else(tmp_path, wording):
     path = tmp_path / "bad.yaml"
     path.write_text("model:\n  name: a/b\nadapter:\n  rank: 0\ndata:\n  train: x.jsonl\n  max_lenght: 5\n")
     report = check_config(path, ["train.epochs=no"])
     assert [(check.name, check.level) for check in report.checks] == [("schema", "fail")] * 3
     rank, length, epochs = (check.found for check in report.checks)
     assert rank.startswith(f"{path}:4:") and "adapter.rank" in rank
-    assert f"{path}:7:" in length and "Did you mean 'max_length'" in length
+    wording(length)
     assert epochs.startswith("--set train.epochs: ")
     assert (exit_code(report.checks), report.memory) == (2, None)
 
@@ -129,10 +129,10 @@ def test_what_the_backend_refuses_is_a_row_for_each_key(check, open_backend):
     ]
 
 
-def test_the_platform_follows_the_machine(check, open_backend):
+def test_the_platform_follows_the_machine(check, open_backend, wording):
     open_backend("mlx")
     report = check(machine="m4-32")
-    assert row(report, "platform").found == "mlx: Apple silicon (Apple M4) with MLX installed"
+    wording(row(report, "platform").found)
     assert faults(report) == {"backend": 2}  # NF4, which MLX has not
 
 
@@ -170,11 +170,12 @@ def rewrite(model: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def test_a_model_in_a_directory_is_looked_at_with_its_tokenizer_and_template(check, model):
+def test_a_model_in_a_directory_is_looked_at_with_its_tokenizer_and_template(check, model, wording):
     report = check(f"model.name={model}", "data.max_length=256")
-    assert row(report, "model").found == f"{model}, on this machine"
-    assert (row(report, "tokenizer").level, row(report, "tokenizer").found) == ("ok", "with a chat template")
-    assert row(report, "length").found == "data.max_length is 256, the model has positions up to 256"
+    wording(row(report, "model").found)
+    assert row(report, "tokenizer").level == "ok"
+    wording(row(report, "tokenizer").found)
+    wording(row(report, "length").found)
 
 
 def test_a_directory_without_weights_fails_but_for_random_ones(check, model):
@@ -191,14 +192,16 @@ def test_a_directory_that_is_not_there_fails(check, name):
     assert row(report, "model").found.startswith("there is no model directory ")
 
 
-def test_a_model_of_unknown_shape_is_advice_until_it_is_downloaded(check):
+def test_a_model_of_unknown_shape_is_advice_until_it_is_downloaded(check, wording):
     report = check("model.name=some/model")
     assert (row(report, "model").level, exit_code(report.checks)) == ("advice", 0)
-    assert row(report, "model").fix == "hf download some/model --include '*.json'"
+    wording(row(report, "model").fix)
     assert (row(report, "memory").level, report.memory) == ("skipped", None)
 
 
-def test_a_model_in_the_hubs_cache_is_found_and_its_missing_weights_are_told(check, model, monkeypatch, tmp_path):
+def test_a_model_in_the_hubs_cache_is_found_and_its_missing_weights_are_told(
+    check, model, monkeypatch, tmp_path, wording
+):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -207,11 +210,13 @@ def test_a_model_in_the_hubs_cache_is_found_and_its_missing_weights_are_told(che
     (repo / "refs" / "main").write_text("0" * 40)
     shutil.copytree(model, repo / "snapshots" / ("0" * 40))
     report = check("model.name=some/model")
-    assert (row(report, "model").level, row(report, "model").found) == ("ok", "some/model, on this machine")
+    assert row(report, "model").level == "ok"
+    wording(row(report, "model").found)
     assert row(report, "tokenizer").level == "ok" and report.memory is not None
     (repo / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     report = check("model.name=some/model")
-    assert row(report, "model").level == "advice" and "the run downloads it" in row(report, "model").found
+    assert row(report, "model").level == "advice"
+    wording(row(report, "model").found)
     assert exit_code(report.checks) == 0
 
 
@@ -224,21 +229,22 @@ def test_a_model_that_does_not_continue_texts_is_told(check, model, architecture
     assert (row(report, "architecture").level, exit_code(report.checks)) == (level, 4 if level == "fail" else 0)
 
 
-def test_what_is_ignored_in_a_config_json_is_told(check, tiny_llama, tmp_path):
+def test_what_is_ignored_in_a_config_json_is_told(check, tiny_llama, tmp_path, wording):
     """Code for libraries that do not know the model, and the tie of a head that has weights of its own."""
     model = shutil.copytree(tiny_llama, tmp_path / "untied")
     assert not {"code", "head"} & {each.name for each in check(f"model.name={model}").checks}
     rewrite(model, auto_map={"AutoModelForCausalLM": "modeling.Model"}, tie_word_embeddings=True)
     report = check(f"model.name={model}")
     assert exit_code(report.checks) == 0
-    assert "auto_map" in row(report, "code").found and "differs from the embedding" in row(report, "head").found
+    assert "auto_map" in row(report, "code").found
+    wording(row(report, "head").found)
 
 
-def test_a_model_without_a_formula_is_checked_but_for_its_memory(check, model):
+def test_a_model_without_a_formula_is_checked_but_for_its_memory(check, model, wording):
     rewrite(model, model_type="unheard_of")
     report = check(f"model.name={model}")
     assert (row(report, "memory").level, report.memory) == ("skipped", None)
-    assert "there is no formula for this model" in row(report, "memory").found
+    wording(row(report, "memory").found)
 
 
 def test_a_template_that_is_not_there_fails(check, model):
@@ -274,21 +280,22 @@ def test_targets_that_the_model_lacks_are_told(check):
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
-def test_data_that_are_not_there_fail(check):
+def test_data_that_are_not_there_fail(check, wording):
     report = check("data.train=data/train.jsonl", "data.eval=data/valid.jsonl")
     assert faults(report) == {"data": 3, "eval data": 3}
-    assert row(report, "eval data").fix == "Put the data there, or name other data.eval"
+    wording(row(report, "eval data").fix)
     assert row(report, "steps").level == "skipped"
 
 
-def test_a_bad_row_among_the_first_fails_unless_bad_rows_are_left_out(check, write_rows, qa_rows):
+def test_a_bad_row_among_the_first_fails_unless_bad_rows_are_left_out(check, write_rows, qa_rows, wording):
     path = write_rows([*qa_rows[:2], {"prompt": "x", "completion": ""}, *qa_rows[2:], {"prompt": 1}])
     report = check(f"data.train={path}")
     assert faults(report) == {"data": 3}
     assert row(report, "data").found.startswith(f"{path}:3: ")
-    assert row(report, "data").found.endswith(", and 1 more of the first 18 rows")
+    wording(row(report, "data").found)
     left_out = row(check(f"data.train={path}", "data.on_bad_row=skip"), "data")
-    assert (left_out.level, left_out.found) == ("advice", f"{path}: 2 of the first 18 rows left out")
+    assert left_out.level == "advice"
+    wording(left_out.found)
 
 
 def test_unknown_keys_and_preference_pairs_fail(check, write_rows):
@@ -297,36 +304,39 @@ def test_unknown_keys_and_preference_pairs_fail(check, write_rows):
     assert faults(check(f"data.train={pairs}")) == {"data": 2}
 
 
-def test_only_the_first_rows_are_converted_and_all_are_counted(check, write_rows, qa_rows):
+def test_only_the_first_rows_are_converted_and_all_are_counted(check, write_rows, qa_rows, wording):
     path = write_rows(qa_rows[:1] * 150 + [{"prompt": 1}])
     report = check(f"data.train={path}")
-    assert row(report, "data").found == f"{path}: the first 100 rows can be read, 151 in all"
+    wording(row(report, "data").found)
 
 
-def test_of_one_row_nothing_can_be_held_out_and_that_is_told(check, write_rows, qa_rows):
+def test_of_one_row_nothing_can_be_held_out_and_that_is_told(check, write_rows, qa_rows, wording):
     alone = row(check(f"data.train={write_rows(qa_rows[:1])}"), "eval data")
-    assert (alone.level, alone.found) == ("advice", "none: data.eval holds out 10% of the rows, but there is only one")
+    assert alone.level == "advice"
+    wording(alone.found)
     for number, share in ((1, 0), (2, 0.1)):
         report = check(f"data.train={write_rows(qa_rows[:number])}", f"data.eval={share}")
         assert "eval data" not in [found.name for found in report.checks]
 
 
-def test_a_large_file_is_not_read_through(check, write_rows, qa_rows, monkeypatch):
+def test_a_large_file_is_not_read_through(check, write_rows, qa_rows, monkeypatch, wording):
     from dualtune.doctor import check_config_data
 
     path = write_rows(qa_rows)
     monkeypatch.setattr(check_config_data, "CHEAP_BYTES", path.stat().st_size - 1)
     report = check(f"data.train={path}")
-    assert row(report, "data").found == f"{path}: the first 16 rows can be read"
+    wording(row(report, "data").found)
     assert row(report, "steps").level == "skipped"
 
 
-def test_rows_that_are_cut_or_have_nothing_to_learn_are_told_where_the_tokenizer_is_here(check, tiny_llama, write_rows):
+def test_rows_that_are_cut_or_have_nothing_to_learn_are_told_where_the_tokenizer_is_here(
+    check, tiny_llama, write_rows, wording
+):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b" * 100}]
     model = f"model.name={tiny_llama}"
     report = check(model, f"data.train={write_rows(rows)}", "data.max_length=80")
     assert row(report, "data").level == "advice"
-    assert "; 1 cut to data.max_length, 0 without a target" in row(report, "data").found
+    wording(row(report, "data").found)
     report = check(model, f"data.train={write_rows(rows[1:])}", "data.max_length=16")
     assert faults(report) == {"data": 3}
 
@@ -351,20 +361,21 @@ def test_a_run_directory_that_cannot_be_used_fails(check, tmp_path):
     assert faults(check(f"run.dir={tmp_path / 'other'}")) == {"run.dir": 2}
 
 
-def test_a_run_that_would_go_on_is_told(check, tmp_path):
+def test_a_run_that_would_go_on_is_told(check, tmp_path, wording):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert row(check(), "run.dir").found.endswith("run holds a run, which would be resumed")
+    wording(row(check(), "run.dir").found)
 
 
-def test_a_disk_without_room_for_the_checkpoints_fails(check, monkeypatch):
+def test_a_disk_without_room_for_the_checkpoints_fails(check, monkeypatch, wording):
     """41,943,040 weights of 12 bytes in five checkpoints, and of 8 in the adapter: 2.9 GB, 2.7 GiB."""
     usage = namedtuple("usage", "total used free")
     needed = 41_943_040 * (5 * 12 + 8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
     report = check("train.steps=1000")
-    assert faults(report) == {"disk": 5} and "needs 2.7 GiB more" in row(report, "disk").found
+    assert faults(report) == {"disk": 5}
+    wording(row(report, "disk").found)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
-    assert row(check("train.steps=1000"), "disk").found == "room for the checkpoints of 41,943,040 trainable weights"
+    wording(row(check("train.steps=1000"), "disk").found)
 
 
 @pytest.mark.parametrize(

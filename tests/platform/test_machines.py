@@ -173,10 +173,10 @@ def test_where_nothing_fits_no_model_is_named():
     assert next(row for row in report.checks if row.name == "largest model").level == "advice"
 
 
-def test_of_several_larger_gpus_the_largest_is_named():
+def test_of_several_larger_gpus_the_largest_is_named(wording):
     cards = [named(name).gpus[0] for name in ("t4", "l4", "h100-80", "a100-40")]
     rows = judge(replace(named("t4"), gpus=cards[:2], hidden_gpus=tuple(cards[2:]))).checks
-    assert next(row for row in rows if row.name == "larger GPU").fix.endswith("GPU-NVIDIA H100 80GB HBM3")
+    wording(next(row for row in rows if row.name == "larger GPU").fix)
 
 
 def test_an_unknown_machine_is_answered_with_those_that_there_are():
@@ -187,15 +187,15 @@ def test_an_unknown_machine_is_answered_with_those_that_there_are():
 # --- the budget ------------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_s_budget_is_its_memory_less_a_reserve():
+def test_a_gpu_s_budget_is_its_memory_less_a_reserve(wording):
     assert budget(named("l4"), "cuda").bytes == 23034 * 2**20 - GIB // 2
-    assert budget(named("l4"), "cuda").reason == "22.5 GiB on NVIDIA L4, less 0.5 GiB for driver and screen"
+    wording(budget(named("l4"), "cuda").reason)
 
 
-def test_memory_that_others_hold_is_not_in_the_budget():
+def test_memory_that_others_hold_is_not_in_the_budget(wording):
     busy = replace(named("l4"), gpus=[replace(named("l4").gpus[0], free_bytes=3 * GIB)])
     assert budget(busy, "cuda").bytes == 3 * GIB
-    assert budget(busy, "cuda").reason == "3.0 of 22.5 GiB free on NVIDIA L4"
+    wording(budget(busy, "cuda").reason)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_budget_follows_the_platform(name, platform, num_bytes):
     assert budget(named(name), platform).bytes == num_bytes
 
 
-def test_cuda_1_is_the_second_visible_gpu():
+def test_cuda_1_is_the_second_visible_gpu(wording):
     both = pair("l4", "h100-80")
     assert budget(both, "cuda:1").bytes == 81559 * 2**20 - GIB // 2
-    assert budget(both, "cuda:2").reason == "there is no GPU 2, only 2 visible"
+    wording(budget(both, "cuda:2").reason)

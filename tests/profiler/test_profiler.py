@@ -55,10 +55,10 @@ def test_record_step_reads_the_source():
     assert profiler.snapshots == []
 
 
-def test_without_a_source_of_numbers_nothing_is_recorded():
+def test_without_a_source_of_numbers_nothing_is_recorded(wording):
     profiler = MemoryProfiler(lambda: None)
     assert profiler.record_step(0, "Full") is None
-    assert profiler.generate_report() == "No memory snapshots recorded"
+    wording(profiler.generate_report())
 
 
 def test_the_memory_of_this_process_is_the_default():
@@ -109,34 +109,18 @@ def test_a_spike_is_an_increase_above_the_threshold():
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_report():
-    assert profiled(*EXAMPLE).generate_report() == (
-        "Memory profile\n\n"
-        "peak         3072.0 MB at step 1, Full\n"
-        "initial      1024.0 MB\n"
-        "final        2560.0 MB\n"
-        "capacity     16384.0 MB\n"
-        "utilization  18.8 % at the peak\n"
-        "duration     3.0 s, 1.33 steps/s\n\n"
-        "phase    snapshots  mean MB  max MB  min MB\n"
-        "Warmup   1          1024.0   1024.0  1024.0\n"
-        "Full     2          2816.0   3072.0  2560.0\n"
-        "Predict  1          2048.0   2048.0  2048.0\n\n"
-        "spikes over 100 MB: 2\n"
-        "  step 1, Full: +2048.0 MB\n"
-        "  step 3, Full: +512.0 MB\n\n"
-        "leak: not judged: fewer than 50 steps"
-    )
+def test_the_report(wording):
+    wording(profiled(*EXAMPLE).generate_report())
 
 
-def test_the_report_shows_ten_spikes():
+def test_the_report_shows_ten_spikes(wording):
     report = profiled(*((step, "Full", 200 * step) for step in range(14))).generate_report()
-    assert "spikes over 100 MB: 13\n" in report and report.count("+200.0 MB") == 10
-    assert "  step 10, Full: +200.0 MB\n  … and 3 more\n" in report
+    assert report.count("+200.0 MB") == 10
+    wording(report)
 
 
-def test_the_report_of_nothing():
-    assert MemoryProfiler().generate_report() == "No memory snapshots recorded"
+def test_the_report_of_nothing(wording):
+    wording(MemoryProfiler().generate_report())
 
 
 def test_the_csv():

@@ -53,32 +53,36 @@ def notices(page):
         ("samples.jsonl", {"step": 8, "prompt": "p", "answer": "a good one"}, "<td>a good one</td>"),
     ],
 )
-def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, good, shown, monkeypatch):
+def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, good, shown, monkeypatch, wording):
     (copy / name).write_bytes(json.dumps(good).encode() + b"\n\n{}\n[\n\xff\n")
     page = run_page([copy])
     (said,) = notices(page)
-    assert said.startswith(f"{name}:3: must have ") and said.endswith(". Rows left out: 3") and shown in page
+    assert said.startswith(f"{name}:3: must have ") and shown in page
+    wording(said)
     (copy / name).write_bytes(b"[\n")
     assert notices(run_page([copy]))[0].startswith(f"{name}:1: ")
     limit = "MAX_BYTES" if name.startswith("predictions") else "MAX_SAMPLE_BYTES"
     monkeypatch.setattr(f"dualtune.show.report.answers.{limit}", 1)
-    assert notices(run_page([copy])) == [f"{copy / name}: 2 bytes, at most 1 are allowed"]
+    wording(notices(run_page([copy])))
     (copy / name).unlink()
     (copy / name).mkdir()
     page = run_page([copy])
-    assert notices(page)[0].startswith(f"{copy / name}: is not a regular file") and "<h2>Reproduce</h2>" in page
+    assert "<h2>Reproduce</h2>" in page
+    wording(notices(page)[0])
 
 
-def test_of_several_runs_a_damaged_one_is_left_out_and_reported(copy, dualtune_main, tmp_path):
+def test_of_several_runs_a_damaged_one_is_left_out_and_reported(copy, dualtune_main, tmp_path, wording):
     for name in ("a", "b", "c"):
         shutil.copytree(copy, tmp_path / "sweep" / name)
     damaged = tmp_path / "sweep" / "b" / "environment.json"
     damaged.write_text("[")
     result = dualtune_main("report", tmp_path / "sweep")
-    assert result.returncode == 0 and result.stderr.startswith(f"left out    {damaged}: not valid JSON")
+    assert result.returncode == 0
+    wording(result.stderr)
     assert result.stderr.count("\n") == 1
     page = (tmp_path / "sweep" / "report.html").read_text()
-    assert "<h1>2 runs</h1>" in page and notices(page)[0].startswith(f"Left out: {damaged}: not valid JSON")
+    assert "<h1>2 runs</h1>" in page
+    wording(notices(page)[0])
     (tmp_path / "sweep" / "a" / "environment.json").write_text("[")
     assert dualtune_main("report", tmp_path / "sweep").returncode == 0
     assert "<h1>c</h1>" in (tmp_path / "sweep" / "report.html").read_text()
@@ -109,9 +113,10 @@ def test_metrics_that_are_no_file_or_too_long_are_refused(copy, monkeypatch):
         read_run(copy)
 
 
-def test_what_is_no_run_directory_is_said(tmp_path, dualtune_main):
+def test_what_is_no_run_directory_is_said(tmp_path, dualtune_main, wording):
     result = dualtune_main("report", tmp_path)
-    assert result.returncode == ConfigError.exit_code and "is not a run directory" in result.stderr
+    assert result.returncode == ConfigError.exit_code
+    wording(result.stderr)
 
 
 def test_records_of_any_shape_make_a_page(copy):

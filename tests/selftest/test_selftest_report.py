@@ -45,13 +45,12 @@ def test_a_machine_that_works_is_told_to_train():
     assert "dualtune validate --tier quick" in found["verdict"][-1]
 
 
-def test_a_failure_is_named_with_its_consequence():
+def test_a_failure_is_named_with_its_consequence(wording):
     found = report_of(PASSED, FAILED, PLAIN, SPEED)
     assert (found["ok"], found["exit_code"]) == (False, 1)
     assert labels(found) == ["works", "failed", "plain", "slow", "next", "next"]
     text = "\n".join(found["verdict"])
-    assert "kernels/norms float32: gradient 1.0e+00 apart" in text
-    assert "kernels/mlp float32: nothing is compiled (no g++)" in text
+    wording(text)
     assert "model.kernels=reference" in text
 
 
@@ -147,14 +146,13 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, name):
 # --- two machines ----------------------------------------------------------------------------------------------------
 
 
-def test_two_machines_agree_within_the_tolerance_of_their_dtype():
+def test_two_machines_agree_within_the_tolerance_of_their_dtype(wording):
     h100 = report_of(PASSED, recorded("float32", 2.0, 1.5), recorded("bfloat16", 2.01, 1.49), SPEED)
     mac = report_of(PLAIN, recorded("float32", 2.00003, 1.5), recorded("bfloat16", 2.0, 1.5), SPEED, machine="m4-32")
     found = beside(h100, mac)
     assert found.agree
     text = "\n".join(found.lines)
-    assert "losses      recorded/float32: up to 3.0e-05 nats apart, 5e-05 allowed" in text
-    assert "losses      recorded/bfloat16: up to 1.0e-02 nats apart, 3e-02 allowed" in text
+    wording(text)
     assert "NVIDIA H100" in text and "numbers/loss" in text
 
 

@@ -119,10 +119,11 @@ def test_the_command_serves_until_it_is_asked_to_stop(tiny_softmax):
         assert process.wait() == 0 and "stopped" in process.stderr.read()
 
 
-def test_another_address_needs_a_key(dualtune_main, tiny_softmax, monkeypatch):
+def test_another_address_needs_a_key(dualtune_main, tiny_softmax, monkeypatch, wording):
     monkeypatch.delenv("DUALTUNE_API_KEY", raising=False)
     result = dualtune_main("serve", tiny_softmax, "--host", "0.0.0.0", "--platform", "numpy")
-    assert result.returncode == 2 and "Set DUALTUNE_API_KEY to a key that clients must send" in result.stderr
+    assert result.returncode == 2
+    wording(result.stderr)
 
 
 def test_a_host_that_is_none_is_not_a_matter_of_the_port(dualtune_main, tiny_softmax, monkeypatch):

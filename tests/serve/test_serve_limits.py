@@ -234,11 +234,12 @@ def test_more_than_may_wait_are_told_to_come_again(serve, hello):
     assert found == [200, 200]
 
 
-def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
+def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello, wording):
     served = serve()
     generate, served.engine.generate = served.engine.generate, lambda *args, **options: 1 / 0
     status, table = served.ask(hello)
-    assert (status, table["error"]["message"]) == (500, "the answer failed: ZeroDivisionError")
+    assert status == 500
+    wording(table["error"]["message"])
     served.engine.generate = generate
     assert served.ask(hello)[0] == 200
 
@@ -289,7 +290,7 @@ def test_a_client_that_leaves_the_queue_is_seen_before_its_turn(serve, hello):
     assert served.ask(hello)[0] == 200 and len(set(lengths)) == 1
 
 
-def test_an_error_in_a_stream_is_its_last_event_and_the_connection_is_good_for_the_next_request(serve, hello):
+def test_an_error_in_a_stream_is_its_last_event_and_the_connection_is_good_for_the_next_request(serve, hello, wording):
     openai = pytest.importorskip("openai")
     served = serve()
     generate = served.engine.generate
@@ -305,13 +306,15 @@ def test_an_error_in_a_stream_is_its_last_event_and_the_connection_is_good_for_t
         list(client.chat.completions.create(**hello, stream=True))
     served.engine.generate = generate
     assert client.chat.completions.create(**hello).choices[0].message.content
-    assert len({line.split()[0] for line in served.told}) == 1 and "500 the answer failed" in served.told[0]
+    assert len({line.split()[0] for line in served.told}) == 1
+    wording(served.told[0])
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_it_is_computed(serve, hello):
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_computed(serve, hello, wording):
     served = serve(max_prompt=30)
     status, table = served.ask({"model": "base", "prompt": "a" * 30, "max_tokens": 1}, "/v1/completions")
-    assert (status, table["error"]["message"]) == (400, "the prompt has 31 tokens, allowed: 30 (--max-prompt)")
+    assert status == 400
+    wording(table["error"]["message"])
     assert served.ask({"model": "base", "prompt": "a" * 29, "max_tokens": 1}, "/v1/completions")[0] == 200
 
 

@@ -44,19 +44,18 @@ def test_a_mapping_and_a_size_are_honoured_by_their_kind(make_config):
     ]
 
 
-def test_what_is_honoured_is_listed(open_backend):
+def test_what_is_honoured_is_listed(open_backend, wording):
     with pytest.raises(ConfigError) as caught:
         check_value(open_backend("mlx"), "model.quantization", "nf4")
-    honoured = "affine4, affine8, auto, int8, none"
-    assert str(caught.value) == f"model.quantization: got nf4, the backend 'mlx' honours: {honoured}"
+    wording(str(caught.value))
 
 
-def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make_config):
+def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make_config, wording):
     """A backend from before there was a choice names none: it has AdamW, which is the default."""
     config = make_config("no.jsonl", {"train.optimizer": "sgd"}, model="no/model/here")
     with pytest.raises(ConfigError) as caught:
         check_capabilities(Card(name="mine", devices=(Device("cpu", "float32"),)), config)
-    assert str(caught.value) == "train.optimizer: got sgd, the backend 'mine' honours: adamw"
+    wording(str(caught.value))
     for name in ("numpy", "torch", "mlx"):
         assert open_backend(name).capabilities()["train.optimizer"] == {*get_args(OptimizerName)}
 

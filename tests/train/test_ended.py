@@ -107,7 +107,7 @@ def test_more_steps_continue(lab):
 
 
 @numpy
-def test_fewer_steps_than_a_stopped_run_has_made_are_refused(lab, refusal):
+def test_fewer_steps_than_a_stopped_run_has_made_are_refused(lab, refusal, wording):
     class Crash(BaseException):
         pass
 
@@ -121,7 +121,8 @@ def test_fewer_steps_than_a_stopped_run_has_made_are_refused(lab, refusal):
     with pytest.raises(Crash):
         lab.run(hooks=[Stop()], **RUN | {"train__steps": 9})
     lines = refusal(train__steps=5)
-    assert "6 steps are done, 5 are configured" in lines[0] and lines[2].split() == ["train.steps", "9", "5"]
+    assert lines[2].split() == ["train.steps", "9", "5"]
+    wording(lines[0])
     assert lab.run(**RUN | {"train__steps": 6}).num_steps == 6
 
 

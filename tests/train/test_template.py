@@ -143,7 +143,7 @@ def test_peft_mlx_lm_and_transformers_load_what_was_written(make, torch, bare, t
     assert mlx_lm.load(str(tmp_path / "m"))[1].chat_template == TOOLS
 
 
-def test_generate_and_eval_tell_the_mismatch_on_one_line(make, torch, bare, tools, tmp_path, dualtune_main):
+def test_generate_and_eval_tell_the_mismatch_on_one_line(make, torch, bare, tools, tmp_path, dualtune_main, wording):
     done = run(make(data__template=tools, data__eval=0.25), torch)
     options = ("--adapter", done.adapter_dir, "--platform", "cpu")
     generate = ("generate", bare, *options, "--prompt", "Hi", "--max-tokens", 2)
@@ -154,14 +154,16 @@ def test_generate_and_eval_tell_the_mismatch_on_one_line(make, torch, bare, tool
     config = done.run_dir / "config.yaml"
     assert "template " not in dualtune_main("eval", config, *options).stderr
     wrong = dualtune_main("eval", config, *options, "--set", "data.template=none")
-    assert wrong.returncode == 0 and "and none is used here" in wrong.stderr
+    assert wrong.returncode == 0
+    wording(wrong.stderr)
 
 
-def test_to_continue_an_adapter_with_another_template_is_told(make, torch, tools, tmp_path):
+def test_to_continue_an_adapter_with_another_template_is_told(make, torch, tools, tmp_path, wording):
     first = run(make(data__template=tools), torch)
     on = {"adapter__init_from": first.adapter_dir, "run__dir": tmp_path / "on"}
     told = [line for line in summary(prepare(make(data__template="none", **on), torch)) if "warning" in line]
-    assert len(told) == 1 and "trained with the chat template sha256 " in told[0] and "none is used here" in told[0]
+    assert len(told) == 1
+    wording(told[0])
     same = summary(prepare(make(data__template=tools, **on), torch))
     assert not any("warning" in line for line in same)
 

@@ -261,12 +261,13 @@ def put_in_template(adapter, model):
         (put_in_template, "tokenizer/chat_template.jinja"),
     ],
 )
-def test_a_secret_is_refused_by_the_name_of_the_file(adapter, dualtune_main, tiny_llama, tmp_path, put, name):
+def test_a_secret_is_refused_by_the_name_of_the_file(adapter, dualtune_main, tiny_llama, tmp_path, put, name, wording):
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     put(adapter, model)
     done = dualtune_main("bundle", "pack", adapter, tmp_path / "x.tar", "--tokenizer", model)
     assert (done.returncode, done.stdout) == (6, "")
-    assert f"{name}: holds a Hugging Face token (not shown)" in done.stderr and "C4nAry" not in done.stderr
+    assert "C4nAry" not in done.stderr
+    wording(done.stderr)
     assert not (tmp_path / "x.tar").exists()
 
 

@@ -133,34 +133,36 @@ def test_the_adapter_the_step_and_a_bundle_can_be_chosen(place, dualtune_main):
     assert all((moved.tensors[name] == here.tensors[name]).all() for name in here.tensors)
 
 
-def test_without_a_source_the_newest_run_is_pushed_and_named(place, dualtune_main):
+def test_without_a_source_the_newest_run_is_pushed_and_named(place, dualtune_main, wording):
     shutil.copytree(place / "runs" / "first", place / "runs" / "second")
     os.utime(place / "runs" / "first" / "metrics.jsonl", (2e9, 2e9))
     done = dualtune_main("push", "share")
     assert done.stdout.startswith("source      runs/first: the run in runs/ that was written to last\n")
     shutil.rmtree(place / "runs")
     done = dualtune_main("push", "elsewhere")
-    assert (done.returncode, "SOURCE: there is no run in runs/" in done.stderr) == (2, True)
+    assert done.returncode == 2
+    wording(done.stderr)
 
 
-def test_the_same_is_not_sent_twice_and_another_only_with_force(place, dualtune_main):
+def test_the_same_is_not_sent_twice_and_another_only_with_force(place, dualtune_main, wording):
     assert "sent  " in dualtune_main("push", "share").stdout
     assert "unchanged " in dualtune_main("push", "share", "runs/first").stdout
     first = (place / "share" / "bundle.tar").read_bytes()
     refused = dualtune_main("push", "share", "runs/first", "--checkpoint", 2)
     assert (refused.returncode, (place / "share" / "bundle.tar").read_bytes() == first) == (2, True)
-    assert "share/bundle.tar: another file already exists there. Replace it with --force" in refused.stderr
+    wording(refused.stderr)
     assert dualtune_main("push", "share", "runs/first", "--checkpoint", 2, "--force").returncode == 0
     assert inspect(place / "share" / "bundle.tar").bundle.step == 2
 
 
-def test_the_packed_file_can_be_kept(place, dualtune_main):
+def test_the_packed_file_can_be_kept(place, dualtune_main, wording):
     dualtune_main("push", "share")
     done = dualtune_main("pull", "share", "here.tar", "--keep-packed")
     assert done.stdout.splitlines()[-1] == f"unpack      dualtune bundle unpack {place}/here.tar {place}/here"
     assert (place / "here.tar").read_bytes() == (place / "share" / "bundle.tar").read_bytes()
     taken = dualtune_main("pull", "share", "here.tar", "--keep-packed")
-    assert (taken.returncode, "already exists. Choose another path" in taken.stderr) == (2, True)
+    assert taken.returncode == 2
+    wording(taken.stderr)
 
 
 def test_a_signature_travels_beside_the_bundle(place, dualtune_main):
@@ -218,7 +220,7 @@ def test_what_cannot_be_meant_is_one_clear_error(place, dualtune_main, words, co
     assert names_in(place) == before
 
 
-def test_a_secret_is_not_pushed(place, dualtune_main, monkeypatch):
+def test_a_secret_is_not_pushed(place, dualtune_main, monkeypatch, wording):
     monkeypatch.setenv("HF_TOKEN", "canary-0f0f0f0f")
     config = place / "runs" / "first" / "config.yaml"
     config.write_text(config.read_text().replace("dtype: auto", "dtype: auto  # canary-0f0f0f0f"))
@@ -226,7 +228,8 @@ def test_a_secret_is_not_pushed(place, dualtune_main, monkeypatch):
     state = place / "runs" / "first" / "adapter" / "dualtune.json"
     state.write_text(state.read_text().replace('"notes": []', '"notes": ["canary-0f0f0f0f"]'))
     done = dualtune_main("push", "elsewhere", "runs/first", "--adapter")
-    assert (done.returncode, "the value of a secret environment variable (not shown)" in done.stderr) == (6, True)
+    assert done.returncode == 6
+    wording(done.stderr)
     everything = b"".join(path.read_bytes() for path in place.glob("share/*")) + (done.stdout + done.stderr).encode()
     assert b"canary-0f0f" not in everything
     assert not (place / "elsewhere").exists()

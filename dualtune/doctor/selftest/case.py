@@ -146,15 +146,12 @@ def written_model(site: Site, kind: str) -> Path:
     return path if path.exists() else write_tiny_llama(path, **site.sizes.model, **MODELS[kind])
 
 
-def spec_of(dropout: float) -> AdapterSpec:
-    return AdapterSpec(rank=RANK, alpha=2.0 * RANK, dropout=dropout, targets=("all-linear",))
-
-
 def request_for(model_dir: Path, dtype: str, quantization: str, dropout: float, **changes: Any) -> LoadRequest:
     """Return the request of an engine with AdamW; `changes` are other fields of it."""
     fields: dict[str, Any] = {"init": "pretrained", "seed": SEED} | changes
+    adapter = AdapterSpec(rank=RANK, alpha=2.0 * RANK, dropout=dropout, targets=("all-linear",))
     return LoadRequest(
-        model_dir=model_dir, dtype=dtype, quantization=quantization, adapter=spec_of(dropout),
+        model_dir=model_dir, dtype=dtype, quantization=quantization, adapter=adapter,
         optimizer=OptimizerSpec("adamw"), **fields,
     )  # fmt: skip
 

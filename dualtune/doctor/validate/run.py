@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.base.checks import Check, exit_code
-from dualtune.base.errors import DeviceFault, EnvironmentFault, NonFiniteError, OutOfMemory
+from dualtune.base.checks import VERDICTS, Check, exit_code
+from dualtune.base.errors import DeviceFault, NonFiniteError, OutOfMemory
 from dualtune.config import Config
 from dualtune.doctor.validate.criteria import Observed, finite, judge
 from dualtune.doctor.validate.losses import Decrease, decrease_of
@@ -48,7 +48,7 @@ class TierResult:
     def state(self) -> str:
         if self.observed is None:
             return "not run"
-        return "failed" if self.exit_code else "passed"
+        return VERDICTS["fail" if self.exit_code else "ok"]
 
     @property
     def decrease(self) -> Decrease | None:
@@ -69,11 +69,6 @@ def run_tier(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> 
 def not_run(plan: Plan, setup: ValidationSetup, check: Check) -> TierResult:
     """Return the result of a tier that cannot run."""
     return TierResult(plan, None, (check,), environment(setup.backend, {}))
-
-
-def missing(error: EnvironmentFault) -> Check:
-    """Return a row with the reason why a tier cannot run here."""
-    return Check("tier not run", "fail", str(error), exit_code=error.exit_code)
 
 
 def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> Observed:

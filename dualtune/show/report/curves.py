@@ -118,7 +118,8 @@ class Curves:
     def _note_step(self, row: Mapping[str, Any]) -> None:
         self.steps.append(row["step"])
         for name, column in self.columns.items():
-            column.append(_number(row.get(name)))
+            value = number(row.get(name))
+            column.append(math.nan if value is None else float(value))
         trained = self.columns["num_tokens"][-1]
         before = self.tokens[-1] if self.tokens else 0.0
         self.tokens.append(before + (trained if math.isfinite(trained) else 0.0))
@@ -184,7 +185,3 @@ def finite(value: float) -> float | None:
 def _as_json(mark: Mark) -> dict[str, Any]:
     place: dict[str, Any] = {"step": mark.step, "tokens": mark.tokens, "seconds": finite(mark.seconds)}
     return place | ({"kind": mark.kind, "text": mark.text} if mark.kind else {"loss": finite(mark.loss)})
-
-
-def _number(value: object) -> float:
-    return math.nan if (finite := number(value)) is None else float(finite)

@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunFiles:
     """Read a run directory. ConfigError if it is none, FormatError if a file in it is damaged."""
     try:
         check_is_run(path)
-        curves = _curves(path / METRICS)
+        curves = curves_of(each_row(path / METRICS))
         note, is_held = read_note(path)
         newest = next(iter(checkpoint.steps(path / CHECKPOINTS)), None)
         state, reason = state_of(path, note, is_held, newest)
@@ -136,10 +136,6 @@ def names_apart(paths: Sequence[Path]) -> list[str]:
 def as_table(value: object) -> dict[str, Any]:
     """Return an object of JSON or YAML as it is, and anything else as an empty one."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _curves(path: Path) -> Curves:
-    return curves_of(each_row(path))
 
 
 def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -232,16 +232,17 @@ def formats_of(backend: Backend) -> list[str]:
 def compare_formats(
     config: Config, backend: Backend, rows: int = ROWS, formats: Sequence[str] = (),
     tell: Callable[[str], None] = lambda quantization: None,
-    told: Callable[[FormatLoss], None] = lambda measured: None,
+    on_result: Callable[[FormatLoss], None] = lambda measured: None,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> FormatComparison:  # fmt: skip
     """Measure the loss of the base, without an adapter, on the first usable rows in each format; one after another.
 
-    `tell` hears each format before it is loaded, `show` the micro-batches that are done of how many, and `told` the
-    result of the format. A format that this device or model cannot have gives a problem and no loss. DataError if no
+    `tell` hears each format before it is loaded, `show` the micro-batches that are done of how many, and `on_result`
+    what was measured. A format that this device or model cannot have gives a problem and no loss. DataError if no
     row has a target.
     """
-    examples = list(islice(_examples(Data(config)), rows))
+    trainable = chain.from_iterable(source.trainable() for source in Data(config).train)
+    examples = list(islice((row for row in trainable if isinstance(row, Example)), rows))
     losses: list[FormatLoss] = []
     dtype, targets = "", 0
     for quantization in formats or formats_of(backend):
@@ -251,14 +252,9 @@ def compare_formats(
             losses.append(FormatLoss(quantization, loss))
         except (ConfigError, EnvironmentFault) as error:
             losses.append(FormatLoss(quantization, None, str(error).splitlines()[0]))
-        told(losses[-1])
+        on_result(losses[-1])
         gc.collect()  # an engine is part of reference cycles: there may be no room for two
     return FormatComparison(config.model.name, backend.name, dtype, len(examples), targets, tuple(losses))
-
-
-def _examples(data: Data) -> Iterator[Example]:
-    rows = chain.from_iterable(source.trainable() for source in data.train)
-    return (row for row in rows if isinstance(row, Example))
 
 
 def _measured(

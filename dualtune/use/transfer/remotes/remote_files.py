@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
@@ -148,14 +149,19 @@ class RemoteFiles:
         if num_bytes > most:
             raise FormatError(f"{where}: has {num_bytes} bytes, at most {most} are allowed")
         try:
-            with Folder(part.parent) as folder, _removed_if_cut(folder, part.name), folder.part(part.name) as out:
-                folder.check_space(num_bytes, out)
-                for start in range(0, num_bytes, MOST_CHUNK_BYTES):
-                    end = min(start + MOST_CHUNK_BYTES, num_bytes)
-                    out.write(patience.keep_trying(lambda start=start, end=end: self._read(path, start, end), where))
-                    patience.reached(end, num_bytes)
-                out.truncate(num_bytes)
-                os.fsync(out.fileno())
+            with Folder(part.parent) as folder, contextlib.ExitStack() as undo:
+                # An object store has no hashes to compare a part with, so a pull that was cut starts again.
+                undo.callback(folder.remove, part.name)
+                with folder.part(part.name) as out:
+                    folder.check_space(num_bytes, out)
+                    for start in range(0, num_bytes, MOST_CHUNK_BYTES):
+                        end = min(start + MOST_CHUNK_BYTES, num_bytes)
+                        read = functools.partial(self._read, path, start, end)
+                        out.write(patience.keep_trying(read, where))
+                        patience.reached(end, num_bytes)
+                    out.truncate(num_bytes)
+                    os.fsync(out.fileno())
+                undo.pop_all()
         except OSError as error:
             raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
         return part
@@ -214,16 +220,6 @@ class RemoteFiles:
             raise Cut(f"{type(error).__name__}: {error}") from error
         except Exception as error:  # no common base class: the client of each service has its own errors
             raise EnvironmentFault(f"{where}: {self.protocol} failed: {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _removed_if_cut(folder: Folder, name: str) -> Generator[None]:
-    """Remove a partial file on any error: an object store has no hashes to compare it with, so a pull starts again."""
-    try:
-        yield
-    except BaseException:
-        folder.remove(name)
-        raise
 
 
 def open_url(url: str) -> tuple[RemoteFiles, str]:
