@@ -59,6 +59,7 @@ def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: 
     """
     if data.startswith(LFS_MAGIC):
         raise FormatError(f"{where}: {LFS_ADVICE}")
+    # Counted before Python parses it: afterwards the memory is in use already.
     if (size := sum(map(data.count, (b'"', b",", b":", b"[", b"{")))) > (most := allowance * MAX_STRUCTURE):
         raise FormatError(f"{where}: {size} quotes, commas, colons and brackets, at most {most} are allowed")
     if len(data) > (most := allowance * MAX_WIDE_BYTES) and not data.isascii():
@@ -213,6 +214,7 @@ def read_header(
     if size < 8 + header_bytes:
         raise _truncated(path, got=size, expected=8 + header_bytes)
 
+    # Every size is known by now, so nothing is read that the file does not have.
     file.seek(8)
     table = parse_object(file.read(header_bytes), f"{path}: header")
     notes = table.pop("__metadata__", None)  # null, as MLX writes it, or strings
@@ -222,6 +224,7 @@ def read_header(
     expected = 8 + header_bytes + max((entry.end for entry in entries), default=0)
     if size < expected:
         raise _truncated(path, got=size, expected=expected)
+    # In file order each tensor begins where the last one ends: then none overlaps, and no bytes hide between them.
     position = 0
     for entry in entries:
         if entry.begin != position:

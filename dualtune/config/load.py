@@ -344,6 +344,7 @@ def _apply(override: str, document: ParsedYaml) -> None:
         return
     document.problems += [ConfigProblem(place, (*parts, *path), message) for _, path, message in value.problems]
 
+    # The section is made if it is absent; a value in its place is a problem of the override, not of the file.
     node = cast(dict[str, Any], document.data)
     for depth, part in enumerate(parts[:-1], start=1):
         if node.get(part) is None:
@@ -356,6 +357,7 @@ def _apply(override: str, document: ParsedYaml) -> None:
             )
             return
         node = node[part]
+    # From now on a problem of this key is one of the override: the lines of the file do not say where it is.
     node[parts[-1]] = value.data
     for path in [path for path in document.places if path[: len(parts)] == parts]:
         del document.places[path]

@@ -104,7 +104,7 @@ def compile_everything(monkeypatch):
     [
         {"kernels": "reference"}, {"kernels": "reference", "quantization": "nf4"}, {"family": "GPT2"},
         {"targets": ("layers.2.self_attn.q_proj",)}, {"kernels": "fused", "dtype": "bfloat16"},
-        {"how": ActivationCheckpointing("all", remade=True)}, {"how": ActivationCheckpointing(NUM_LAYERS)},
+        {"how": ActivationCheckpointing("all", adapter_inputs=True)}, {"how": ActivationCheckpointing(NUM_LAYERS)},
     ],
     ids=["plain", "plain nf4", "gpt2", "one adapter", "compiled", "remade", "last layer too"],
 )  # fmt: skip

@@ -23,6 +23,10 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
+# What the loop does, whatever the engine: the NumPy engine here, torch in `make test-long`.
+by_the_loop = pytest.mark.parametrize("lab", ["numpy", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
+
+
 @pytest.fixture
 def begun(lab):
     """A run that was killed in its sixth step; its newest checkpoint is of step 4."""
@@ -73,6 +77,7 @@ def test_another_micro_batch_takes_the_same_samples(lab, begun, rows_of):
             assert row.get("num_tokens") == other.get("num_tokens")
 
 
+@by_the_loop
 def test_a_run_goes_on_in_another_place(lab, begun, weights_of, tmp_path):
     """The run directory, the data and the model are copied to where another machine has them."""
     straight = lab.run("straight", **RUN)
@@ -92,6 +97,7 @@ def test_a_run_goes_on_in_another_place(lab, begun, weights_of, tmp_path):
     ]  # fmt: skip
 
 
+@by_the_loop
 def test_a_checkpoint_is_continued_in_another_run_directory(lab, begun, weights_of, rows_of):
     straight = lab.run("straight", **RUN)
     begun()
@@ -105,6 +111,7 @@ def test_a_checkpoint_is_continued_in_another_run_directory(lab, begun, weights_
     assert sorted(source.rglob("*")) == before
 
 
+@by_the_loop
 def test_going_back_sets_the_later_checkpoints_aside(lab, weights_of):
     result = lab.run(**RUN | {"run__keep": 9})
     weights = weights_of(result.run_dir)
@@ -121,6 +128,7 @@ def test_a_path_without_a_checkpoint_is_refused(lab, given):
         lab.run(resume=str(lab.model if given == "model" else lab.tmp_path / "nowhere"), **RUN)
 
 
+@by_the_loop
 def test_never_wants_a_new_directory(lab):
     lab.run("new", resume="never", train__steps=2)
     with pytest.raises(ConfigError, match="already holds a run, and --resume never does not resume it"):
@@ -159,6 +167,7 @@ def test_dedup_may_change_where_there_are_no_duplicates(lab, begun):
     assert lab.run("other", **RUN | {"data__dedup": "exact"}).num_steps == 12
 
 
+@by_the_loop
 def test_documents_in_another_order_are_refused(lab, begun, monkeypatch):
     """As they would be if another NumPy drew another permutation from the same seed."""
     begun()

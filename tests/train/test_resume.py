@@ -14,6 +14,9 @@ from dualtune.train.prepare import prepare
 from dualtune.train.state import checkpoint
 from dualtune.train.state.resume import LENGTH, RULES, WITHOUT_EFFECT
 
+# What the loop does, whatever the engine: the NumPy engine here, torch in `make test-long`.
+by_the_loop = pytest.mark.parametrize("lab", ["numpy", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
+
 RUN = {
     "train__micro_batch_tokens": 64,
     "train__steps": 9,
@@ -85,6 +88,7 @@ def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout, optimizer
     assert records[0]["training"]["final_loss"] == records[1]["training"]["final_loss"]
 
 
+@by_the_loop
 def test_resume_takes_up_after_the_newest_checkpoint(lab, stopped):
     class Info(Hook):
         def on_start(self, info):
@@ -96,6 +100,7 @@ def test_resume_takes_up_after_the_newest_checkpoint(lab, stopped):
     assert hook.first_step == 4
 
 
+@by_the_loop
 @pytest.mark.parametrize(
     ("step", "during"),
     [(1, "step"), (3, "eval"), (6, "eval"), (7, "step"), (9, "eval")],
@@ -111,6 +116,7 @@ def test_wherever_a_run_stops_no_row_is_lost_and_none_is_there_twice(lab, stoppe
         assert untimed(found) == untimed(expected)
 
 
+@by_the_loop
 def test_a_row_that_was_cut_when_the_run_was_killed_is_dropped(lab, stopped, rows_of):
     stopped("run", 5, **RUN)
     with (lab.tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -120,6 +126,7 @@ def test_a_row_that_was_cut_when_the_run_was_killed_is_dropped(lab, stopped, row
     assert [row["step"] for row in evals] == [0, 3, 6, 9]
 
 
+@by_the_loop
 def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
     stopped("run", 3, **RUN)
     before = {path: path.read_bytes() for path in (lab.tmp_path / "run").rglob("*") if path.is_file()}
@@ -141,6 +148,7 @@ def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
     assert {p: d for p, d in after.items() if p.name != "lock"} == {p: d for p, d in before.items() if p.name != "lock"}
 
 
+@by_the_loop
 def test_a_checkpoint_without_the_scaling_is_one_of_the_standard_scaling(lab, stopped, weights_of):
     """As every checkpoint that is older than the key: the standard scale continues it, another one is refused."""
     straight = lab.run("straight", **RUN)
@@ -155,6 +163,7 @@ def test_a_checkpoint_without_the_scaling_is_one_of_the_standard_scaling(lab, st
     assert weights_of(lab.run(**RUN).run_dir) == weights_of(straight.run_dir)
 
 
+@by_the_loop
 def test_an_older_run_over_a_directory_goes_on_with_its_valid_file(lab, stopped, weights_of):
     """It recorded 0.1 for the default of data.eval, whoever wrote it, and evaluated on the valid file."""
     lab.data.rename(lab.tmp_path / "train.jsonl")
@@ -237,6 +246,7 @@ def test_a_finished_run_is_left_as_it_is(lab):
     assert after == before
 
 
+@by_the_loop
 def test_the_adapter_of_a_shorter_run_is_not_taken_for_the_result(lab, weights_of):
     """A finished run is made longer, and killed when its last checkpoint is there and its adapter is not."""
     straight = lab.run("straight", **RUN | {"train__schedule": "constant"})
@@ -248,6 +258,7 @@ def test_the_adapter_of_a_shorter_run_is_not_taken_for_the_result(lab, weights_o
     assert weights_of(again.run_dir) == weights_of(straight.run_dir)
 
 
+@by_the_loop
 def test_resume_without_a_checkpoint_starts_at_the_beginning(lab, weights_of):
     straight = lab.run("straight", **RUN)
     assert weights_of(lab.run("fresh", **RUN).run_dir) == weights_of(straight.run_dir)
@@ -317,6 +328,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(lab, stopped, weights_o
     ]
 
 
+@by_the_loop
 @pytest.mark.parametrize(("keep", "steps"), [(1, [7, 8]), (2, [7, 8]), (3, [6, 7, 8]), (99, list(range(1, 9)))])
 def test_the_newest_checkpoints_are_kept_two_at_least(lab, keep, steps):
     lab.run(train__steps=8, run__save_every=1, run__keep=keep)
@@ -341,6 +353,7 @@ def test_checkpoints_are_safetensors_and_json_and_name_no_backend(lab):
 SMALL = {"train__steps": None, "train__documents_per_step": None, "train__epochs": 1, "run__save_every": 2}
 
 
+@by_the_loop
 def test_the_tokens_of_a_step_are_recorded_and_kept_for_more_epochs(lab, stopped, rows_of):
     """They follow from the data and the epochs, and the steps of a run must not change when it is made longer."""
     stopped("run", 5, **SMALL)
@@ -352,6 +365,7 @@ def test_the_tokens_of_a_step_are_recorded_and_kept_for_more_epochs(lab, stopped
     assert [row["step"] for row in rows_of(more.run_dir)[0]] == list(range(1, 33))
 
 
+@by_the_loop
 def test_a_run_from_before_auto_goes_on_with_its_tokens(lab, stopped, weights_of):
     """Its checkpoint says 16384, the config nothing."""
     old = SMALL | {"train__tokens_per_step": 16384, "train__epochs": 6}

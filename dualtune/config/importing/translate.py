@@ -114,6 +114,8 @@ def import_config(
     data: object = document.data
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, as a config of {' or '.join(TRAINERS)} is")
+
+    # The rules are asked in order, also for keys that the file lacks: the other trainer's defaults are not ours.
     keys = cast(dict[str, Any], data)
     name = trainer or _detect(keys, path)
     module = TRAINERS[name]
@@ -124,6 +126,8 @@ def import_config(
         for key, value in rule.convert(file).items() if rule.convert else ():
             note = value if isinstance(value, Note) else file.note(value, *rule.names)
             settings[key] = Setting(key, note.value, note.comment)
+
+    # What no setting and no list mentions by now would be lost in silence.
     result = ImportedConfig(name, str(path), [*settings.values()], file.lost, file.needless)
     for key, value in _keys(keys, rules):
         _record(key, value, rules, result)

@@ -174,6 +174,7 @@ class _Export:
             self._base_logprobs = logprobs(loaded.engine, self._prompts)
         del loaded
         gc.collect()  # an engine is part of reference cycles: there may be no room for two
+        # Merged in the precision that is written, then loaded from the files: what is compared is what a reader gets.
         engine = load_to_merge(adapter, base, self._backend, request.dtype)
         write_merged(engine, adapter, out, self._tell)
         del engine

@@ -90,6 +90,8 @@ def verify(
     recorded = recorded_in(adapter.metadata, path / MANIFEST_FILE)
     model_dir = resolve_model(base)
     fit = identity.fit(adapter, model_dir)
+
+    # Without a record, or where it cannot be of this base, there is nothing to compute.
     if recorded is None:
         return _nothing_recorded(adapter, fit, [*origin, *_peft_checks(adapter, model_dir)])
     if recorded.base_model.get("init") == "random":
@@ -97,11 +99,15 @@ def verify(
         return _result(VerifyVerdict("nothing-recorded", False, text), origin)
     if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
         return _result(_other_vocabulary(problem), [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
+
+    # The files come first: they cost seconds, and say why the numbers differ if they do.
     parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
     checks = [*origin, Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
     checks += _peft_checks(adapter, model_dir)
     if fit.problems:
         return _result(does_not_fit(parts, fit), checks)
+
+    # Whatever the files say, what base and adapter compute decides.
     if library is None:
         engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
         function = compute(engine, recorded)

@@ -127,12 +127,14 @@ def _opened(
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         with file:
+            # What the signature was verified over is what is parsed, not what the file holds a moment later.
             head = file if trust is None else io.BytesIO(signature.verify(file, path, trust))
             raw = archive.read_first(head, path)
             bundle = manifest.parse(raw, path)
             notes = manifest.check(
                 bundle, required, required.found_as or name_of(path), path, is_signed=trust is not None
             )
+            # The headers alone show that the members are those of the list; their content is checked as it is read.
             num_bytes = os.fstat(file.fileno()).st_size
             sizes = {BUNDLE_FILE: len(raw)} | {name: entry.num_bytes for name, entry in bundle.files.items()}
             archive.check_structure(file, num_bytes, sizes, path)

@@ -162,6 +162,7 @@ class Connection:
 
                 return receive
 
+            # All three at once: a process that waits for a reader of one stream answers on no other.
             selector.register(process.stdout, selectors.EVENT_READ, listen(process.stdout, arrived.append))
             selector.register(process.stderr, selectors.EVENT_READ, listen(process.stderr, self._collect_errors))
             if pieces is None:
@@ -181,6 +182,7 @@ class Connection:
                 arrived.clear()
                 if not ready and is_over:
                     break  # a process started by ssh keeps its streams open
+        # Its streams are closed, but it may go on: its exit code is what says whether all has arrived.
         while process.poll() is None:
             interrupt.poll()
             self._pace.check()
