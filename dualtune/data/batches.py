@@ -12,30 +12,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from heapq import heapreplace
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
-from dualtune.data.tokens.store import Document, HiddenStates
+from dualtune.data.tokens.store import HiddenStates
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.memory.estimate import padded
 from dualtune.engine.step_time import StepDocuments
+
+if TYPE_CHECKING:
+    from dualtune.data.documents import Documents
 
 # The fixed cost of a micro-batch, in tokens. A row that is shorter than the longest of its micro-batch by more starts a
 # new micro-batch.
 MOST_PADDING = 256
 
 Row = list[int]  # indices of the documents in a row
-
-
-class HasDocuments(Protocol):
-    """A sequence of documents with known lengths, available without reading them."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-    @property
-    def hidden(self) -> HiddenStates | None: ...
-    def __getitem__(self, index: int, /) -> Document: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +54,7 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout) -> lis
     by_length = sorted(ids, key=lambda i: (-lengths[i], i))
     if layout.row_length is None:
         return grouped(lengths, [[i] for i in by_length], layout.max_tokens)
+    # Full rows waste the least cells, even rows need fewer micro-batches where the last full one is short.
     full = pack(lengths, by_length, layout.row_length)
     even = level(lengths, by_length, len(full))
     ways = [full, even] if _width(lengths, even) <= layout.row_length else [full]
@@ -76,21 +70,17 @@ def share(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout, rank:
     """
     if size == 1:
         return plan(lengths, ids, layout)
-    rows = _rows_for(lengths, sorted(ids, key=lambda i: (-lengths[i], i)), layout.row_length, size)
+    by_length = sorted(ids, key=lambda i: (-lengths[i], i))
+    rows = [[i] for i in by_length]
+    if layout.row_length is not None:  # rows of similar length, equally many for each process if possible
+        full = pack(lengths, by_length, layout.row_length)
+        even = level(lengths, by_length, min(-(-len(full) // size) * size, len(by_length)))
+        rows = even if _width(lengths, even) <= layout.row_length else full
     used = [_used(lengths, row) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: -used[r])
     parts = [[order[r] for r in part] for part in level(np.array(used)[order], range(len(rows)), size)]
     groups = [grouped(lengths, [rows[r] for r in part], layout.max_tokens) for part in parts]
     return groups[rank] + [[] for _ in range(max(map(len, groups)) - len(groups[rank]))]
-
-
-def _rows_for(lengths: np.ndarray, by_length: list[int], row_length: int | None, size: int) -> list[Row]:
-    """Return rows for several processes; with packing, of similar length and equally many for each if possible."""
-    if row_length is None:
-        return [[i] for i in by_length]
-    full = pack(lengths, by_length, row_length)
-    even = level(lengths, by_length, min(-(-len(full) // size) * size, len(by_length)))
-    return even if _width(lengths, even) <= row_length else full
 
 
 def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
@@ -162,7 +152,7 @@ def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
 
 
 def micro_batches(
-    documents: HasDocuments,
+    documents: Documents,
     ids: Iterable[int],
     layout: SequenceLayout,
     *,
@@ -176,7 +166,7 @@ def micro_batches(
     return [make_batch(documents, rows, seed=seed, step=step) for rows in groups]
 
 
-def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
+def make_batch(documents: Documents, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
     """Build a micro-batch. Without rows it has no targets, but real tokens, so that nothing becomes NaN."""
     if not rows:
         shortest = make_batch(documents, [[int(np.argmin(documents.lengths))]], seed=seed, step=step)

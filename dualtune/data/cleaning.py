@@ -69,6 +69,7 @@ def clean(
         new_directory(out) as directory, tempfile.TemporaryFile(dir=directory) as file,
         Repeats(near, directory) as repeats,
     ):  # fmt: skip
+        # Which rows are kept is known only when all have been read, so they wait on the disk in their final form.
         waiting = _Waiting(file)
         for number, opened in enumerate(sources.values()):
             for row, fields in _rows(opened):
@@ -79,6 +80,7 @@ def clean(
                 show(len(waiting.lines))
         if not len(repeats):
             raise DataError(f"{', '.join(sources)}: no row can be used: `dualtune check-data` says why")
+        # One new file for each source, in its order, and what was left out beside them.
         with ExitStack() as opened_files:
             names = [*sources, LEFT_OUT, *([PERSONAL] if recognize else [])]
             files = [opened_files.enter_context((directory / name).open("xb")) for name in names]

@@ -475,6 +475,7 @@ class Data:
         """Return the tokenized rows of a source. `number` is that of a training source, None for evaluation data."""
         source, files = opened.source, opened.files
         data = self._config.data
+        # All that the tokens depend on, and nothing else, so that a run with another learning rate finds them.
         key = {
             "content": files.identity(),
             "names": [str(path) for path in files.files] or [files.name],
@@ -497,15 +498,15 @@ class Data:
             for row in bad.sift(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)):
                 writer.add(row)
             show(files.name, 1.0)
-            check(bad.count, bad.first, writer.num_rows)
-            check_lost_text(writer.notices, writer.num_rows, files.name, accept=data.on_lost_text == "accept")
+            check(bad.count, bad.first, writer.num_rows, writer.notices)  # what is refused is not kept
 
-        def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
+        def check(num_bad: int, first: Sequence[str], num_good: int, kinds: Mapping[str, int]) -> None:
             check_bad_rows(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
+            check_lost_text(kinds, num_good, files.name, accept=data.on_lost_text == "accept")
 
+        # A store that another run has made may have more bad rows than this config allows.
         store = open_store(key, build)
-        check(store.num_bad, store.bad, store.num_rows)
-        check_lost_text(store.notices, store.num_rows, files.name, accept=data.on_lost_text == "accept")
+        check(store.num_bad, store.bad, store.num_rows, store.notices)
         return store
 
 

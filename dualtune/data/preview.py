@@ -214,6 +214,7 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
     for token in document.tokens:
         starts.append(at)
         at += len(token.text)
+    # Between the contents of two messages stand the end of the first turn, turns of the template, and the next head.
     turns: list[Turn] = []
     head: list[ShownToken] = []  # head of the next message
     done = 0  # tokens

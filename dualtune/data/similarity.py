@@ -243,6 +243,7 @@ class Repeats:
         smaller, larger = np.minimum(sizes[ids], sizes[row]), np.maximum(sizes[ids], sizes[row])
         may_be = smaller >= self._near * larger  # two sets cannot be more similar than their sizes
         ids = ids[may_be]
+        # From here on ever fewer rows are compared ever more exactly: by sketches, by larger ones, and at last as sets.
         if similarities is None:
             estimates = (self._sketch_of_rows[ids] == self._sketch_of_rows[row]).mean(axis=1)
         else:

@@ -96,6 +96,7 @@ class Survey:
 
 def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: SequenceLayout) -> Survey:
     """Measure the documents of a run. There must be at least one training document."""
+    # Padding is measured on the first steps, with packing and without, whatever the config has.
     per_epoch = steps_per_epoch(order)
     measured = range(min(per_epoch, MEASURED_STEPS))
     steps = [order.step(step).documents.tolist() for step in measured]
@@ -256,6 +257,7 @@ def warnings(
     eval_: Documents | None = None,
 ) -> list[str]:
     """Return warnings about what would silently ruin a training. The documents come from these sources."""
+    # Per source first: a mistake in one of them disappears in the numbers of all.
     texts: list[str] = []
     masked = train.lengths - 1 - train.targets  # the first token has no context, so it is never a target
     for s, opened in enumerate(sources):
@@ -273,6 +275,7 @@ def warnings(
         if not any(_ends(train[int(i)], tokenizer) for i in mine[:PROBED_DOCUMENTS]):
             advice = "check the template and data.max_length"
             texts.append(f"{source.path}: no end token is a target, so the model would not learn to stop; {advice}")
+    # Then what concerns all of the data.
     if tokenizer.warning is not None:
         texts.append(tokenizer.warning)
     texts += notices(*([train] if eval_ is None else [train, eval_]))

@@ -211,7 +211,8 @@ def _together(
             if not is_shortage(error) or len(active) == 1:
                 raise
             chosen = None
-        if chosen is None:  # outside of the block, where the traceback holds no memory any more
+        # Outside of the block, where the traceback holds no memory any more: the same rows enter a smaller batch.
+        if chosen is None:
             bounds = replace(bounds, rows=len(active) // 2)
             tell(f"memory ran out with {len(active)} answers at once; {bounds.rows} from here on")
             waiting.extendleft(reversed(active))
@@ -220,6 +221,7 @@ def _together(
             engine.discard()
             decoding = engine.decoding()
             continue
+        # Rows that have ended leave the cache before the caller, who may take long, gets them.
         for row, token in zip(entering or active, chosen, strict=True):
             row.append(token)
         staying = _staying(active)

@@ -79,6 +79,7 @@ def load_model(
     "random", the weights are those that training with the same seed starts from on this backend. With a `spec` and no
     adapter, the engine is made for it, and the caller loads the tensors.
     """
+    # The adapter is read first: a damaged one is an error before a model is downloaded for it.
     adapter = adapter_directory(adapter) if adapter else None
     start = read_adapter(adapter) if adapter else None
     model_dir = resolve_model(name, weights=init == "pretrained")

@@ -74,7 +74,7 @@ def verdict_of(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
-def has_ended(resumed: Resumed, result: Path) -> bool:
+def has_result(resumed: Resumed, result: Path) -> bool:
     """Return whether no step is left, and the result is that of the last one, not of an earlier, shorter run."""
     if resumed.without_effect is None:
         return False

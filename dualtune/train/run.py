@@ -48,7 +48,7 @@ from dualtune.train.recovery import explained
 from dualtune.train.result import (
     TrainResult,
     adapter_naming,
-    has_ended,
+    has_result,
     in_result,
     result_at,
     result_fingerprints,
@@ -56,7 +56,7 @@ from dualtune.train.result import (
     verdict_of,
     write_result,
 )
-from dualtune.train.samples import Samples, check_not_split
+from dualtune.train.samples import Samples, check_not_sharded
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.start import load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
@@ -118,7 +118,7 @@ def execute(
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
 
     # A run that has ended is not trained again, and its model is not loaded.
-    if resumed is not None and team.agree(has_ended(resumed, run_dir.result(config))):
+    if resumed is not None and team.agree(has_result(resumed, run_dir.result(config))):
         finished = result_at(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
         return replace(finished, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
 
@@ -400,12 +400,14 @@ def _watchers(
 
 def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) -> Samples | None:
     """Return what answers run.sample_prompts, in the first process."""
-    is_first, files = prepared.team.is_first, prepared.model
-    if not (prompts := prepared.config.run.sample_prompts):
+    files, prompts = prepared.model, prepared.config.run.sample_prompts
+    if not prompts:
         return None
-    check_not_split(engine)
+    check_not_sharded(engine)  # in all processes: each ends with the error
+    if not prepared.team.is_first:
+        return None
     model = LoadedModel(engine, files.tokenizer, positions=position_table_size(read_config(files.directory)))
-    return Samples(model, prepared.optimizer, prompts, path, first_step, prepared.system_message) if is_first else None
+    return Samples(model, prepared.optimizer, prompts, path, first_step, prepared.system_message)
 
 
 def _stopped(stop: Preempted, saver: Saver) -> Exception:

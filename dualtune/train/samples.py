@@ -47,7 +47,7 @@ def check_samples(
             raise ConfigError(f"{where}: got {len(ids)} tokens, but this model has {positions} positions. Shorten it")
 
 
-def check_not_split(engine: Engine) -> None:
+def check_not_sharded(engine: Engine) -> None:
     """Raise ConfigError if the base is sharded among processes: only the first one answers."""
     if engine.description.sharding == "full":
         raise ConfigError(

@@ -6,6 +6,7 @@ import pytest
 
 from dualtune.data.chat.conversations import ROLES
 from dualtune.data.chat.formats import Message, to_examples
+from dualtune.data.chat.row_values import strings_in
 from dualtune.data.sources.rows import BadRow, RawRow
 
 
@@ -170,3 +171,8 @@ def test_bad_conversations_are_refused_with_the_reason(turns, start):
     got = read(*turns)
     assert isinstance(got, str) and got.startswith(start)
     assert got.isprintable()
+
+
+def test_the_strings_of_a_value_are_its_keys_too():
+    """A control token or a lone surrogate in the name of an argument is in the text of the row as well."""
+    assert [*strings_in({"a": ["b", {"c": 1}], "d": ("e", None)})] == ["a", "b", "c", "d", "e"]

@@ -9,6 +9,7 @@ import pytest
 
 from dualtune.show.run import execute
 from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.policies import policy_of
 from dualtune.train.prepare import prepare
 from dualtune.train.state import checkpoint
 from dualtune.train.state.run_dir import open_run
@@ -35,11 +36,11 @@ class Lab:
         settings = {"run.dir": self.home / name} | {key.replace("__", "."): value for key, value in changes.items()}
         return prepare(self.make(settings), self.backend, saved, policy=policy)
 
-    def run(self, name="run", hooks=(), policy=Predictive, **changes) -> "Ended":
+    def run(self, name="run", hooks=(), policy=None, **changes) -> "Ended":
         policies = []
 
         def make(config):
-            policies.append(policy(config))
+            policies.append((policy or policy_of(config))(config))
             return policies[-1]
 
         with open_run(self.prepared(name, **changes).config, "auto") as place:

@@ -12,7 +12,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.batched import Continuation
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model, stream_text
-from dualtune.train.samples import check_not_split, check_samples
+from dualtune.train.samples import check_not_sharded, check_samples
 from dualtune.train.state.checkpoint import newest
 
 PROMPTS = ["What is 2 + 5?", "Say <b>hello</b>"]
@@ -153,6 +153,6 @@ def test_a_prompt_must_leave_room_for_an_answer(tiny_llama):
 
 
 def test_a_base_that_is_split_among_processes_is_refused():
-    check_not_split(SimpleNamespace(description=SimpleNamespace(sharding="none")))
+    check_not_sharded(SimpleNamespace(description=SimpleNamespace(sharding="none")))
     with pytest.raises(ConfigError, match=r"run\.sample_prompts: the base is sharded among the processes"):
-        check_not_split(SimpleNamespace(description=SimpleNamespace(sharding="full")))
+        check_not_sharded(SimpleNamespace(description=SimpleNamespace(sharding="full")))

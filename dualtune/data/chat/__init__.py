@@ -1,1 +1,1 @@
-"""Tool calls in the text of an answer: how a chat template writes them, and reading them back as they come."""
+"""From rows to conversations: formats, chat templates in a sandbox, and tool calls in the text of an answer."""

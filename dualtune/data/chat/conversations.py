@@ -271,6 +271,7 @@ def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str)
 def _message(value: Any, at: str, reading: RowReading) -> Message:
     fields = present(as_object(value, at))
     role_key, text_key = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
+    # Role and weight decide what the rest may be: only an assistant has calls, and only what is trained on needs text.
     name, role = _role(needed(fields, role_key, at), f"{at}: {role_key}", reading.roles)
     weight = _weight(fields, role, at)
     train = weight != 0

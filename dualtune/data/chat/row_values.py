@@ -87,6 +87,7 @@ def unread(
         leaves = list(_texts_of(value)) if is_content or _holds_messages(value) else []
         if not leaves:
             continue
+        # The conversation is joined for the first such column only, because most rows have none.
         if whole is None:
             parts = [text.strip() for text in texts]
             whole = "\n".join([*parts, *reasoning])

@@ -60,24 +60,24 @@ class TemplateLimit(DataError):
 class Meter:
     """The remaining budget of one render. Bytes are charged on allocation and never refunded."""
 
-    __slots__ = ("_allowed_s", "_cpu_deadline_s", "_deadline_s", "_left", "_limit", "_ticks")
+    __slots__ = ("_allowed_s", "_cpu_deadline_s", "_deadline_s", "_limit", "_remaining", "_ticks")
 
     def __init__(self) -> None:
         self.start(())
 
     def start(self, inputs: Any) -> None:
         """Start a render of `inputs`."""
-        self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
+        self._deadline_s, self._remaining, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
         self._cpu_deadline_s: float | None = None
         input_bytes = self.size(inputs)
-        self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * input_bytes
+        self._remaining = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * input_bytes
         self._allowed_s = CPU_S + CPU_S_PER_BYTE * input_bytes
         self._deadline_s = time.perf_counter() + self._allowed_s
 
     def spend(self, amount: int) -> None:
-        self._left -= amount
+        self._remaining -= amount
         self._ticks += 1
-        if self._left < 0:
+        if self._remaining < 0:
             self._too_large()
         if not self._ticks % TICKS_PER_CHECK or amount > LONG_BYTES:
             self.check_time()
@@ -99,7 +99,7 @@ class Meter:
 
     def require(self, amount: int) -> None:
         """Raise TemplateLimit if `amount` bytes do not fit. The caller charges them afterwards."""
-        if amount > self._left:
+        if amount > self._remaining:
             self._too_large()
 
     def product(self, a: int, b: int) -> None:

@@ -65,6 +65,7 @@ def chosen_template(own: str | Mapping[str, str] | None, choice: str) -> str | N
 
     `own`: the model's template, or several by name. ConfigError for a choice that is neither name nor usable file.
     """
+    # A name comes before a file of that name, so that the meaning of a config does not depend on the directory.
     if choice == "none":
         return None
     if choice == "auto":

@@ -130,6 +130,7 @@ def read_json(file: DataFile) -> Rows:
             return
         keys, lists = _keys_and_lists(text)
         is_one_object = not text.next()
+    # An object that others follow is the first of JSON lines. One alone must name the list that holds the rows.
     file.rewind()
     if not is_one_object:
         yield from read_jsonl(file)

@@ -70,6 +70,7 @@ def open_source(
     In a directory, the files of the role are taken, or of the role that `split` names. Raises DataError if there is
     nothing to read; the files are opened when their rows are read.
     """
+    # What is on this machine comes before a dataset of the hub with the same name.
     location, kind = _locate(path)
     if kind == "nothing" and _may_be_in_the_hub(path):
         if split is not None:

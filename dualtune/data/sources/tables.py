@@ -30,6 +30,7 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
     lines = _Record(_csv_lines(file, errors), delimiter)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
+    # `errors` is filled by the lines that the csv module asks for, so it is about the record that it returns next.
     while True:
         line = reader.line_num + 1
         errors.clear()

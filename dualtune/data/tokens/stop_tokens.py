@@ -67,6 +67,7 @@ def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTo
     stops = stop_tokens(tokenizer)
     if not stops.ids and not tokenizer.stop_text:
         return stops
+    # transformers and vLLM look here, also for a text that no token stands for.
     config = read_json(model / "config.json", max_bytes=MAX_CONFIG_BYTES, strict=False)
     generation = model / GENERATION_CONFIG
     if generation.is_file():
@@ -78,6 +79,8 @@ def write_stop_tokens(model: Path, tokenizer: Tokenizer | None = None) -> StopTo
     if not stops.ids:
         _write(generation, table)
         return stops
+    # mlx-lm looks in config.json; llama.cpp's converter at the tokenizer's own end token, which is changed only where
+    # the template does not write it.
     named = stops.ids if len(stops.ids) > 1 else stops.ids[0]
     _write(generation, table | {"eos_token_id": named})
     for part in (config, config.get("text_config")):  # the latter of a model that takes images too

@@ -204,6 +204,7 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
         with contextlib.suppress(OSError):
             os.utime(directory)  # marks it as used now
         return cached
+    # Two processes may make the same store: each writes its own, and the first to rename it wins.
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = hidden_sibling(directory)

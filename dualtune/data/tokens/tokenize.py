@@ -119,6 +119,7 @@ def _finish(
         rendered = row.rendered
         tokens, mask = _with_mask(rendered, *next(encoded), tokenizer)
         state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
+        # What a person should know of the row, before truncation: a turn without an end, a text without a beginning.
         notices = rendered.notices
         stop = tokenizer.stop_text
         has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)

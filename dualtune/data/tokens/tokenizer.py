@@ -202,6 +202,7 @@ class Tokenizer:
         def rendered(turns: Sequence[Message]) -> tuple[str, Ranges]:
             return template.render_marked(self._turns(turns), tools=tools, add_generation_prompt=add_generation_prompt)
 
+        # As it is first: folding is only for a template that would lose the system message.
         folded = fold_system(messages)
         try:
             text, marked = rendered(messages)
@@ -212,6 +213,7 @@ class Tokenizer:
             if folded is messages:
                 raise
             refusal = error
+        # If folding does not help, the system message was not the reason, and the first refusal names it.
         try:
             text, marked = rendered(folded)
         except RowError:

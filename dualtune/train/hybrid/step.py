@@ -222,6 +222,7 @@ class HybridStep:
         window, settings = self.memory.window, self._settings
         if window is None:  # a warning has just ended it
             return None
+        # Only where it is allowed, and worth its probes, does the search cost a forward pass.
         weights_P = self._weights()
         velocity_P = self._direction(window) if self._direction else window.velocity()
         worth = self._worth_by_rate()
@@ -232,6 +233,7 @@ class HybridStep:
         def at(tau: int) -> np.ndarray:
             return weights_P + np.float32(worth[tau]) * velocity_P
 
+        # What a computed step has gained lately is the measure: a predicted one must gain a share of it.
         passed = window.half + (self.memory.attempt.steps if self.memory.attempt else 0)
         with offloaded(self._step.engine, settings.offload):
             now_D = self._losses(self._search_documents)
@@ -299,6 +301,7 @@ class HybridStep:
         assert memory.start is not None
         if memory.attempt is None:
             self._begin_attempt()
+        # A series of jumps is one attempt: it is checked, paid for and undone as a whole.
         attempt = self.memory.attempt
         assert attempt is not None
         predicted = None if attempt.predicted_loss is None else attempt.predicted_loss - gain
@@ -336,6 +339,7 @@ class HybridStep:
         memory, settings = self.memory, self._settings
         attempt, snapshot = memory.attempt, memory.snapshot
         assert attempt is not None and snapshot is not None
+        # The search has chosen by its own documents, so others judge.
         undone = attempt.is_critical
         if not undone:
             undone = is_worse(np.array(attempt.check_losses), self._losses(self._check_documents))

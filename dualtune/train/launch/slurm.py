@@ -185,6 +185,7 @@ def log_of(slurm: Slurm, work: Work) -> Path:
 
 def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
     """Return the text of the batch script."""
+    # Slurm reads the directives, bash the rest: each has its own way to quote.
     slurm.check()
     headers = [
         ("job-name", _stem(work.run_dir)), ("nodes", str(slurm.nodes)), ("ntasks-per-node", "1"),

@@ -329,6 +329,7 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
         files = {name: fields.subtable(listed, name, MANIFEST) for name in listed}
     except FormatError as error:
         raise FormatError(f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{file}: ')})") from None
+    # The version first: a newer dualtune may list files that this one does not know.
     if version > SCHEMA_VERSION:
         raise NewerCheckpoint(
             f"was written by a newer dualtune: it has schema version {version}, this one reads up to "

@@ -126,6 +126,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
+    # From here on every way out, also a signal, either releases the lock with its reason or leaves nothing behind.
     run_dir, lock = RunDir(path, None), None
 
     def abandon() -> bool:

@@ -294,6 +294,7 @@ def make_plan(
     def make_one(of_run: Sequence[str]) -> Config:
         return make([*fixed.values(), *of_run])
 
+    # The first run is loaded at once: a mistake in the config is an error of it, not of each run.
     first = make_one(overrides_of({setting.key: setting.ends[0] for setting in varied}))
     if not varied:
         if "train.learning_rate" in fixed:
