@@ -141,12 +141,12 @@ class Conversation:
     def _save(self, name: str) -> None:
         if not name:
             return say("/save needs the name of a file", err=True)
-        if not all(any(each.role == "assistant" for each in chat.messages) for chat in self._chats):
+        if not all(any(message.role == "assistant" for message in chat.messages) for chat in self._chats):
             return say("/save: there is no answer yet, so nothing that could be trained on", err=True)
         try:
             with expanded(name).open("a", encoding="utf-8") as file:
                 for chat in self._chats:
-                    messages = [{"role": each.role, "content": each.content} for each in chat.messages]
+                    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
                     row = {"messages": messages} | ({"adapter": chat.name} if len(self._chats) > 1 else {})
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:

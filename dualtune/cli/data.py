@@ -99,13 +99,13 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None])
 def _in_words(cleaned: Cleaned, out: Path) -> str:
     from dualtune.data.cleaning import LEFT_OUT, PERSONAL
 
-    rows, kept = (sum(getattr(source, name) for source in cleaned.sources) for name in ("rows", "kept"))
+    rows, num_kept = (sum(getattr(source, name) for source in cleaned.sources) for name in ("rows", "kept"))
     parts = [
         f"{number} {why}{'' if why == 'unusable' or number == 1 else 's'}" for why, number in cleaned.left_out.items()
     ]
     files = [f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}" for s in cleaned.sources]
     lines = [
-        ("rows", f"{rows} read, {kept} kept, {rows - kept} left out{': ' if parts else ''}{', '.join(parts)}"),
+        ("rows", f"{rows} read, {num_kept} kept, {rows - num_kept} left out{': ' if parts else ''}{', '.join(parts)}"),
         *zip(["written", *("" for _ in files)], [*files, f"{out / LEFT_OUT}: what was left out, and why"], strict=True),
     ]
     if cleaned.personal is not None:

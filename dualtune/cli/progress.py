@@ -107,16 +107,16 @@ def reading() -> Generator[Callable[[str, float], None]]:
         shown.begin("checking", "model and data")
         reading: str | None = None
 
-        def show(what: str, share: float) -> None:
+        def show(name: str, share: float) -> None:
             nonlocal reading
-            if what == FINGERPRINT:
-                return shown.begin(*(("checking", "model and data") if share else ("computing", what)))
-            if what != reading:
-                shown.begin(verbs.get(what, ("tokenizing",))[0], what)
-                reading = what
+            if name == FINGERPRINT:
+                return shown.begin(*(("checking", "model and data") if share else ("computing", name)))
+            if name != reading:
+                shown.begin(verbs.get(name, ("tokenizing",))[0], name)
+                reading = name
             shown.update(share, 1)
             if share == 1.0:
-                shown.finish(verbs.get(what, ("", "tokenized"))[1])
+                shown.finish(verbs.get(name, ("", "tokenized"))[1])
                 shown.begin("checking", "model and data")
                 reading = None  # a directory may be read twice, for training and for evaluation
             return None

@@ -51,13 +51,13 @@ def clean(directory: Path, yes: bool, as_json: bool) -> None:
     if not yes and (as_json or not click.confirm(f"Delete these {total}?")):
         listed = {"found": [asdict(entry) for entry in deletions], "deleted": [], "left": []}
         return say_json(listed) if as_json else say("nothing was deleted")
-    deleted, skipped = delete(deletions)
+    deleted, left_alone = delete(deletions)
     if as_json:
         tables = {
             name: [asdict(entry) for entry in entries] for name, entries in (("found", deletions), ("deleted", deleted))
         }
-        return say_json(tables | {"left": skipped})
-    for reason in skipped:
+        return say_json(tables | {"left": left_alone})
+    for reason in left_alone:
         say(f"left alone  {reason}")
     return say(f"deleted     {len(deleted)} directories, {in_bytes(sum(entry.num_bytes for entry in deleted))}")
 

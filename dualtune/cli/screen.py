@@ -133,7 +133,7 @@ class Phases:
     def finish(self, past: str, what: str = "") -> None:
         """Say what was done, and in how many seconds. `what` adds to what the phase is about."""
         if self._live or not self._err:  # with JSON, for scripts, only the live line
-            what = "".join(f"{each} " for each in (self.now.what, what) if each)
+            what = "".join(f"{part} " for part in (self.now.what, what) if part)
             self.tell(f"{past:<11} {what}in {in_time(self.seconds, 1)}")
         self.now = Phase()
 

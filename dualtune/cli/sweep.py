@@ -92,7 +92,7 @@ def _described(plan: SweepPlan, checked: Sequence[CheckedTrial]) -> list[str]:
     how = f"{plan.num_chosen} runs chosen by TPE" if plan.num_chosen else f"{len(checked)} runs"
     lines = [f"sweep       {how}{', by successive halving' * plan.halving}, in {plan.directory}"]
     lines += [f"tries       {varied}" for varied in plan.varied]
-    if not all(each.has_eval for each in checked):
+    if not all(run.has_eval for run in checked):
         lines.append("compared    by the training loss: the data has no held-out rows (data.eval)")
     elif not have_same_eval(checked):
         lines.append("compared    no: the runs have different held-out rows or tokens, so no run is called best")

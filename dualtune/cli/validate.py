@@ -69,8 +69,8 @@ def command(
     from dualtune.engine.detect import detect
 
     if write_data is not None:
-        path = write_rows(write_data)
-        say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {path}")
+        written = write_rows(write_data)
+        say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {written}")
         ctx.exit(0)
     if tier is None:
         raise click.UsageError(f"Say which tier to run: --tier {SELFTEST}, {', '.join(TIERS)} or all.")

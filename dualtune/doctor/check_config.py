@@ -57,15 +57,21 @@ def plan_memory(
 
     ConfigError for an invalid combination, EnvironmentFault where there is no formula.
     """
-    card = card_of(choice.backend)
-    kind = card.kind_for(choice.platform, machine.kinds)
-    if card.memory is None or kind is None:
-        raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
+    kind = _planned_kind(choice, machine)
     decoder, reason = shape
     if decoder is None:
         raise EnvironmentFault(reason)
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     return plan_of(config, decoder, choice.backend, kind, has, evaluated)
+
+
+def _planned_kind(choice: PlatformChoice, machine: Machine) -> str:
+    """Return the kind of device that a choice plans for. EnvironmentFault for a backend without a formula."""
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
+        raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
+    return kind
 
 
 def plan_config(
@@ -78,6 +84,7 @@ def plan_config(
     if config.adapter.init_from is not None:
         start = start_of(config)
         config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
+    _planned_kind(choice, machine)  # before the model is looked at: without a formula, its shape would not help
     if config.memory.sharding == "full":
         raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
     plan = plan_memory(config, evaluated, (decoder_to_plan(config, choice.backend), ""), choice, machine)

@@ -165,7 +165,9 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
     try:
         parse_config("\n".join(lines))
     except ConfigError as error:
-        assert not re.search(r"pydantic|\b[Ii]nput\b|valid (string|integer|number)|https?:|constrained|literal", str(error))
+        assert not re.search(
+            r"pydantic|\b[Ii]nput\b|valid (string|integer|number)|https?:|constrained|literal", str(error)
+        )
         assert all(re.match(r"<string>(:\d+)?: [a-z_.0-9\[\]]+: ", line) for line in str(error).splitlines())
 
 

@@ -60,6 +60,8 @@ def test_the_files_of_a_merged_model_name_the_end_of_a_turn(
     command, options = (words[:1], words[1:]) if words[0] == "export" else (words, ())
     done = dualtune_main(*command, adapter, tmp_path / "out", "--base", base, "--platform", "cpu", *options)
     assert done.returncode == 0, done.stderr
+    if "mlx" in words:
+        assert "written as mlx: from base and adapter" in done.stdout and "as none" not in done.stdout
     assert_stops(tmp_path / "out")
     assert eos_of(tmp_path / "out", "generation_config.json", "temperature") == 0.5
     assert eos_of(base, "config.json") == EOS  # the base's own files stay as they are

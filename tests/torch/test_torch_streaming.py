@@ -81,7 +81,13 @@ def assert_same_bits(engine, expected, *batches):
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
-FORMATS = [(quantization, dtype) for quantization in ("none", "nf4", "affine4", "int8") for dtype in DTYPES]
+# Each format once; in its other dtype in `make test-long`.
+ONCE = {("none", "float32"), ("nf4", "bfloat16"), ("affine4", "float32"), ("int8", "bfloat16")}
+FORMATS = [
+    pytest.param(quantization, dtype, marks=[] if (quantization, dtype) in ONCE else [pytest.mark.long])
+    for quantization in ("none", "nf4", "affine4", "int8")
+    for dtype in DTYPES
+]
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), FORMATS)

@@ -168,8 +168,10 @@ def _criterion(runs: Sequence[RunFiles], best: RunFiles | None) -> str:
         return "The runs were evaluated on different documents or tokens, so none is called the best."
     if best is None:
         return ""
-    what = "evaluation loss with the weights that it writes" if best.score.is_held_out else "training loss at the end"
-    return f"Of the runs that were trained to their end, the best has the lowest {what}."
+    loss_kind = (
+        "evaluation loss with the weights that it writes" if best.score.is_held_out else "training loss at the end"
+    )
+    return f"Of the runs that were trained to their end, the best has the lowest {loss_kind}."
 
 
 def _numbers(run: RunFiles) -> list[Cell]:
