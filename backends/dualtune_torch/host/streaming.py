@@ -12,6 +12,7 @@ last one, whose backward pass follows its forward pass. All else stays on the de
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,7 +46,7 @@ class StreamedLayers:
         self._at: dict[int, _Slot] = {}  # where layers are; the one used last is at the end
         self._current = 0
         for number, module in enumerate(modules):
-            module.register_forward_pre_hook(lambda module, args, number=number: self._use(number))
+            module.register_forward_pre_hook(partial(self._before, number))
 
     def describe(self) -> Mapping[str, int]:
         return {
@@ -74,6 +75,9 @@ class StreamedLayers:
         """Take all layers from the device: their tensors are then those of the host."""
         for number in list(self._at):
             self._take_from(number)
+
+    def _before(self, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._use(number)
 
     def _use(self, number: int) -> None:
         """Bind the layer to its slot, and let the next ones come while it computes."""
