@@ -17,7 +17,7 @@ from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data
-from dualtune.engine.backend import Backend
+from dualtune.engine.backend import Backend, SharedBase
 from dualtune.model import package
 from dualtune.show.run import execute, summary
 from dualtune.train.batched import continue_all
@@ -78,36 +78,44 @@ def _run_dir(path: Path) -> Path:
 
 def show_demo(demo: Demo, config: Config, backend: Backend) -> None:
     """Show answers before, the training, answers after, and what to do next."""
+    base = SharedBase()  # loaded once, which also saves the memory of a second one
     with open_run(config) as run_dir:
         with reading() as show:
             prepared = prepare(config, backend, run_dir.saved, show)
         tell("\n".join(summary(prepared)))
         # The rows are asked of the base before training, so that what it learns can be seen.
         held_out = Data(config).held_out_examples(prepared.data.eval)
-        before = _show("Before: the base model", demo, config, backend, None, held_out)
+        before = _show("Before: the base model", demo, config, backend, None, held_out, base)
         with progress_hook(config, backend) as hook:
             hook.begin_loading(prepared.config.run)
-            result = execute(prepared, run_dir, [hook])
-        after = _show("After: the base model with the adapter", demo, config, backend, result.adapter_dir, held_out)
+            result = execute(prepared, run_dir, [hook], shared_base=base)
+        title = "After: the base model with the adapter"
+        after = _show(title, demo, config, backend, result.adapter_dir, held_out, base)
 
     tell("")
     for name, share in before.items():
         tell(f"{name} on {len(held_out)} held-out rows: {share:.1%} before, {after[name]:.1%} after")
     tell(f"adapter     {result.adapter_dir}\n")
     tell("Next:")
-    for line in _next_steps(config, result.run_dir, held_out[0]):
+    for line in _next_steps(demo, config, result.run_dir, held_out[0]):
         say(f"  {line}")
     if result.report is not None:
         tell(f"\nreport      {result.report}")
 
 
 def _show(
-    title: str, demo: Demo, config: Config, backend: Backend, adapter: Path | None, examples: Sequence[Example]
+    title: str,
+    demo: Demo,
+    config: Config,
+    backend: Backend,
+    adapter: Path | None,
+    examples: Sequence[Example],
+    base: SharedBase,
 ) -> dict[str, float]:
     """Print the first answers; return the share of right ones, by what is counted."""
     with phases() as shown:
         shown.begin("loading", "the base model" if adapter is None else "the adapter")
-        model = load_model(backend, config.model.name, adapter)
+        model = load_model(backend, config.model.name, adapter, shared_base=base)
         tell(f"\n{title}")
         shown.begin("generating", "answers")
         for example in examples[:SHOWN]:
@@ -138,7 +146,7 @@ def _score(
     return num_right / len(examples)
 
 
-def _next_steps(config: Config, run_dir: Path, example: Example) -> list[str]:
+def _next_steps(demo: Demo, config: Config, run_dir: Path, example: Example) -> list[str]:
     """Return commands that work unchanged in this directory."""
     call, adapter = program(), quoted(run_dir / "adapter")
     prompt = shlex.quote(example.messages[-2].content)
@@ -150,4 +158,7 @@ def _next_steps(config: Config, run_dir: Path, example: Example) -> list[str]:
         ["# name your model and data in it, then"],
         [call, "train", "config.yaml"],
     ]
+    if demo is not TINY:  # whose answers are of no use
+        chat = [call, "chat", quoted(config.model.name), f"--adapter {adapter}", "--compare"]
+        commands[2:2] = [chat, [call, "export", quoted(run_dir), "--to gguf"]]
     return [in_lines(words, room).replace("\n", "\n  ") for words in commands]

@@ -23,7 +23,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.chat.template import is_name
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.engine.backend import Backend, Engine, LoadRequest
+from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, modules_of
 from dualtune.model.base_model import resolve_model
@@ -72,12 +72,14 @@ def load_model(
     init: str = "pretrained",
     seed: int = 0,
     spec: AdapterSpec | None = None,
+    shared_base: SharedBase | None = None,
 ) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
     `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
     "random", the weights are those that training with the same seed starts from on this backend. With a `spec` and no
-    adapter, the engine is made for it, and the caller loads the tensors.
+    adapter, the engine is made for it, and the caller loads the tensors. `shared_base`: where the base model stays for
+    the next engine.
     """
     # The adapter is read first: a damaged one is an error before a model is downloaded for it.
     adapter = adapter_directory(adapter) if adapter else None
@@ -90,8 +92,11 @@ def load_model(
         model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}, system
     )
     engine = backend.load(
-        LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
-    )
+        LoadRequest(
+            model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels,
+            shared_base=shared_base,
+        )
+    )  # fmt: skip
     if start is not None:
         load_adapter(engine, start, name)
     return LoadedModel(engine, tokenizer, note, position_table_size(read_config(model_dir)))
