@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from typing import TYPE_CHECKING
 
 from dualtune.base.checks import Check, Level
 from dualtune.engine.card import Package, automatic_cards
 from dualtune.engine.machine import Kind, Machine
+
+if TYPE_CHECKING:  # every command reads the cards, few compare versions
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The thresholds by which machines are judged, as data.
@@ -90,6 +91,8 @@ OURSELVES = "dualtune"
 
 def least_python() -> SpecifierSet:
     """Return the Python versions that dualtune runs on."""
+    from packaging.specifiers import SpecifierSet
+
     return SpecifierSet(metadata.metadata(OURSELVES)["Requires-Python"])
 
 
@@ -101,6 +104,8 @@ def requirements(package: Package, system: str) -> list[Requirement]:
 
 def _required(distribution: str, extra: str, system: str) -> list[Requirement]:
     """Return the requirements of `pip install 'distribution[extra]'`."""
+    from packaging.requirements import Requirement
+
     required = [Requirement(line) for line in metadata.requires(distribution) or []]
     where = {"extra": extra, "platform_system": system}
     return [one for one in required if one.marker is None or one.marker.evaluate(where)]
@@ -108,6 +113,8 @@ def _required(distribution: str, extra: str, system: str) -> list[Requirement]:
 
 def at_least(installed: str, least: str) -> bool:
     """Return whether a version is at least another: 0.10 is newer than 0.7, and 13.0 than 12.1."""
+    from packaging.version import Version
+
     return Version(installed) >= Version(least)
 
 
@@ -117,6 +124,8 @@ def package_checks(required: list[Requirement], command: str, installed: Mapping
 
 
 def _package_check(required: Requirement, command: str, installed: str | None) -> Check:
+    from packaging.version import InvalidVersion, Version
+
     needed = f"{required.name}{required.specifier}"
     if installed is None:
         return Check(required.name, "fail", f"not installed, {needed} is needed", command)
