@@ -12,7 +12,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from io import BufferedReader
 from itertools import chain, count
 from pathlib import Path
@@ -220,10 +220,14 @@ def existing(path: Path) -> Path:
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield the path, then path-2, path-3, …"""
+    return chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
+
+
 def free_name(path: Path) -> Path:
     """Return the path, or the first of path-2, path-3, … that does not exist."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], numbered) if not os.path.lexists(candidate))
+    return next(candidate for candidate in numbered(path) if not os.path.lexists(candidate))
 
 
 def hidden_sibling(path: Path) -> Path:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import takewhile
 from pathlib import Path
 
-from dualtune.base.files import free_name
+from dualtune.base.files import free_name, numbered
 from dualtune.cli.program import in_lines, program, quoted
 from dualtune.cli.progress import progress_hook, reading
 from dualtune.cli.screen import is_live, phases, tell, width
@@ -67,13 +68,9 @@ def demo_config(demo: Demo, overrides: Sequence[str]) -> Config:
 
 def _run_dir(path: Path) -> Path:
     """Return the directory of the last demo if that was stopped, which is resumed, or else the first free one."""
-    last, free = path, free_name(path)
-    for number in count(2):
-        candidate = path.with_name(f"{path.name}-{number}")
-        if not candidate.exists():
-            break
-        last = candidate
-    return last if (last / CHECKPOINTS).is_dir() and not (last / ADAPTER).exists() else free
+    used = [*takewhile(os.path.lexists, numbered(path))]
+    was_stopped = used and (used[-1] / CHECKPOINTS).is_dir() and not (used[-1] / ADAPTER).exists()
+    return used[-1] if was_stopped else free_name(path)
 
 
 def show_demo(demo: Demo, config: Config, backend: Backend) -> None:

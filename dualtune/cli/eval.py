@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +30,7 @@ from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses
 from dualtune.train.fingerprints import without_adapter
 from dualtune.train.inference import LoadedModel, Sampling, load_model, question
 from dualtune.train.recovery import Recovery, explained, explanation
+from dualtune.train.state.metrics import perplexity
 from dualtune.train.state.run_dir import PREDICTIONS
 from dualtune.use.scoring import harness
 from dualtune.use.scoring.answers import KeptAnswers, PredictedRow, identity, mean_loss, write_predictions
@@ -283,14 +283,6 @@ class EvalRun:
                 right = bool(main.exact[i]) if right is None else right and bool(main.exact[i])
             loss = mean_loss(*main.losses[i].tolist())
             yield PredictedRow(asked.prompt, asked.expected, texts.get(BASE), texts.get(TUNED), right, loss)
-
-
-def perplexity(loss: float) -> float:
-    """Return the exponential of a loss in nats per token; infinite where no float can hold it."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -164,7 +164,7 @@ def export(run: Path, target: Path | None) -> None:
 
 def _exported(run: Path) -> list[dict[str, Any]]:
     """Return a row for each step, in the order of the file: a step that was repeated after a rollback comes twice."""
-    from dualtune.train.state.metrics import each_row
+    from dualtune.train.state.metrics import each_row, perplexity
     from dualtune.train.state.run_dir import METRICS
 
     memory, rows = _memory_by_step(run), list[dict[str, Any]]()
@@ -176,7 +176,7 @@ def _exported(run: Path) -> list[dict[str, Any]]:
     for row in rows:
         for name, loss in (("perplexity", "loss"), ("eval_perplexity", "eval_loss")):
             if loss in row:
-                row[name] = math.inf if row[loss] > 700 else math.exp(row[loss])
+                row[name] = perplexity(row[loss])
     return rows
 
 

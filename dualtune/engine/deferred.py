@@ -31,7 +31,8 @@ def deferred(choice: PlatformChoice, opened: Callable[[PlatformChoice], Backend]
 
 def _device(choice: PlatformChoice, card: Card) -> DeviceInfo | None:
     """Return the device that the backend will compute on; None if only its framework knows."""
-    if choice.device == "cpu" or set((machine := detect()).kinds) == {"cpu"}:  # a CPU needs no question to the driver
+    machine = detect()
+    if choice.device == "cpu" or set(machine.kinds) == {"cpu"}:
         name = platform.processor() or platform.machine()
         return DeviceInfo(name, "cpu", psutil.virtual_memory().total) if card.device("cpu") else None
     kind, _, number = choice.device.partition(":")

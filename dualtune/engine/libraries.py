@@ -5,10 +5,10 @@ A backend's card names those that run where its framework does (`Card.libraries`
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -44,11 +44,9 @@ def open_library(name: str, base: Path, adapter: Path) -> OtherLibrary:
         raise ConfigError(f"--with: got {name!r}, allowed: {', '.join(library_names())}")
     if find_spec(name.replace("-", "_")) is None:
         raise EnvironmentFault(f"--with {name}: it is not installed. Install it with: {card.package.command}")
-    module, _, attribute = card.libraries[name].partition(":")
-    opened = getattr(importlib.import_module(module), attribute)
+    opened: Callable[[Path, Path], OtherLibrary] = resolve_name(card.libraries[name])
     try:
-        library: OtherLibrary = opened(base, adapter)
+        return opened(base, adapter)
     except Exception as error:  # whatever the library raises, it is what its user gets
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise FormatError(f"{name} does not load {adapter} on {base}: {reason[:300]}") from error
-    return library

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 from dualtune.engine.card import cards
 from dualtune.model.adapter import modules_of
@@ -66,8 +66,7 @@ def _problems(adapter: Adapter, directory: Path) -> Mapping[str, str]:
     for card in cards():
         if card.peft_trial and card.package.is_installed:
             in_peft, tensors = peft_layout(replace(adapter, spec=replace(adapter.spec, alpha=1.0)))  # an integer
-            module, _, function = card.peft_trial.partition(":")
             shapes = {name: x.shape for name, x in tensors.items()}
-            problems: dict[str, str] = getattr(importlib.import_module(module), function)(config, in_peft, shapes)
+            problems: dict[str, str] = resolve_name(card.peft_trial)(config, in_peft, shapes)
             return problems
     return {}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 from dualtune.base.errors import DualtuneError
@@ -176,9 +176,8 @@ def _counted(config: Mapping[str, Any], backend: str, why: UnknownShape) -> Coun
     file = _file(config, backend)
     if (cached := _read(file)) is not None:
         return cached
-    module, _, function = card.memory.count.partition(":")
     try:
-        counted: Counted = getattr(importlib.import_module(module), function)(config)
+        counted: Counted = resolve_name(card.memory.count)(config)
     except ImportError as error:
         raise UnknownShape(f"{why}, and its shapes cannot be counted: {error}. Run: {card.package.command}") from error
     _write(file, counted)

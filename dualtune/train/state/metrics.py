@@ -38,6 +38,14 @@ MAX_WAITING = 1 << 26  # bytes of rows that a full disk has refused: some hundre
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss in nats per token; infinite where no float can hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 class History:
     """The rows of a run so far."""
 
