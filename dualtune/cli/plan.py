@@ -47,7 +47,7 @@ def command(
     """
     from dualtune.doctor.bench.measure import limits_here
     from dualtune.doctor.check_config import plan_config
-    from dualtune.doctor.check_config_data import first_step, look_at_data, steps_of_run, with_lengths_of
+    from dualtune.doctor.check_config_data import look_at_data, steps_of_run, typical_step, with_lengths_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect, load_average
     from dualtune.engine.machines import named, published
@@ -69,7 +69,7 @@ def command(
         time: StepTime | str = UNKNOWN_RATE
         if limits is not None:
             try:
-                time = predict(plan.decoder, plan.ask, first_step(settings, samples), limits)
+                time = predict(plan.decoder, plan.ask, typical_step(settings, samples), limits)
             except EnvironmentFault as error:
                 time = str(error)
     num_steps = steps_of_run(settings, samples)
