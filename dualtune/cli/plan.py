@@ -121,7 +121,7 @@ def _as_text(
     """Return the parts of the memory, what is known of the run, and the changes with which it fits."""
     checkpointing = plan.ask.checkpointing
     parts = [(part.bytes, part.name, _phase(part.name), part.formula) for part in plan.estimate.parts]
-    total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/memory.md")
+    total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/MEMORY_OPTIMIZATION_GUIDE.md")
     again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
     work = f"{plan.flops_per_token * plan.time / 1e9:.3g} GFLOP for each token{again}"
     if limits is None or isinstance(time, str):

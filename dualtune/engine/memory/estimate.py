@@ -1,6 +1,6 @@
 """An estimate of the memory of a training step, by formula, before anything is loaded.
 
-docs/memory.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the estimate with the engines'
+docs/MEMORY_OPTIMIZATION_GUIDE.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the estimate with the engines'
 actual memory.
 """
 
