@@ -2,9 +2,9 @@
 
     python scripts/draw_results.py
 
-Speed: training against peers. Each bar is the median of the ratios of interleaved pairs, and its line goes from the lowest to the highest. The picture
-shows the peers at the best settings that were found for them, and TRL's packed rows. All parts, including those at a
-peer's defaults, are in benchmarks/results/peers.md.
+Speed: training against peers. Each bar is the median of the ratios of interleaved pairs, and its line goes from the
+lowest to the highest. The picture shows the peers at the best settings that were found for them, and TRL's packed rows.
+All parts, including those at a peer's defaults, are in benchmarks/results/peers.md.
 
 Memory: the parts of a step of Mistral 7B, with one technique more in each row, as the planner computes them.
 """
@@ -29,19 +29,19 @@ GROUPS = {  # platform/shape/workload -> description
     "mlx/llama-1m/wikisql": "MLX's CPU build, 1M Llama shape, WikiSQL",
 }
 LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is the length of a ratio of 1
+MEMORY_STYLE = ".p{fill:#8250df}.a{fill:#bf8700}.w{fill:#8c959f}"
 MEMORY_SCALE, GIB = 18.5, 2**30  # px for a GiB
 PARTS = {  # class of the bar -> its name, and the parts of the estimate that it shows
     "b": ("weights of the base", ("weights",)),
-    "p": ("adapter, its gradient and moments", ("adapter", "optimizer")),
+    "p": ("adapter and optimizer", ("adapter", "optimizer")),
     "a": ("activations", ("activations", "recomputation")),
-    "w": ("workspace, loss, CUDA context", ("workspace", "loss", "reserve")),
+    "w": ("workspace, CUDA context", ("workspace", "loss", "reserve")),
 }
 STYLE = """
 .f{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
 .b{fill:#0969da}.r{stroke:#1f2328}.o{stroke:#59636e}.h{font-weight:600}.s{fill:#59636e}
 @media(prefers-color-scheme:dark){.f{fill:#0d1117;stroke:#30363d}text{fill:#e6edf3}.b{fill:#388bfd}.r{stroke:#e6edf3}
 .o{stroke:#9198a1}.s{fill:#9198a1}}
-.p{fill:#8250df}.a{fill:#bf8700}.w{fill:#8c959f}
 """.strip()
 
 
@@ -101,14 +101,14 @@ def draw_memory(results: dict[str, Any]) -> str:
         top += ROW
     note = "LoRA, rank 16, bfloat16, one document of 2,048 tokens. By the memory planner, not measured on a GPU."
     drawn.append(_text(16, top + 16, note, "s"))
-    return _svg(drawn, top + 32, "Memory of a training step of Mistral 7B, by part and technique")
+    return _svg(drawn, top + 32, "Memory of a training step of Mistral 7B, by part and technique", STYLE + MEMORY_STYLE)
 
 
-def _svg(drawn: list[str], height: float, label: str) -> str:
+def _svg(drawn: list[str], height: float, label: str, style: str = STYLE) -> str:
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" aria-label="{label}">',
-        f"<style>{STYLE}</style>",
+        f"<style>{style}</style>",
         f'<rect class="f" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         *drawn,
         "</svg>\n",

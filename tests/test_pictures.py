@@ -1,7 +1,6 @@
 """The pictures of the documentation: what their scripts draw from the files beside them, and nothing private in it."""
 
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
