@@ -414,14 +414,18 @@ def get_backend(name: str, device: str = "auto") -> Backend:
     The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
     the command that installs it, if it cannot be imported.
     """
+    return backend_factory(name)(device)
+
+
+def backend_factory(name: str) -> Callable[[str], Backend]:
+    """Import a backend without choosing a device, which building it does for the whole process. Errors as above."""
     for point in entry_points(group=BACKENDS_GROUP, name=name):
         try:
-            factory = point.load()
+            return cast(Callable[[str], Backend], point.load())
         except ImportError as error:
             raise EnvironmentFault(
                 f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
             ) from error
-        return factory(device)
     raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
 
 
