@@ -261,6 +261,7 @@ def _take_step(job: Job, step: int) -> int:
     taking = TrainingStep(
         prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery,
         phase=partial(job.watchers.enter, step + 1), watch=partial(job.watchers.watched, step + 1),
+        show=partial(job.watchers.show_gradients, step + 1),
     )  # fmt: skip
     try:
         outcome = job.policy.take(taking)
