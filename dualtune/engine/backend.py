@@ -259,6 +259,13 @@ class Engine(Protocol):
         """
         ...
 
+    def gradient(self) -> Tensors:
+        """Return a copy of what `forward_backward` has added since the last update, float32, by the adapter's names.
+
+        Of this process alone, and not clipped: `optim_step` adds up and clips. Synchronizes, and changes nothing.
+        """
+        ...
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         """Return log p of the label of every target, float32 [B, T]; 0 elsewhere. Loss weights are not applied.
 
