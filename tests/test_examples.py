@@ -122,6 +122,16 @@ def test_the_memory_profile_of_a_tiny_model_holds_its_checks(open_backend, monke
     assert len((tmp_path / "memory_profile.csv").read_text(encoding="utf-8").splitlines()) == 18
 
 
+def test_the_denoiser_learns_new_figures_and_is_loaded_again(open_backend, monkeypatch, tmp_path, capsys):
+    open_backend("torch")
+    monkeypatch.setattr(sys, "argv", ["diffusion_block", "--steps", "60", "--out", str(tmp_path / "adapter")])
+    runpy.run_path(str(EXAMPLES / "diffusion_block.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "LoRA on 6 layers: 9,216 of 59,842 parameters" in out
+    before, after = map(float, re.search(r"triangles: ([\d.]+) before, ([\d.]+) after", out).groups())
+    assert after < 0.9 * before and float(re.search(r"loaded from .*: ([\d.]+)", out)[1]) == after
+
+
 GPT2 = {  # of each example: compute dtype, and whether all layers but the last are recomputed
     "gpt2_small_baseline": ("float32", False), "gpt2_small_memory_optimized": ("bfloat16", True),
     "gpt2_small_hybrid": ("float32", False),

@@ -14,6 +14,7 @@ import psutil
 from dualtune.base.errors import ConfigError
 from dualtune.base.world import World
 from dualtune.engine.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, loading
+from dualtune_mlx import layer
 from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
 from dualtune_mlx.profile import profile
@@ -43,6 +44,10 @@ def _machine_bytes() -> int:
 
 class MlxBackend:
     name = CARD.name
+    # For `dualtune.engine.kernels`.
+    linear_shapes = staticmethod(layer.linear_shapes)
+    add_lora_layers = staticmethod(layer.add_layers)
+    lora_layers = staticmethod(layer.lora_layers)
 
     def __init__(self, device: str = "auto") -> None:
         if device not in DEVICES:

@@ -143,6 +143,9 @@ class MlxEngine:
             self._adapter.bind(self._layout.named(self._params))  # the function above bound its own arguments
             self._adapter.forget()
 
+    def gradient(self) -> Tensors:
+        return self._to_numpy(self._grads / self._loss_scale)
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
         with self._documents(batch), self._dropout(inputs), self._replaced(inputs):

@@ -17,7 +17,7 @@ import torch
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.world import World
 from dualtune.engine.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, loading
-from dualtune_torch import numerics
+from dualtune_torch import layer, numerics
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
@@ -36,7 +36,11 @@ DEVICE_FAULTS = ("CUDA error: ", "CUDA driver error: ", "cuDNN error: ", "Triton
 
 class TorchBackend:
     name = CARD.name
-    lora_backward = staticmethod(lora_backward)  # for `dualtune.engine.kernels`
+    # For `dualtune.engine.kernels`.
+    lora_backward = staticmethod(lora_backward)
+    linear_shapes = staticmethod(layer.linear_shapes)
+    add_lora_layers = staticmethod(layer.add_layers)
+    lora_layers = staticmethod(layer.lora_layers)
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):

@@ -172,6 +172,10 @@ class TorchEngine:
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
 
+    def gradient(self) -> Tensors:
+        assert self._adapter.flat.grad is not None
+        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
         dropout_ = self._dropout(inputs) if dropout else nullcontext()

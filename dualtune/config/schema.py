@@ -177,6 +177,8 @@ class TrainConfig(Section):
     disk saves that part of every step and evaluation, and needs adapter.targets that leave the first layers alone."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
+    policy: Literal["auto"] | Name = "auto"
+    """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
 
 
 class CheckpointedLayers(Section):
@@ -385,6 +387,9 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
             rule = "but the result of schedule_free is an average already; allowed: none"
             yield ("train", "average"), schedule, f"got {train.average}, {rule}"
     yield from engine_conflicts(config)
+    if train.policy != "auto" and config.hybrid.enabled:
+        rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
+        yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
     if (
         config.hybrid.enabled
         and config.hybrid.engine not in SHORT_FOR

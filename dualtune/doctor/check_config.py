@@ -12,7 +12,7 @@ from dualtune.base.files import existing
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
-from dualtune.doctor.check_config_data import check_sources, first_step, step_rows, steps_of_run, with_lengths_of
+from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
     decoder_to_plan,
@@ -36,6 +36,7 @@ from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
+from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, with_adapter_of
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
@@ -127,6 +128,7 @@ def check_config(
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
+    report.checks += _policy_rows(config)
     # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
@@ -156,7 +158,7 @@ def check_config(
             report.checks.append(Check("memory", "skipped", str(error)))
         if report.memory is not None:
             limits = published(machine)
-            documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
+            documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
     # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
@@ -184,6 +186,17 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
         return config, [failure("start", error)]
     text = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
     return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}")]
+
+
+def _policy_rows(config: Config) -> list[Check]:
+    """Check that a step policy that the config names is installed."""
+    if config.train.policy == "auto":
+        return []
+    try:
+        policy_of(config)
+    except ConfigError as error:
+        return [failure("policy", error)]
+    return [Check("policy", "ok", f"{config.train.policy} is installed")]
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:

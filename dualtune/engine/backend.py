@@ -259,6 +259,13 @@ class Engine(Protocol):
         """
         ...
 
+    def gradient(self) -> Tensors:
+        """Return a copy of what `forward_backward` has added since the last update, float32, by the adapter's names.
+
+        Of this process alone, and not clipped: `optim_step` adds up and clips. Synchronizes, and changes nothing.
+        """
+        ...
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         """Return log p of the label of every target, float32 [B, T]; 0 elsewhere. Loss weights are not applied.
 
@@ -407,14 +414,18 @@ def get_backend(name: str, device: str = "auto") -> Backend:
     The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
     the command that installs it, if it cannot be imported.
     """
+    return backend_factory(name)(device)
+
+
+def backend_factory(name: str) -> Callable[[str], Backend]:
+    """Import a backend without choosing a device, which building it does for the whole process. Errors as above."""
     for point in entry_points(group=BACKENDS_GROUP, name=name):
         try:
-            factory = point.load()
+            return cast(Callable[[str], Backend], point.load())
         except ImportError as error:
             raise EnvironmentFault(
                 f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
             ) from error
-        return factory(device)
     raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
 
 

@@ -1,6 +1,7 @@
 """Hooks: how progress bars, profilers and trackers watch a run.
 
-A hook subclasses `Hook` and overrides the events that it wants. Records are immutable and hold plain numbers.
+A hook subclasses `Hook` and overrides the events that it wants. Records are immutable and hold plain numbers; only a
+hook with `on_gradients` is shown tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from dualtune.base.errors import DualtuneError
 
 if TYPE_CHECKING:
-    from dualtune.engine.backend import Batch
+    from dualtune.engine.backend import Batch, Engine
+    from dualtune.model.adapter import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class StepRecord:
     num_tokens: int  # without padding
     step_s: float
     tokens_per_s: float
+    documents_per_min: float
     peak_bytes: int
     skipped: bool  # loss or gradient was not finite, so nothing was updated
 
@@ -118,12 +122,40 @@ class StepTaken:
     phase: str | None = None  # of predictive training: warmup, full, predict or correct
 
 
+class GradientView:
+    """The adapter of a step between its last backward pass and its update, to look at.
+
+    The tensors are read-only copies, by the names of the engine's adapter, made when they are first asked for: that
+    waits for the device and moves as many float32 numbers as there are trained parameters. Nobody else pays for it.
+    """
+
+    def __init__(self, step: int, engine: Engine) -> None:
+        self.step = step  # counted from 1; a step that is taken again is shown again
+        self.engine = engine
+
+    @cached_property
+    def gradients(self) -> Tensors:
+        """The gradient of the step's loss: of this process's micro-batches, before clipping."""
+        return _read_only(self.engine.gradient())
+
+    @cached_property
+    def weights(self) -> Tensors:
+        """The trained parameters before the update."""
+        return _read_only(self.engine.adapter_state())
+
+
+def _read_only(tensors: Tensors) -> Tensors:
+    for array in tensors.values():
+        array.setflags(write=False)
+    return tensors
+
+
 class Hook:
     """Base class of hooks: override what you need; the rest does nothing.
 
     There are two kinds of events. Records, such as `on_step`, say what has happened. Moments (`before_forward`,
-    `after_backward`, `after_step`, `on_phase_change`) are called in the middle of the work, so they must be short; they
-    cost nothing if no hook overrides them.
+    `after_backward`, `on_gradients`, `after_step`, `on_phase_change`) are called in the middle of the work, so they
+    must be short; they cost nothing if no hook overrides them.
 
     A hook that raises does not end the run, and the failure is reported once. The records that it missed are delivered
     again, in order, before the next one. A missed moment has passed and is not repeated; while records wait, the hook
@@ -155,11 +187,14 @@ class Hook:
     def after_backward(self, micro_batch: MicroBatch) -> None:
         """Called when the host has queued the backward pass. The device may still compute it."""
 
+    def on_gradients(self, view: GradientView) -> None:
+        """Called before each update, with the whole gradient of the step."""
+
     def after_step(self, step: StepTaken) -> None: ...
 
 
 HOOKS_GROUP = "dualtune.train.hooks"
-MOMENTS = ("on_phase_change", "before_forward", "after_backward", "after_step")
+MOMENTS = ("on_phase_change", "before_forward", "after_backward", "on_gradients", "after_step")
 
 
 def installed_hooks() -> tuple[list[Hook], list[str]]:
@@ -234,6 +269,10 @@ class Watchers:
             self.tell_now("before_forward", micro_batch)
             yield batch
             self.tell_now("after_backward", micro_batch)
+
+    def show_gradients(self, step: int, engine: Engine) -> None:
+        """Show the gradient of a step, counted from 1, before its update."""
+        self.tell_now("on_gradients", GradientView(step, engine))
 
     def tell_now(self, moment: str, *args: Any) -> None:
         """Call the method `moment` of the hooks that override it. A hook that fails misses it for good."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 from dualtune.base import fields
@@ -37,8 +38,44 @@ class Ordinary:
 
 
 def policy_of(config: Config) -> MakePolicy:
-    """Return what makes the policy that the config chooses."""
+    """Return what makes the policy that the config chooses. ConfigError if it is not installed."""
+    if config.train.policy != "auto":
+        return installed_policy(config.train.policy)
     return Predictive if config.hybrid.enabled else Ordinary
+
+
+POLICIES_GROUP = "dualtune.policies"
+_PARTS = ("name", "num_probes", "take", "state", "load_state")
+
+
+def installed_policy(name: str) -> MakePolicy:
+    """Return what makes the policy of this name: an entry point of the group `dualtune.policies`.
+
+    It names a callable that gets the `Config` and returns a `StepPolicy`, such as a class. ConfigError if there is
+    none, or if it cannot be used.
+    """
+    points = {point.name: point for point in entry_points(group=POLICIES_GROUP)}
+    if name not in points:
+        allowed = ", ".join(["auto", *sorted(points)])
+        raise ConfigError(
+            f"train.policy: got {fields.shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
+            f"registers one as an entry point of the group {POLICIES_GROUP}: docs/hooks.md"
+        )
+    origin = f"train.policy: {name} ({points[name].value})"
+    try:
+        make: Any = points[name].load()
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def policy(config: Config) -> StepPolicy:
+        made = make(config)
+        if missing := [part for part in _PARTS if not hasattr(made, part)]:
+            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
+        if made.name != name:  # checkpoints say the name, and find the policy by it
+            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
+        return made
+
+    return policy
 
 
 def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:

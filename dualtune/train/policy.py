@@ -94,6 +94,10 @@ class StepActions(Protocol):
         """
         ...
 
+    def from_first(self, number: float) -> float:
+        """Return the first process's number in all processes, so that they decide alike. All must call it."""
+        ...
+
     def trying(self, adapter: Tensors) -> contextlib.AbstractContextManager[None]:
         """Use other adapter weights inside the block, and always restore the engine's own at its end."""
         ...
@@ -103,7 +107,8 @@ class StepPolicy(Protocol):
     """Decides what each step does. It is created from the config.
 
     A resumed run must decide like the uninterrupted one, and all processes must decide alike. So a decision may depend
-    only on the step, the state, and numbers that are equal in all processes (`StepOutput`, those of `StepActions`).
+    only on the step, the state, and numbers that are equal in all processes (`StepOutput`, those of `StepActions`;
+    `Engine.gradient` is this process's own).
     Read what a step queued on the device in the next step: then nothing waits (docs/decisions/0006).
     """
 

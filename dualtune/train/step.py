@@ -37,14 +37,19 @@ class TrainingStep:
     def __init__(
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
         max_steps: int = 1, phase: Phase = lambda name: contextlib.nullcontext(),
-        watch: Watch = lambda batches: batches, recovery: Recovery | None = None,
+        watch: Watch = lambda batches: batches, show: Callable[[Engine], None] = lambda engine: None,
+        recovery: Recovery | None = None,
     ) -> None:  # fmt: skip
-        """`phase`: around what is done in a phase of the step. `watch`: around the micro-batches of its gradient."""
+        """`phase`: around what is done in a phase of the step. `watch`: around the micro-batches of its gradient.
+
+        `show`: called with that gradient in the engine, before each update.
+        """
         self.engine = engine
         self.index = index  # steps done before this one
         self.max_steps = max_steps  # that it may cover: until the next checkpoint, evaluation or the end
         self._prepared, self._team = prepared, prepared.team
         self._make_batches, self._phase, self._watch = make_batches, phase, watch
+        self._show = show
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
         # What is made on first use, and made again, smaller, when memory has run out.
@@ -91,6 +96,7 @@ class TrainingStep:
         """Apply the optimizer update with the accumulated gradient."""
         _, num_targets, num_tokens = self._totals()
         lr = self.rate()
+        self._show(self.engine)
         self._team.check()
         with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
@@ -148,6 +154,10 @@ class TrainingStep:
                 own_T = (batch.segments_BT[b] == segment) & is_target_BT[b]
                 losses[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
         return losses
+
+    def from_first(self, number: float) -> float:
+        """Return the first process's number in all processes, so that they decide alike. All must call it."""
+        return self._team.total(number if self._team.is_first else 0.0)[0]
 
     def trying(self, adapter: Tensors) -> contextlib.AbstractContextManager[None]:
         """Use other adapter weights inside the block, and always restore the engine's own at its end."""

@@ -51,6 +51,7 @@ DEFAULTS = {
         "average_over": 0.4,
         "activation_cache": "none",
         "max_grad_norm": 0.3,
+        "policy": "auto",
     },
     "memory": {
         "checkpointing": "auto",

@@ -4,6 +4,7 @@ import errno
 import json
 import pydoc
 
+import numpy as np
 import pytest
 
 from dualtune.train.hooks import Hook, Watchers, installed_hooks
@@ -36,6 +37,9 @@ class Diary(Hook):
     def after_backward(self, micro_batch):
         self._note("backward", micro_batch.step, micro_batch.index)
 
+    def on_gradients(self, view):
+        self._note("gradients", view.step)
+
     def after_step(self, step):
         self._note("taken", step.step)
 
@@ -54,8 +58,8 @@ def test_the_order_of_the_calls(lab):
     def step(number, before):
         around = [(what, number, index) for index in range(micro_batches) for what in ("forward", "backward")]
         return [
-            ("data", number, before), ("micro-batch", number, "data"), *around, ("optimizer", number, "micro-batch"),
-            ("taken", number), ("step", number),
+            ("data", number, before), ("micro-batch", number, "data"), *around, ("gradients", number),
+            ("optimizer", number, "micro-batch"), ("taken", number), ("step", number),
         ]  # fmt: skip
 
     assert diary.calls == [
@@ -88,7 +92,7 @@ def test_the_work_is_done_between_the_calls_around_it(lab, monkeypatch):
     micro_batches = step.count("forward")
     assert step == [
         "data", "micro-batch", *micro_batches * ("forward", "forward_backward", "backward"),
-        "optimizer", "optim_step", "taken",
+        "gradients", "optimizer", "optim_step", "taken",
     ]  # fmt: skip
 
 
@@ -114,6 +118,46 @@ def test_the_numbers_are_those_of_the_step(lab, rows_of):
 def test_hooks_change_nothing(lab, weights_of):
     watched = lab.run("watched", hooks=[Diary()], **BUSY)
     assert weights_of(watched.run_dir) == weights_of(lab.run("alone", **BUSY).run_dir)
+
+
+def test_a_hook_sees_the_gradient_of_the_whole_step_and_cannot_write_to_it(lab, rows_of):
+    seen = []
+
+    class Reader(Hook):
+        def on_gradients(self, view):
+            norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in view.gradients.values()))
+            seen.append((view.step, norm, view.weights, view.engine.adapter_shapes))
+            next(iter(view.gradients.values()))[:] = 0
+
+    result = lab.run(hooks=[Reader()], **BUSY)
+    steps, _ = rows_of(result.run_dir)
+    assert [(step, pytest.approx(norm, rel=1e-5)) for step, norm, *_ in seen] == [
+        (row["step"], row["grad_norm"]) for row in steps
+    ]
+    shapes = seen[0][3]
+    assert all({name: w.shape for name, w in weights.items()} == shapes for _, _, weights, _ in seen)
+    assert all(not weights[name].any() for name in shapes if "lora_B" in name for *_, weights, _ in seen[:1])
+    (row,) = rows_of_events(result.run_dir, "hook_failed")
+    assert "read-only" in row["message"]
+
+
+def test_the_gradient_is_copied_only_when_it_is_asked_for():
+    class Engine:
+        calls = 0
+
+        def gradient(self):
+            self.calls += 1
+            return {"a": np.ones(2)}
+
+    class Twice(Hook):
+        def on_gradients(self, view):
+            assert view.step != 2 or view.gradients is view.gradients
+
+    engine, watchers = Engine(), Watchers([Hook(), Twice()])
+    watchers.show_gradients(1, engine)
+    assert engine.calls == 0
+    watchers.show_gradients(2, engine)
+    assert engine.calls == 1
 
 
 def test_hooks_are_called_in_the_given_order(lab):
@@ -146,7 +190,7 @@ class Broken(Diary):
         super()._note(*what)
 
 
-@pytest.mark.parametrize("event", ["forward", "backward", "taken", "optimizer"])
+@pytest.mark.parametrize("event", ["forward", "backward", "gradients", "taken", "optimizer"])
 def test_a_moment_that_fails_is_reported_once_and_never_repeated(lab, event, wording):
     broken, sound = Broken(event), Diary()
     result = lab.run(hooks=[broken, sound], **BUSY)

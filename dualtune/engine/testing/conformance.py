@@ -231,6 +231,22 @@ def check_gradient_equals_finite_differences(case: Case) -> None:
         assert abs(got - expected) <= tolerances.GRADIENT * (abs(expected) + norm_of(grads)), (got, expected)
 
 
+def check_the_gradient_can_be_read(case: Case) -> None:
+    """`gradient()` is what the optimizer gets, over all micro-batches of a step; reading it changes nothing."""
+    engine, twin, batch = case.engine(), case.engine(), case.batch()
+    assert norm_of(engine.gradient()) == 0.0
+    for b in (0, 1):
+        for one in (engine, twin):
+            one.forward_backward(row_of(batch, b), divisor=batch.num_targets)
+        read = engine.gradient()
+    for one in (engine, twin):
+        one.optim_step(lr=1e-3, max_grad_norm=None)
+    assert read.keys() == engine.adapter_shapes.keys()
+    assert_close(read, gradient_in(engine.optimizer_state()), tolerances.GRADIENT)
+    assert_equal(engine.adapter_state(), twin.adapter_state())
+    assert norm_of(engine.gradient()) == 0.0
+
+
 def check_every_adapter_tensor_has_a_gradient(case: Case) -> None:
     grads = gradient(case.engine(), case.batch())
     dead = [n for n, g in grads.items() if not np.any(g)]

@@ -187,6 +187,9 @@ class NumpyEngine:
         g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
         self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
 
+    def gradient(self) -> Tensors:
+        return {name: g.astype(np.float32) for name, g in self._grads.items()}
+
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
         return h_ND.reshape(*batch.tokens_BT.shape, -1)

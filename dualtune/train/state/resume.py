@@ -173,7 +173,7 @@ RULES: dict[str, Rule] = {
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "data.dedup", "data.on_lost_text", "data.template_variables",
-    "train.optimizer", "train.average",
+    "train.optimizer", "train.average", "train.policy",
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
