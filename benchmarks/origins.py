@@ -17,7 +17,8 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 DOCS = RESULTS.parents[1] / "docs"
 MARK = "<!-- measured -->\n"
-NAMED = re.compile(r"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, \d{4}-\d\d-\d\d(?: to \d{4}-\d\d-\d\d)?)?")
+DAY = r"\d{4}-\d\d-\d\d"
+NAMED = re.compile(rf"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, {DAY}(?: to {DAY})?)?")
 
 
 def origins_of(result: Any) -> set[tuple[str, str, str]]:
