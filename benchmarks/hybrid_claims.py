@@ -93,7 +93,7 @@ CLAIMS = (
     (
         "models of 1B and 7B on GPUs with 16 and 24 GB", f"{GOALS}; {STATUS}",
         "Not run: the status report lists both as blocked. Whether a model fits does not depend on prediction",
-        "`dualtune plan` says what fits: [memory.md](../../docs/memory.md)",
+        "`dualtune plan` says what fits: [MEMORY_OPTIMIZATION_GUIDE.md](../../docs/MEMORY_OPTIMIZATION_GUIDE.md)",
     ),
 )  # fmt: skip
 

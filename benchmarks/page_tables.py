@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from origins import RESULTS, with_origins
+
+__all__ = ["RESULTS", "filled", "table", "write"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -26,6 +28,7 @@ def filled(page: str, tables: Mapping[str, str]) -> str:
 
 
 def write(path: Path, tables: Mapping[str, str]) -> Path:
-    """Write the tables into a page."""
-    path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    """Write the tables into a page of results/, and where its figures are from."""
+    page = filled(path.read_text(encoding="utf-8"), tables)
+    path.write_text(with_origins(page, path.stem), encoding="utf-8")
     return path

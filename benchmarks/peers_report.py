@@ -9,6 +9,8 @@ from statistics import median
 from typing import Any
 from xml.sax.saxutils import escape
 
+from origins import with_origins
+
 SAME_LOSS = 1e-2  # the largest relative gap between the losses of a step of two sides that train the same
 GIB = 2**30
 HEAD = (
@@ -21,7 +23,7 @@ WIDTH, HEIGHT, MARGIN = 420, 220, 60
 
 def write(parts: dict[str, Any], results: Path) -> None:
     """Beside the .json."""
-    results.with_suffix(".md").write_text(table(parts), encoding="utf-8")
+    results.with_suffix(".md").write_text(with_origins(table(parts), results.stem), encoding="utf-8")
     results.with_suffix(".svg").write_text(plot(parts), encoding="utf-8")
 
 

@@ -129,7 +129,6 @@ def _measured() -> dict[str, Any]:
         "gpt2": result("gpt2_memory")["rows"],
         "plan_counted": plan["torch counted"],
         "plan_process": plan["torch process"],
-        "profiler": result("profiler_overhead"),
     }
 
 

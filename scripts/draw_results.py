@@ -1,10 +1,12 @@
-"""Draw docs/pictures/speed.svg: training speed against peers, from benchmarks/results/peers.json.
+"""Draw docs/pictures/speed.svg and memory.svg from benchmarks/results/peers.json and memory_guide.json.
 
     python scripts/draw_results.py
 
-Each bar is the median of the ratios of interleaved pairs, and its line goes from the lowest to the highest. The picture
-shows the peers at the best settings that were found for them, and TRL's packed rows. All parts, including those at a
-peer's defaults, are in benchmarks/results/peers.md.
+Speed: training against peers. Each bar is the median of the ratios of interleaved pairs, and its line goes from the
+lowest to the highest. The picture shows the peers at the best settings that were found for them, and TRL's packed rows.
+All parts, including those at a peer's defaults, are in benchmarks/results/peers.md.
+
+Memory: the parts of a step of Mistral 7B, with one technique more in each row, as the planner computes them.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-PICTURE = ROOT / "docs" / "pictures" / "speed.svg"
+RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
 
 SETTINGS = {"best": "its best", "packed": "packed"}
 PEERS = {"hf_peft": "Hugging Face + PEFT", "trl": "TRL", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth",
@@ -28,6 +29,14 @@ GROUPS = {  # platform/shape/workload -> description
     "mlx/llama-1m/wikisql": "MLX's CPU build, 1M Llama shape, WikiSQL",
 }
 LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is the length of a ratio of 1
+MEMORY_STYLE = ".p{fill:#8250df}.a{fill:#bf8700}.w{fill:#8c959f}"
+MEMORY_SCALE, GIB = 18.5, 2**30  # px for a GiB
+PARTS = {  # class of the bar -> its name, and the parts of the estimate that it shows
+    "b": ("weights of the base", ("weights",)),
+    "p": ("adapter and optimizer", ("adapter", "optimizer")),
+    "a": ("activations", ("activations", "recomputation")),
+    "w": ("workspace, CUDA context", ("workspace", "loss", "reserve")),
+}
 STYLE = """
 .f{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
 .b{fill:#0969da}.r{stroke:#1f2328}.o{stroke:#59636e}.h{font-weight:600}.s{fill:#59636e}
@@ -67,11 +76,39 @@ def draw(results: dict[str, Any]) -> str:
     note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. "
     note += "2 CPU cores with AMX; not run on a GPU."
     drawn.append(_text(16, top + 18, note, "s", 'textLength="648" lengthAdjust="spacingAndGlyphs"'))
-    height = top + 34
+    return _svg(drawn, top + 34, "Training speed against peers")
+
+
+def draw_memory(results: dict[str, Any]) -> str:
+    """Return a row of stacked bars for each technique."""
+    drawn = [_text(16, 28, "Memory of a training step of Mistral 7B, one technique more in each row", "h")]
+    top, x = 44, 16.0
+    for kind, (name, _) in PARTS.items():
+        drawn += [f'<rect class="{kind}" x="{x:g}" y="{top}" width="{BAR}" height="{BAR}" rx="2"/>',
+                  _text(x + BAR + 6, top + 12, name, "s")]  # fmt: skip
+        x += 40 + 6.7 * len(name)
+    top += ROW + 6
+    for row in results["techniques"]:
+        parts, x = dict(row["parts"]), float(LEFT)
+        drawn.append(_text(LEFT - 10, top + BAR / 2 + 4.5, row["technique"], "", 'text-anchor="end"'))
+        for kind, (_, names) in PARTS.items():
+            width = MEMORY_SCALE * sum(parts.pop(name, 0) for name in names) / GIB
+            drawn.append(f'<rect class="{kind}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}"/>')
+            x += width
+        if parts:
+            raise ValueError(f"PARTS has no bar for {', '.join(parts)}")
+        drawn.append(_text(x + 8, top + BAR / 2 + 4.5, f"{sum(row['parts'].values()) / GIB:.1f} GiB", "h"))
+        top += ROW
+    note = "LoRA, rank 16, bfloat16, one document of 2,048 tokens. By the memory planner, not measured on a GPU."
+    drawn.append(_text(16, top + 16, note, "s"))
+    return _svg(drawn, top + 32, "Memory of a training step of Mistral 7B, by part and technique", STYLE + MEMORY_STYLE)
+
+
+def _svg(drawn: list[str], height: float, label: str, style: str = STYLE) -> str:
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'role="img" aria-label="Training speed against peers">',
-        f"<style>{STYLE}</style>",
+        f'role="img" aria-label="{label}">',
+        f"<style>{style}</style>",
         f'<rect class="f" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         *drawn,
         "</svg>\n",
@@ -94,8 +131,21 @@ def _text(x: float, y: float, words: str, kind: str, more: str = "") -> str:
 
 
 def main() -> None:
-    PICTURE.write_text(draw(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
-    print(PICTURE.relative_to(ROOT))
+    for picture, text in pictures().items():
+        picture.write_text(text, encoding="utf-8")
+        print(picture.relative_to(ROOT))
+
+
+def pictures() -> dict[Path, str]:
+    """Return each picture with what is drawn in it."""
+    return {
+        PICTURES / "speed.svg": draw(result("peers")),
+        PICTURES / "memory.svg": draw_memory(result("memory_guide")),
+    }
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

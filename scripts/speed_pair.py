@@ -1,6 +1,6 @@
 """Measure in turns how fast two versions of dualtune train and start: OLD, NEW, NEW, OLD, …
 
-    .venv/bin/python scripts/speed_pair.py OLD NEW [--pairs 7] [--output benchmarks/results/redesign.json]
+    .venv/bin/python scripts/speed_pair.py OLD NEW [--pairs 7] [--output build/speed.json]
 
 OLD and NEW are commits, or directories with a tree of dualtune; each runs with its own code (see same_bits.py). It
 measures

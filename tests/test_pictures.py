@@ -1,7 +1,6 @@
 """The pictures of the documentation: what their scripts draw from the files beside them, and nothing private in it."""
 
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
@@ -31,12 +30,18 @@ def events(recorder):
     return recorder.events_of(recorder.CAST.read_text(encoding="utf-8"))
 
 
-def test_the_chart_is_that_of_the_results():
+def test_the_charts_are_those_of_the_results():
     drawing = script("draw_results")
-    results = json.loads(drawing.RESULTS.read_text(encoding="utf-8"))
-    assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(results)
+    assert {path: path.read_text(encoding="utf-8") for path in drawing.pictures()} == drawing.pictures()
+    results = drawing.result("peers")
     best = [part for part in results["parts"] if part.endswith(("/best", "/packed"))]
     assert sum(len(drawing.bars(results["parts"], group)) for group in drawing.GROUPS) == len(best) > 0
+
+
+def test_a_part_of_the_memory_that_has_no_bar_is_refused():
+    row = {"technique": "new", "parts": {"weights": 2**30, "sound": 1}}
+    with pytest.raises(ValueError, match="PARTS has no bar for sound"):
+        script("draw_results").draw_memory({"techniques": [row]})
 
 
 def test_the_recording_is_drawn_as_it_was_made(recorder, events):

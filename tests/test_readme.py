@@ -5,14 +5,20 @@ import re
 import runpy
 import shlex
 import subprocess
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dualtune
 from dualtune.config import load_config
 from dualtune.config.render import to_yaml
+from dualtune.engine.machine import budget
+from dualtune.engine.machines import named
+from dualtune.engine.memory.plan import plan_of
+from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,6 +54,22 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_page_shows_commands_of_dualtune_and_the_demo():
     assert {words[0] for words in commands()} == {"make", "dualtune"}
     assert [words for words in commands() if words[0] == "make"] == [["make", "demo"], ["make", "demo-real"]]
+
+
+def test_the_versions_of_the_stack_are_those_that_are_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    required = " ".join([*project["dependencies"], *extras["torch"], *extras["mlx"]])
+    named = re.findall(r"\b(mlx|mlx-lm|torch|peft|transformers) (\d[\d.]*\d)", PAGE)
+    assert len(named) == 5 and all(f"{name}>={version}" in required for name, version in named)
+
+
+def test_what_qlora_takes_is_what_the_planner_says():
+    (block,) = blocks("yaml")
+    config = load_config(yaml.safe_load(block))
+    has = budget(named("rtx-5080-16"))
+    plan = plan_of(config, decoder_of(KNOWN[config.model.name]), "torch", "cuda", has)
+    assert f"[{round(plan.estimate.total_bytes / 2**30)} GiB]" in PAGE and plan.fits and plan.time == 1
 
 
 @pytest.mark.parametrize(("target", "options"), [("demo", ["--demo"]), ("demo-real", ["--demo", "smollm2"])])

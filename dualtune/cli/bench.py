@@ -98,7 +98,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPla
     """
     from dualtune.doctor.bench.measure import limits_here
     from dualtune.doctor.check_config import plan_config
-    from dualtune.doctor.check_config_data import first_step, look_at_data
+    from dualtune.doctor.check_config_data import look_at_data, typical_step
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
     from dualtune.engine.machines import limits_for, named
@@ -111,7 +111,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPla
     limits = limits or limits_here(choice, machine, memory.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    time = predict(memory.decoder, memory.ask, first_step(settings, look_at_data(settings)), limits)
+    time = predict(memory.decoder, memory.ask, typical_step(settings, look_at_data(settings)), limits)
     return memory, time, limits
 
 

@@ -58,5 +58,6 @@ def command(
 
 def _by_part(plan: MemoryPlan) -> str:
     parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in plan.estimate.parts]
-    total = ("", in_bytes(plan.estimate.total_bytes).rjust(10), "in all", "an estimate; see docs/memory.md")
+    remark = "an estimate; see docs/MEMORY_OPTIMIZATION_GUIDE.md"
+    total = ("", in_bytes(plan.estimate.total_bytes).rjust(10), "in all", remark)
     return in_columns([*parts, total])

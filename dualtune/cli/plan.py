@@ -47,7 +47,7 @@ def command(
     """
     from dualtune.doctor.bench.measure import limits_here
     from dualtune.doctor.check_config import plan_config
-    from dualtune.doctor.check_config_data import first_step, look_at_data, steps_of_run, with_lengths_of
+    from dualtune.doctor.check_config_data import look_at_data, steps_of_run, typical_step, with_lengths_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect, load_average
     from dualtune.engine.machines import named, published
@@ -69,7 +69,7 @@ def command(
         time: StepTime | str = UNKNOWN_RATE
         if limits is not None:
             try:
-                time = predict(plan.decoder, plan.ask, first_step(settings, samples), limits)
+                time = predict(plan.decoder, plan.ask, typical_step(settings, samples), limits)
             except EnvironmentFault as error:
                 time = str(error)
     num_steps = steps_of_run(settings, samples)
@@ -121,7 +121,7 @@ def _as_text(
     """Return the parts of the memory, what is known of the run, and the changes with which it fits."""
     checkpointing = plan.ask.checkpointing
     parts = [(part.bytes, part.name, _phase(part.name), part.formula) for part in plan.estimate.parts]
-    total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/memory.md")
+    total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/MEMORY_OPTIMIZATION_GUIDE.md")
     again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
     work = f"{plan.flops_per_token * plan.time / 1e9:.3g} GFLOP for each token{again}"
     if limits is None or isinstance(time, str):

@@ -124,7 +124,7 @@ def _cell(value: Any) -> str:
 # Of metrics.jsonl and, in bytes, of memory.csv: the most of all phases of the step.
 FROM_METRICS = (
     "time", "step", "epoch", "loss", "eval_loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s",
-    "tokens_per_s", "peak_bytes",
+    "tokens_per_s", "documents_per_min", "peak_bytes",
 )  # fmt: skip
 FROM_MEMORY = ("used_bytes", "cached_bytes", "process_bytes", "device_bytes")
 COLUMNS: tuple[str, ...] = (*FROM_METRICS, "perplexity", "eval_perplexity", *FROM_MEMORY)

@@ -12,7 +12,7 @@ from dualtune.base.files import existing
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
-from dualtune.doctor.check_config_data import check_sources, first_step, step_rows, steps_of_run, with_lengths_of
+from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
     decoder_to_plan,
@@ -158,7 +158,7 @@ def check_config(
             report.checks.append(Check("memory", "skipped", str(error)))
         if report.memory is not None:
             limits = published(machine)
-            documents, num_steps = first_step(config, samples), steps_of_run(config, samples)
+            documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
     # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))

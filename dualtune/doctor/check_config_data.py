@@ -35,6 +35,7 @@ KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key o
 CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
 LONGEST_ROWS = 20  # by characters, of which the one with the most tokens is looked for
 FEW_STEPS = 50  # fewer steps train little
+SEEN_STEPS = 100  # of which one of usual size is chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,11 @@ def with_lengths_of(config: Config, samples: list[SourceSample]) -> tuple[Config
     return with_real_lengths(config, max(longest), cells), evaluated
 
 
-def first_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
-    """Return the documents of the first step, as if all rows were like the first ones; else the longest allowed."""
+def typical_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
+    """Return the documents of a step of usual size, as if all rows were like the first ones; else the longest allowed.
+
+    It stands for every step of the run, so it is the one, of the first steps, whose tokens are nearest to their mean.
+    """
     order, lengths = _estimated(config, samples)
     layout, longest = layout_of(config), config.data.max_length
     samples = [sample for sample in samples if not sample.is_evaluated]
@@ -230,7 +234,9 @@ def first_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
         number = config.train.documents_per_step or max(1, tokens // longest)
         source = f"data.max_length, {longest} tokens for every document, because the data are not known"
         return step_documents(np.full(number, longest), layout, source)
-    ids = order.step(0).documents
+    steps = [order.step(index).documents for index in range(min(order.num_steps, SEEN_STEPS))]
+    tokens = np.array([lengths[ids].sum() for ids in steps])
+    ids = steps[int(np.argmin(abs(tokens - tokens.mean())))]
     all_targets = sum(length - 1 for sample in samples for length in sample.lengths)
     share = sum(sample.targets for sample in samples) / max(1, all_targets)
     return step_documents(lengths[ids], layout, f"the first {_counted(num_known, 'document')} of the data", share)

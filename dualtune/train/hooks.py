@@ -49,6 +49,7 @@ class StepRecord:
     num_tokens: int  # without padding
     step_s: float
     tokens_per_s: float
+    documents_per_min: float
     peak_bytes: int
     skipped: bool  # loss or gradient was not finite, so nothing was updated
 

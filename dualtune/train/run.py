@@ -287,8 +287,9 @@ def _take_step(job: Job, step: int) -> int:
         if update is None:
             record = job.log.flush()
         else:
+            planned = prepared.data.order.step(step - 1)
             record = job.log.step(
-                update.output, step=step, epoch=prepared.data.order.step(step - 1).epoch, lr=update.lr,
+                update.output, len(planned.documents), step=step, epoch=planned.epoch, lr=update.lr,
                 num_targets=update.num_targets, num_tokens=update.num_tokens,
             )  # fmt: skip
         for event in outcome.events:

@@ -41,9 +41,11 @@ def test_all_figures_are_of_the_same_kind_of_machine():
 
 # --- claims.md ---
 
+PAGE = (ROOT / "benchmarks" / "results" / "claims.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CLAIMS = [
     tuple(cell.strip() for cell in line.strip("| ").rsplit(" | ", 1))
-    for line in (ROOT / "benchmarks" / "results" / "claims.md").read_text(encoding="utf-8").splitlines()
+    for line in PAGE.partition("## The data")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| claim |")
 ]
 
@@ -62,7 +64,7 @@ def test_each_claim_has_commands_and_they_exist(claim, shown_by):
     assert commands, claim
     for command, *words in commands:
         if command == "make":
-            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M), words
+            assert re.search(rf"^{words[0]}:", MAKEFILE, re.M), words
         elif words[0] == "-m":
             markers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
             assert words[1] in [text.partition(":")[0] for text in markers["ini_options"]["markers"]]
@@ -70,6 +72,18 @@ def test_each_claim_has_commands_and_they_exist(claim, shown_by):
             assert command in ("pytest", "python"), command
             paths = words if command == "pytest" else words[:1]
             assert paths and all((ROOT / path).exists() for path in paths), paths
+
+
+@pytest.mark.parametrize(("claim", "shown_by"), CLAIMS, ids=[claim[:40] for claim, _ in CLAIMS])
+def test_a_claim_says_whether_its_commands_need_data(claim, shown_by):
+    """Those of make that pass the directory on, and the benchmarks that take it."""
+    needs = []
+    for command, *words in (shlex.split(each) for each in re.findall(r"`([^`]+)`", shown_by)):
+        recipe = re.search(rf"^{re.escape(words[0])}:.*\n((?:\t.*\n)*)", MAKEFILE, re.M) if command == "make" else None
+        needs.append(
+            "$(SHARED)" in recipe[1] if recipe else command == "python" and "--shared" in (ROOT / words[0]).read_text()
+        )
+    assert any(needs) == ("(with [the data](#the-data))" in shown_by)
 
 
 def test_the_speeds_among_the_claims_are_those_that_were_measured():

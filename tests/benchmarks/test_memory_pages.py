@@ -26,6 +26,17 @@ def test_what_fits_on_a_card_of_16_gb_is_what_the_planner_says(script):
     assert all(row["fits"] == (row["needs_bytes"] <= row["available_bytes"] < 16 * 2**30) for row in rows)
 
 
+def test_the_memory_guide_says_what_the_planner_says(script):
+    module = script("memory_guide")
+    found = module.figures()
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert script("page_tables").filled(page, module.tables(found)) == page
+    recorded = json.loads((RESULTS / "memory_guide.json").read_text(encoding="utf-8"))
+    assert {key: recorded[key] for key in found} == found
+    total = [sum(row["parts"].values()) for row in found["techniques"]]
+    assert total == sorted(total, reverse=True)  # each technique saves something
+
+
 def test_the_figures_beside_the_documents_are_ours(script):
     module = script("validation_results")
     found = module.figures()

@@ -16,7 +16,7 @@ from dualtune.model.formats.directory import read_adapter
 from dualtune.train.state import checkpoint
 
 MARK = "damaged-by-the-chaos-suite"  # a file in a checkpoint that we have damaged ourselves
-MEASURED = ("time", "step_s", "tokens_per_s", "peak_bytes")
+MEASURED = ("time", "step_s", "tokens_per_s", "documents_per_min", "peak_bytes")
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 

@@ -21,6 +21,7 @@ from dualtune.train.state.resume import with_tokens
 
 ROOT = Path(__file__).parents[2]
 NAMES = example_names()
+TRACKERS = ("trackio", "wandb", "mlflow", "tensorboard")
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BACKEND = {"training_config_m4": "mlx", "training_config_m4_16gb": "mlx"}  # of the others: torch
 TIERS = {  # model, tokens of a document, steps, targets, steps between checkpoints
@@ -93,6 +94,14 @@ def test_h100_and_m4_differ_only_where_they_must():
         "train.micro_batch_tokens": (3 * 4096, 1 * 2048),
         "run.dir": ("runs/h100", "runs/m4"),
     }
+
+
+@pytest.mark.parametrize("name", ["training_config_h100", "training_config_m4"])
+def test_a_large_config_runs_without_a_tracker_and_takes_each(name):
+    assert load(name).run.track == ()
+    for tracker in TRACKERS:
+        assert load(name, f"run.track=[{tracker}]").run.track == (tracker,)
+        assert tracker in example_path(name).read_text(encoding="utf-8")
 
 
 def test_the_h100_config_has_the_values_that_were_asked_for():
@@ -169,6 +178,14 @@ def test_the_m4_config_fits_with_the_lengths_that_it_names():
 def test_the_h100_config_takes_at_most_60_gb_with_room():
     plan = plan_for("training_config_h100", "h100-80")
     assert plan.estimate.total_bytes <= 0.95 * 60e9 and plan.time == 1
+
+
+def test_the_h100_config_says_what_three_and_four_documents_take():
+    text = example_path("training_config_h100").read_text(encoding="utf-8")
+    for documents in (3, 4):
+        overrides = (f"train.micro_batch_tokens={documents * 4096}", "memory.checkpointing=none")
+        plan = plan_for("training_config_h100", "h100-80", *overrides)
+        assert f"{plan.estimate.total_bytes / 1e9:.1f} GB" in text
 
 
 # --- found and printed -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from dualtune.engine.backend import IGNORE_INDEX
 from dualtune.train.evaluation import layout_of
 from dualtune.train.state.resume import with_tokens
 
+ROOT = Path(__file__).parents[2]
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 END = "<|im_end|>"
 
 
-def chatml(turns):
+def chatml(turns, system=SYSTEM):
     """Pieces of text, and whether they are targets."""
-    yield SYSTEM, False
+    yield system, False
     for role, text in turns:
         yield f"<|im_start|>{role}\n", False
         yield text + END, role == "assistant"
@@ -45,7 +47,14 @@ def sharegpt(path):
         yield chatml((roles[turn["from"]], turn["value"]) for turn in row["conversations"])
 
 
+def demo(path):
+    """The rows of the demo, whose template writes no system message of its own."""
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        yield chatml(((turn["role"], turn["content"]) for turn in row["messages"]), system="")
+
+
 SETS = {
+    "demo": (demo, []),
     "data/gsm8k/train.jsonl": (gsm8k, ["data.columns={prompt: question, completion: answer}"]),
     "data/wikisql/train.jsonl": (wikisql, []),
     "data/misc/sharegpt_conversations.json": (sharegpt, []),
@@ -54,8 +63,11 @@ SETS = {
 
 @pytest.fixture(scope="module", params=SETS)
 def real(request, shared):
-    """(config, documents, the pieces of each row) of a set."""
-    path, model = shared(request.param), shared("tokenizers/smollm2")
+    """(config, documents, the pieces of each row) of a set; the demo's lies in the repository."""
+    if request.param == "demo":
+        path, model = (ROOT / "dualtune" / "demo" / name for name in ("data/train.jsonl", "model"))
+    else:
+        path, model = shared(request.param), shared("tokenizers/smollm2")
     read, settings = SETS[request.param]
     settings = [*settings, f"model.name={model}", f"data.train={path}", "data.eval=0", "train.epochs=1"]
     config = parse_config("model: {}", overrides=settings)
@@ -64,9 +76,9 @@ def real(request, shared):
     return config, documents, read(path)
 
 
-def test_rows_tokens_and_targets_are_those_of_an_independent_count(real, shared):
-    _, documents, rows = real
-    plain = tokenizers.Tokenizer.from_file(str(shared("tokenizers/smollm2/tokenizer.json")))
+def test_rows_tokens_and_targets_are_those_of_an_independent_count(real):
+    config, documents, rows = real
+    plain = tokenizers.Tokenizer.from_file(f"{config.model.name}/tokenizer.json")
     num_rows = num_tokens = num_targets = 0
     for pieces in rows:
         runs = [(hit, "".join(text for text, _ in run)) for hit, run in groupby(pieces, lambda piece: piece[1])]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "site"))
+sys.path[:0] = [str(ROOT / "scripts" / "site"), str(Path(__file__).parent)]
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ class Shown:
 def test_the_live_line_says_the_phase():
     shown = Shown()
     hook = Progress(100, shown, RunView(None, None, num_steps=9))
-    record = StepRecord(1, 0.1, 2.0, 1e-3, 1.0, 5, 6, 0.1, 60.0, 7, False)
+    record = StepRecord(1, 0.1, 2.0, 1e-3, 1.0, 5, 6, 0.1, 60.0, 600.0, 7, False)
     hook.on_step(record)
     hook.after_step(StepTaken(2, 6, 5, 1e-3, "correct"))
     hook._drawn = -math.inf  # some time ago

@@ -70,8 +70,8 @@ def peft_losses(material, config):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("tiny", 30), ("stories", 30), pytest.param("stories", 200, marks=pytest.mark.long)],
-    ids=["tiny", "stories260k", "stories260k-long"],
+    [("tiny", 30), ("stories", 30), *(pytest.param(name, 200, marks=pytest.mark.long) for name in ("tiny", "stories"))],
+    ids=["tiny", "stories260k", "tiny-long", "stories260k-long"],
 )
 def test_both_backends_follow_an_independent_peft_loop(name, steps, request, backends, tmp_path):
     material = request.getfixturevalue(name)

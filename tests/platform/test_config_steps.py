@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.config import load_config
 from dualtune.config.render import example_path
 from dualtune.doctor.check_config import ConfigReport
+from dualtune.doctor.check_config_data import SourceSample, typical_step
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 
@@ -73,6 +75,15 @@ def test_the_number_of_steps_is_that_of_the_run(check, tiny_llama, open_backend,
     result = dualtune_main("train", example_path("training_config_h100"), "--platform", "cpu", "--dry-run", *sets)
     number = int(re.search(r"steps +(\d+) of ", result.stdout)[1])
     assert number > 50 and abs(int(found.split()[1].rstrip(":")) - number) <= tolerance * number
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_time_is_that_of_a_step_of_usual_size(seed):
+    """The first one may have the long documents, and the time of the run is a multiple of it."""
+    overrides = (f"run.seed={seed}", "train.documents_per_step=4")
+    config = load_config(example_path("training_config_h100"), overrides)
+    mixed = SourceSample(1.0, num_rows=400, lengths=(10,) * 50 + (1000,) * 50)
+    assert typical_step(config, [mixed]).tokens == 2 * 10 + 2 * 1000
 
 
 def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):

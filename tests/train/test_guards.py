@@ -18,7 +18,7 @@ NOISY = [2.0 + 0.1 * math.sin(7 * i) for i in range(40)]
 
 def step_record(step, loss, grad_norm=1.0):
     skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-    return StepRecord(step, 0.1, loss, 1e-3, grad_norm, 10, 20, 0.1, 200.0, 0, skipped)
+    return StepRecord(step, 0.1, loss, 1e-3, grad_norm, 10, 20, 0.1, 200.0, 600.0, 0, skipped)
 
 
 @pytest.fixture

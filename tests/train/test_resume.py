@@ -59,7 +59,7 @@ def stopped(lab):
 
 
 def untimed(rows):
-    measured = ("time", "step_s", "tokens_per_s", "peak_bytes")
+    measured = ("time", "step_s", "tokens_per_s", "documents_per_min", "peak_bytes")
     return [{key: value for key, value in row.items() if key not in measured} for row in rows]
 
 

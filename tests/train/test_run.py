@@ -19,7 +19,7 @@ from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
 
 STEP_KEYS = {"time", "step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
-             "peak_bytes", "skipped"}  # fmt: skip
+             "documents_per_min", "peak_bytes", "skipped"}  # fmt: skip
 EVAL_KEYS = {"time", "step", "eval_loss", "eval_targets"}
 
 
@@ -59,6 +59,9 @@ def test_metrics_have_exactly_the_documented_keys_and_every_step_once(lab, rows_
     assert [row["lr"] for row in steps] == pytest.approx([5e-3, *cosine])
     assert all(row["step_s"] > 0 and row["peak_bytes"] > 2**20 for row in steps)
     assert all(row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["step_s"]) for row in steps)
+    order = prepare(lab.config(train__steps=5, data__eval=0.25), lab.backend).data.order
+    documents = [len(order.step(index).documents) for index in range(5)]
+    assert [row["documents_per_min"] * row["step_s"] / 60 for row in steps] == pytest.approx(documents)
     assert (result.num_steps, result.final_loss) == (5, steps[-1]["loss"])
     assert (result.eval_loss_before, result.eval_loss) == (evals[0]["eval_loss"], evals[-1]["eval_loss"])
 

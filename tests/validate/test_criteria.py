@@ -23,8 +23,8 @@ def steps(count, **changes) -> tuple[StepRecord, ...]:
         }
         rate = 100 / values["step_s"]
         found.append(
-            StepRecord(step=step, epoch=0, lr=1e-3, num_targets=50, num_tokens=100, tokens_per_s=rate, skipped=False,
-                       **values)
+            StepRecord(step=step, epoch=0, lr=1e-3, num_targets=50, num_tokens=100, tokens_per_s=rate,
+                       documents_per_min=rate, skipped=False, **values)
         )  # fmt: skip
     return tuple(found)
 

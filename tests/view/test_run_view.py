@@ -16,7 +16,7 @@ from dualtune.train.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, 
 
 
 def step_record(step, loss=2.0, step_s=2.0):
-    return StepRecord(step, 0.1, loss, 1e-3, 1.0, 5, 6, step_s, 60.0, 7, False)
+    return StepRecord(step, 0.1, loss, 1e-3, 1.0, 5, 6, step_s, 60.0, 600.0, 7, False)
 
 
 def info(path, num_steps=10, first_step=0):

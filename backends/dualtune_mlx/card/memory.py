@@ -2,7 +2,7 @@
 
 The formulas describe this package as it is. MLX keeps what the gradients of its operations need and evaluates several
 operations ahead, so the tensors that are alive at a moment are counted from measurements on its CPU build
-(docs/memory.md), not derived.
+(docs/MEMORY_OPTIMIZATION_GUIDE.md), not derived.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
 model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.

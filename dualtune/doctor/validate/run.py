@@ -178,6 +178,7 @@ def report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machi
         "exit_code": code,
         "date": datetime.now(UTC).date().isoformat(),
         "platform": setup.platform,
+        "on_cpu": setup.on_cpu,
         "random_weights": setup.random_weights,
         "machine": {
             "cpu": machine.cpu,

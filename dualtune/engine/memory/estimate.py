@@ -1,7 +1,7 @@
 """An estimate of the memory of a training step, by formula, before anything is loaded.
 
-docs/memory.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the estimate with the engines'
-actual memory.
+docs/MEMORY_OPTIMIZATION_GUIDE.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the
+estimate with the engines' actual memory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ from dualtune.base.redaction import redact
 from dualtune.train.health import end_loss
 from dualtune.train.state.metrics import History, time_of
 
-COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes", "num_tokens", "step_s", "epoch")
+COLUMNS = (
+    "loss", "lr", "grad_norm", "tokens_per_s", "documents_per_min", "peak_bytes", "num_tokens", "step_s", "epoch",
+)  # fmt: skip
 DRAWN = ("loss", "smooth", "lr", "grad_norm", "tokens_per_s", "peak_bytes")
 MAX_POINTS = 2000  # of a curve, about one for each pixel
 MAX_EVENTS = 500  # shown; the last ones

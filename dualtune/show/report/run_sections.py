@@ -111,11 +111,15 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
         tiles.append((f"{curves.tokens[-1]:,.0f}", "tokens trained on"))
     if (speed := median_speed(run)) is not None:
         tiles.append((f"{speed:,.0f}", "tokens per second, the median step"))
+    if (speed := median_speed(run, "documents_per_min")) is not None:
+        tiles.append((f"{speed:,.0f}", "documents per minute, the median step"))
     if curves.seconds and curves.seconds[-1] < 1e9:
         tiles.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
+    plan = run.against_plan
     if (peak := curves.peak_bytes) is not None and peak > 0:
-        tiles.append((in_bytes(peak), "peak memory"))
-    if (plan := run.against_plan) is not None:
+        beside = f", {in_bytes(plan.mapped_bytes)} of it mapped files" if plan and plan.mapped_bytes else ""
+        tiles.append((in_bytes(peak), f"peak memory{beside}"))
+    if plan is not None:
         tiles.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
     return tiles
 
@@ -125,9 +129,9 @@ def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if not math.isfinite(loss) or abs(loss) < 1e6 else f"{loss:.3g}"
 
 
-def median_speed(run: RunFiles) -> float | None:
-    """Return the tokens per second of the median step, None before the first one."""
-    speeds = [speed for speed in run.curves.columns["tokens_per_s"] if math.isfinite(speed)]
+def median_speed(run: RunFiles, column: str = "tokens_per_s") -> float | None:
+    """Return the speed of the median step; None before the first one, or if no row has it."""
+    speeds = [speed for speed in run.curves.columns[column] if math.isfinite(speed)]
     return median(speeds) if speeds else None
 
 

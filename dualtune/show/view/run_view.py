@@ -36,7 +36,10 @@ from dualtune.train.state.run_dir import CHECKPOINTS, METRICS
 # What a run has told so far, from its files: its rows as its hooks got them, and its newest checkpoint.
 
 MAX_TEXT = 10_000  # characters of a message
-_NUMBERS = ("epoch", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s", "peak_bytes")
+_NUMBERS = (
+    "epoch", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s", "documents_per_min",
+    "peak_bytes",
+)  # fmt: skip
 
 
 def tell(hook: Hook, row: Mapping[str, Any]) -> None:

@@ -112,14 +112,19 @@ class Metrics:
         self._is_read_at_once = backend.devices()[0].kind == "cpu"
         self._clock = time.perf_counter()
 
-    def step(self, output: StepOutput, **fields: Any) -> StepRecord | None:
+    def step(self, output: StepOutput, num_documents: int, **fields: Any) -> StepRecord | None:
         """Queue a step's results and return the previous step's record. `fields`: those that need no device.
 
         On a CPU return this step's record, since reading it does not wait.
         """
         record = self.flush()
         now = time.perf_counter()
-        fields["step_s"], self._clock = now - self._clock, now
+        step_s, self._clock = now - self._clock, now
+        fields |= {
+            "step_s": step_s,
+            "tokens_per_s": fields["num_tokens"] / step_s,
+            "documents_per_min": 60 * num_documents / step_s,
+        }
         self._pending = output, fields
         return self.flush() if self._is_read_at_once else record
 
@@ -132,7 +137,6 @@ class Metrics:
         record = StepRecord(
             loss=loss,
             grad_norm=grad_norm,
-            tokens_per_s=fields["num_tokens"] / fields["step_s"],
             peak_bytes=self._backend.memory().peak_bytes,
             skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
             **fields,
