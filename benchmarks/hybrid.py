@@ -58,6 +58,7 @@ def main() -> None:
     backend = open_backend(choose("cpu"))
     for case in args.cases.split(","):
         settings, arms = CASES[case]
+        origin = record.origin()  # now, because the code may change while this runs
         with tempfile.TemporaryDirectory() as name:
             os.environ["DUALTUNE_CACHE"] = str(Path(name) / "cache")
             corpus = corpora(Path(name), args.shared.resolve())[case.split("-")[0]]
@@ -66,7 +67,7 @@ def main() -> None:
                 config, (), backend, arms=arms, seeds=args.seeds, tune=case == TO_TUNE,
                 tell=lambda what: print(what, file=sys.stderr, flush=True),
             )  # fmt: skip
-        cases = recorded() | {case: {"settings": settings, "table": as_table(found), **found.as_json()}}
+        cases = recorded() | {case: {**origin, "settings": settings, "table": as_table(found), **found.as_json()}}
         print(record.write("hybrid", {"cases": cases}))
         (record.RESULTS / f"hybrid_{case}.svg").write_text(plot(found), encoding="utf-8")
     return None
@@ -81,8 +82,13 @@ def corpora(folder: Path, shared: Path) -> dict[str, dict[str, Any]]:
 
 
 def recorded() -> dict[str, Any]:
+    """Return the cases, each with the origin of its figures; older ones have that of the file."""
     path = record.RESULTS / "hybrid.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("cases", {}) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    origin = {key: result[key] for key in ("date", "commit", "machine", "versions")}
+    return {name: origin | case for name, case in result["cases"].items()}
 
 
 def recorded_tables() -> dict[str, str]:

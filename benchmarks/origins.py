@@ -60,13 +60,16 @@ def with_days(text: str) -> str:
     return NAMED.sub(lambda match: match[1] + day_of(match[2]), text)
 
 
+def dated(page: Path, text: str) -> str:
+    """Return the text of this page with where its figures are from."""
+    return with_origins(text, page.stem) if page.parent == RESULTS else with_days(text)
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page with the text that it should have."""
-    for page in sorted(RESULTS.glob("*.md")):
-        yield page, with_origins(page.read_text(encoding="utf-8"), page.stem)
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in sorted([*RESULTS.glob("*.md"), *DOCS.rglob("*.md")]):
         if page.parent.name != "decisions":
-            yield page, with_days(page.read_text(encoding="utf-8"))
+            yield page, dated(page, page.read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -71,3 +71,4 @@ def test_a_result_has_the_origin_of_its_parts(origins, monkeypatch, tmp_path, re
     cited = "see ([it](../benchmarks/results/speed.json)) and `benchmarks/results/speed.json`, 2020-01-01.\n"
     dated = f"see ([it](../benchmarks/results/speed.json){day}) and `benchmarks/results/speed.json`{day}.\n"
     assert origins.with_days(cited) == dated == origins.with_days(dated)
+    assert origins.dated(tmp_path / "speed.md", page) == page and origins.dated(ROOT / "docs" / "a.md", cited) == dated
