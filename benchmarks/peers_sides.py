@@ -48,7 +48,8 @@ def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
     settings, optimizer = job["settings"], job["optimizer"]
     device = job["device"]
-    model = peft_model(job, {"dtype": "bfloat16", "attn_implementation": settings["attn_implementation"]})
+    dtype = settings.get("dtype", "bfloat16")
+    model = peft_model(job, {"dtype": dtype, "attn_implementation": settings["attn_implementation"]})
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = {"lr": optimizer["lr"], "betas": optimizer["betas"], "eps": optimizer["eps"]}
@@ -68,6 +69,7 @@ def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         update.zero_grad()
         clock.losses.append(float(total))
         clock.ended_at.append(time.time())
+    save(job, model)
     return {"settings": settings, "AdamW": adamw}
 
 
@@ -104,6 +106,7 @@ def trl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         callbacks=[clock.for_trainer()],
     )
     trainer.train()
+    save(job, trainer.model)
     return {"model": settings["model"], "SFTConfig": arguments}
 
 
@@ -269,6 +272,12 @@ def peft_model(job: dict[str, Any], arguments: dict[str, Any]) -> Any:
     if job["quantization"] == "nf4":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return peft.PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
+
+
+def save(job: dict[str, Any], model: Any) -> None:
+    """Write the adapter where the job asks for it, with the peer's own words."""
+    if "save" in job:
+        model.save_pretrained(job["save"])
 
 
 def nf4() -> Any:
