@@ -259,6 +259,9 @@ class HybridConfig(Section):
     """The number of training documents in each of the two probe sets; no step trains on them."""
     trust_region: Literal["auto"] | Positive = "auto"
     """The largest change of the weights by predictions, relative to how far they are from where the run began."""
+    gate: Literal["auto", "clock", "none"] = "auto"
+    """Whether predictions end for the rest of the run before they make it more than 3 % slower by the clock; auto is
+    clock, or none with run.deterministic, since two runs measure different times."""
     offload: Literal["none", "optimizer"] = "none"
     """What moves to host memory while a prediction is searched; optimizer moves the optimizer's state."""
 

@@ -75,6 +75,7 @@ DEFAULTS = {
         "max_consecutive_predicts": "auto",
         "probes": "auto",
         "trust_region": "auto",
+        "gate": "auto",
         "offload": "none",
     },
     "guards": {
