@@ -1,4 +1,4 @@
-"""Training speed against peers: TRL, a Hugging Face + PEFT loop, LLaMA-Factory, Unsloth, mlx-lm.
+"""Training speed against peers: TRL, a Hugging Face + PEFT loop, LLaMA-Factory, axolotl, Unsloth, mlx-lm.
 
     python benchmarks/peers.py --make-envs [--envs build/peers] [--peers trl,unsloth]
     python benchmarks/peers.py --shared ../shared [--platform cpu|cuda|mlx] [--shape NAME] [--peers a,b] [--pairs 5]

@@ -1,6 +1,6 @@
 """The peers that peers.py measures: each trains in a fresh interpreter of its own environment, by JOB.json.
 
-    python peers_sides.py hf_peft|trl|llamafactory|unsloth|mlx_lm JOB.json
+    python peers_sides.py hf_peft|trl|llamafactory|axolotl|unsloth|mlx_lm JOB.json
 
 JOB.json names the base model, the initial adapter and the documents (peers_inputs.py), the optimizer, which is the same
 for all, and the settings of this run, in the peer's own names. The result goes to job["result"]: the loss of each step,
@@ -164,6 +164,45 @@ def packed(documents: list[dict[str, list[int]]]) -> dict[str, list[int]]:
     return {key: values + [-100 if key == "labels" else 0] * filling for key, values in row.items()}
 
 
+# --- axolotl ---
+
+
+def axolotl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """Settings: keys of its config. The rows are tokenized already, and come in their order."""
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.config import load_cfg
+    from axolotl.cli.train import do_train
+    from axolotl.integrations.base import BasePlugin, PluginManager
+    from axolotl.utils.dict import DictDefault
+
+    class Reports(BasePlugin):
+        def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+            return [clock.for_trainer()]
+
+    rows, optimizer = Path(job["scratch"], "rows.jsonl"), job["optimizer"]
+    documents = [document | {"attention_mask": [1] * len(document["input_ids"])} for document in documents_of(job)]
+    rows.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
+    adapter = json.loads(Path(job["adapter"], "adapter_config.json").read_text())
+    arguments = {
+        "base_model": job["model"], "adapter": "lora", "lora_model_dir": job["adapter"], "lora_r": adapter["r"],
+        "lora_alpha": adapter["lora_alpha"], "lora_dropout": 0.0, "lora_target_modules": adapter["target_modules"],
+        "datasets": [{"path": str(rows), "ds_type": "json"}], "dataset_prepared_path": f"{job['scratch']}/prepared",
+        "curriculum_sampling": True, "sequence_len": max(len(document["input_ids"]) for document in documents),
+        "micro_batch_size": job["documents_per_step"], "gradient_accumulation_steps": 1, "max_steps": job["steps"],
+        "seed": job["seed"], "optimizer": "adamw_torch_fused", "learning_rate": optimizer["lr"],
+        "adam_beta1": optimizer["betas"][0], "adam_beta2": optimizer["betas"][1], "adam_epsilon": optimizer["eps"],
+        "weight_decay": optimizer["weight_decay"], "max_grad_norm": optimizer["max_grad_norm"],
+        "lr_scheduler": "constant", "logging_steps": 1, "save_strategy": "no", "output_dir": f"{job['scratch']}/output",
+    } | job["settings"]  # fmt: skip
+    if job["device"] == "cpu":
+        arguments["lora_mlp_kernel"] = False  # Triton, which it switches on by itself, also where it cannot run
+    if job["quantization"] == "nf4":
+        arguments |= {"adapter": "qlora", "load_in_4bit": True}
+    PluginManager.get_instance().plugins["clock"] = Reports()
+    do_train(load_cfg(DictDefault(arguments)), TrainerCliArgs())
+    return arguments
+
+
 # --- Unsloth ---
 
 
@@ -300,8 +339,9 @@ def peak_device_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else 0
 
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory", "unsloth", "mlx", "mlx-lm")
-SIDES = {"hf_peft": hf_peft, "trl": trl, "llamafactory": llamafactory, "unsloth": unsloth, "mlx_lm": mlx_lm}
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory", "axolotl", "unsloth", "mlx", "mlx-lm")
+SIDES = {"hf_peft": hf_peft, "trl": trl, "llamafactory": llamafactory, "axolotl": axolotl, "unsloth": unsloth,
+         "mlx_lm": mlx_lm}  # fmt: skip
 
 if __name__ == "__main__":
     name, path = sys.argv[1:]
