@@ -52,6 +52,7 @@ PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 th
     },
     "hf_peft": {"dtype": "float32", "micro_batch": DOCUMENTS, "attn_implementation": "sdpa", "autocast": False},
 }
+PREDICTIVE = {"enabled": True, "warmup_steps": 12, "full_steps": 8, "gate": "none"}  # for runs as short as these
 # What an arm changes in the config of equal settings.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {},
@@ -61,9 +62,9 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "cosine": {"train": {"schedule": "cosine"}},
     "schedule_free": {"train": {"schedule": "schedule_free"}},
     "average": {"train": {"average": "tail"}},
-    "conservative": {"hybrid": {"enabled": True, "preset": "conservative"}},
-    "balanced": {"hybrid": {"enabled": True, "preset": "balanced"}},
-    "aggressive": {"hybrid": {"enabled": True, "preset": "aggressive"}},
+    "conservative": {"hybrid": {**PREDICTIVE, "preset": "conservative"}},
+    "balanced": {"hybrid": {**PREDICTIVE, "preset": "balanced"}},
+    "aggressive": {"hybrid": {**PREDICTIVE, "preset": "aggressive"}},
 }
 
 
@@ -130,6 +131,8 @@ class Bench:
                     "save_every": None},
         }  # fmt: skip
         changed = ARMS.get(arm, {})
+        if changed.get("adapter", {}).get("method") == "full":  # has neither rank nor targets
+            settings["adapter"] = {}
         return {name: settings.get(name, {}) | changed.get(name, {}) for name in {**settings, **changed}}
 
     def base(self, arm: str) -> dict[str, Any]:
