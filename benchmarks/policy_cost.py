@@ -1,6 +1,6 @@
 """What the step policy of predictive training itself costs: processor time of its own code, as a share of a step.
 
-    python benchmarks/policy_cost.py [--steps 150] [--shared ../shared]
+    python benchmarks/policy_cost.py [--steps 150] [--shared ../shared] [CASE …]
 
 A run with `hybrid.enabled`, on one thread of torch's CPU in float32. All that the policy asks of the run is timed
 apart: gradients and updates; losses of probe documents; reading and writing weights. What is left is its own code: the
@@ -96,11 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
+    parser.add_argument("cases", nargs="*", metavar="CASE", default=MEASURED)
     args = parser.parse_args()
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DUALTUNE_CACHE"] = str(Path(folder) / "cache")
-        for name in MEASURED:
+        for name in args.cases:
             cases[name] = measure(CASES[name], Path(folder), args.shared.resolve(), args.steps)
             print(name, json.dumps(cases[name], indent=2), flush=True)
     print(record.write("policy_cost", {"steps": args.steps, "cases": cases}))
