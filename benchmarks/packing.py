@@ -176,7 +176,7 @@ def tables(found: Mapping[str, Any]) -> dict[str, str]:
         (
             name,
             f"{case['ratio']['median']:.2f} ({case['ratio']['lowest']:.2f} to {case['ratio']['highest']:.2f})",
-            _both(case["padding"], lambda share: f"{share:.0%}"),
+            _both(case["padding"], lambda share: f"{100 * share:.0f} %"),
             _both(case["micro_batches"], lambda number: f"{number / found['steps']:.3g}"),
         )
         for name, case in found["cases"].items()

@@ -82,7 +82,10 @@ BEST: dict[str, dict[str, list[Settings]]] = {
             factory("disabled", **accumulated(1)), factory("sdpa", **accumulated(1)),
             factory("disabled", neat_packing=True), factory("sdpa", neat_packing=True),
         ],
-        "axolotl": [axolotl(1, "eager"), axolotl(1, "sdpa"), axolotl(2, "sdpa"), axolotl(8, "sdpa")],
+        "axolotl": [
+            axolotl(1, "eager", bf16=False), axolotl(1, "eager", bf16=True), axolotl(1, "sdpa", bf16=True),
+            axolotl(2, "sdpa", bf16=True), axolotl(8, "sdpa", bf16=True),
+        ],
         "unsloth": [unsloth(8), unsloth(4), unsloth(2), unsloth(1)],
     },
     "cuda": {

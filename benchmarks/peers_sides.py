@@ -179,6 +179,9 @@ def axolotl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
             return [clock.for_trainer()]
 
+        def get_training_args(self, cfg: Any) -> dict[str, Any]:
+            return {"use_cpu": job["device"] == "cpu"}  # no key says so, and without it bf16 is refused there
+
     rows, optimizer = Path(job["scratch"], "rows.jsonl"), job["optimizer"]
     documents = [document | {"attention_mask": [1] * len(document["input_ids"])} for document in documents_of(job)]
     rows.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
@@ -198,8 +201,10 @@ def axolotl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         arguments["lora_mlp_kernel"] = False  # Triton, which it switches on by itself, also where it cannot run
     if job["quantization"] == "nf4":
         arguments |= {"adapter": "qlora", "load_in_4bit": True}
+    config = load_cfg(DictDefault(arguments))
     PluginManager.get_instance().plugins["clock"] = Reports()
-    do_train(load_cfg(DictDefault(arguments)), TrainerCliArgs())
+    config.plugins = ["clock"]
+    do_train(config, TrainerCliArgs())
     return arguments
 
 

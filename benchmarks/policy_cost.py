@@ -1,6 +1,7 @@
 """What the step policy of predictive training itself costs: processor time of its own code, as a share of a step.
 
-    python benchmarks/policy_cost.py [--steps 150] [--shared ../shared]
+    python benchmarks/policy_cost.py [--steps 150] [--shared ../shared] [CASE …]
+    python benchmarks/policy_cost.py --table    # writes the table of docs/hybrid.md from the recorded result
 
 A run with `hybrid.enabled`, on one thread of torch's CPU in float32. All that the policy asks of the run is timed
 apart: gradients and updates; losses of probe documents; reading and writing weights. What is left is its own code: the
@@ -24,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 
+import page_tables
 import record
 from packing import CASES, Case, configs
 
@@ -33,6 +35,7 @@ from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.policy import Outcome
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "hybrid.md"
 MEASURED = ("torch, the demo's", "torch, llama-19m on gsm8k")
 KINDS = {  # what a policy asks of the run
     "add_gradients": "step", "update": "step", "document_losses": "probes", "adapter_state": "weights",
@@ -96,14 +99,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
+    parser.add_argument("cases", nargs="*", metavar="CASE", default=MEASURED)
+    parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
+    if args.table:
+        found = json.loads((record.RESULTS / "policy_cost.json").read_text(encoding="utf-8"))
+        return print(page_tables.write(PAGE, tables(found)))
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DUALTUNE_CACHE"] = str(Path(folder) / "cache")
-        for name in MEASURED:
+        for name in args.cases:
             cases[name] = measure(CASES[name], Path(folder), args.shared.resolve(), args.steps)
             print(name, json.dumps(cases[name], indent=2), flush=True)
-    print(record.write("policy_cost", {"steps": args.steps, "cases": cases}))
+    return print(record.write("policy_cost", {"steps": args.steps, "cases": cases}))
 
 
 def measure(case: Case, folder: Path, shared: Path, steps: int) -> dict[str, Any]:
@@ -130,6 +138,20 @@ def measure(case: Case, folder: Path, shared: Path, steps: int) -> dict[str, Any
         "ms_per_step": {kind: 1e3 * seconds / number["all"] for kind, seconds in spent.items()},
         "share_of_step": {kind: seconds / number["all"] / ordinary_s for kind, seconds in spent.items()},
     }
+
+
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    names = {"own": "its own code", "weights": "weights read and set", "probes": "losses of probe documents"}
+    header = ("model and rows", "an ordinary step", *(f"{name}, of a step" for name in names.values()))
+    rows = [
+        (
+            name,
+            f"{case['ordinary_step_ms']:.3g} ms",
+            *(f"{100 * case['share_of_step'].get(kind, 0):.2g} %" for kind in names),
+        )
+        for name, case in found["cases"].items()
+    ]
+    return {"policy": page_tables.table(header, rows)}
 
 
 if __name__ == "__main__":
