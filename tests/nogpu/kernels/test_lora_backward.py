@@ -1,6 +1,7 @@
 """`dualtune.engine.kernels.lora_backward`: against autograd in float64, in every form of input, and what it refuses."""
 
 import gc
+import importlib
 
 import numpy as np
 import pytest
@@ -110,6 +111,22 @@ def test_a_thousand_calls_leave_nothing_behind(unscanned):
     assert tensors() == before
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_thousand_calls_need_the_memory_of_one(dtype):
+    """Counted by torch's allocator on a CPU: one byte that stayed would be a thousand here."""
+    given = inputs(64, 96, 128, 4, getattr(torch, dtype))
+
+    def calls(count):
+        for _ in range(count):
+            lora_backward(*given, SCALE, need_grad_x=True)
+
+    calls(1)
+    profile = importlib.import_module("dualtune_torch.profile")
+    once, often = (profile.peak_of(lambda count=count: calls(count), given[0].device) for count in (1, 1000))
+    outputs = sum(t.nbytes for t in given[1:])
+    assert outputs < once == often
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -149,9 +166,12 @@ def test_a_wrong_choice_of_kernels_is_an_error(value, message, monkeypatch):
         lora_backward(*inputs(8, 16, 24, 4), SCALE)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def on_a_gpu(test):
+    test = pytest.mark.parametrize("kernels", ["torch", "triton"])(test)
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+
+
+@on_a_gpu
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_both_paths_are_right_on_a_gpu(dtype, kernels, monkeypatch):
     monkeypatch.setenv("DUALTUNE_KERNELS", kernels)
@@ -160,3 +180,43 @@ def test_both_paths_are_right_on_a_gpu(dtype, kernels, monkeypatch):
         found = lora_backward(*given, SCALE, need_grad_x=True, require_gpu=True)
     torch.cuda.synchronize()
     assert_close(found, by_autograd(*given), LIMITS[dtype])
+
+
+@on_a_gpu
+def test_a_thousand_calls_leave_cuda_s_allocator_as_it_was(kernels, monkeypatch):
+    monkeypatch.setenv("DUALTUNE_KERNELS", kernels)
+    given = [t.cuda() for t in inputs(512, 768, 768, 16, torch.bfloat16)]
+
+    def counters():
+        torch.cuda.synchronize()
+        found = torch.cuda.memory_stats()
+        return {name: found[name] for name in found if name.endswith(".current") or name == "num_alloc_retries"}
+
+    def peak_of_calls(count):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(count):
+            lora_backward(*given, SCALE, need_grad_x=True)
+        return torch.cuda.max_memory_allocated()
+
+    peak_of_calls(3)
+    before, once = counters(), peak_of_calls(1)
+    assert peak_of_calls(1000) == once and counters() == before
+
+
+@on_a_gpu
+def test_a_graph_of_it_computes_the_same_of_other_inputs(kernels, monkeypatch):
+    monkeypatch.setenv("DUALTUNE_KERNELS", kernels)
+    sizes = (512, 768, 768, 16, torch.bfloat16)
+    static, stream = [t.cuda() for t in inputs(*sizes)], torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compiles; the libraries set up their workspaces
+        lora_backward(*static, SCALE, need_grad_x=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = lora_backward(*static, SCALE, need_grad_x=True)
+    for _ in range(2):
+        given = [t.cuda() for t in inputs(*sizes)]
+        for old, new in zip(static, given, strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert_close(replayed, by_autograd(*given), LIMITS["bfloat16"])
