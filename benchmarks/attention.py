@@ -3,7 +3,7 @@
     python benchmarks/attention.py
 
 What `dualtune bench attention` measures, at a reduced size: 4 of Mistral 7B's 32 heads, and on MLX, whose CPU code is
-slow, at 2,048 tokens instead of 4,096. Times are processor seconds, which other programs on the machine disturb least.
+slow, at 1,024 tokens instead of 4,096. Times are processor seconds, which other programs on the machine disturb least.
 It says nothing about a GPU. Writes results/attention.json.
 """
 
@@ -18,8 +18,8 @@ from dualtune.doctor.bench.attention import AttentionShape, time_attention
 from dualtune.engine.backend import get_backend
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 1, 128
-TOKENS = {"torch": 4096, "mlx": 2048}
-ROUNDS = {"torch": 5, "mlx": 3}
+TOKENS = {"torch": 4096, "mlx": 1024}
+ROUNDS = {"torch": 5, "mlx": 2}
 
 
 def main() -> None:
