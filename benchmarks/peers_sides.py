@@ -48,7 +48,7 @@ def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
     settings, optimizer = job["settings"], job["optimizer"]
     device = job["device"]
-    model = peft_model(job, {"dtype": "bfloat16", "attn_implementation": settings["attn_implementation"]})
+    model = peft_model(job, {"dtype": job["dtype"], "attn_implementation": settings["attn_implementation"]})
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = {"lr": optimizer["lr"], "betas": optimizer["betas"], "eps": optimizer["eps"]}
