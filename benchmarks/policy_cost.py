@@ -118,7 +118,7 @@ def measure(case: Case, folder: Path, shared: Path, steps: int) -> dict[str, Any
     config = configs(case, folder, shared)["packed"]
     changes = {
         "train": {"steps": steps, "documents_per_step": 4, "learning_rate": 1e-3},
-        "hybrid": {"enabled": True, "warmup_steps": 10},
+        "hybrid": {"enabled": True, "gate": "none", "warmup_steps": 10},
         "run": {"dir": str(folder / f"run-{len(case.name)}"), "eval_every": None, "save_every": None, "report": False},
     }
     given = config.model_dump(exclude_unset=True)

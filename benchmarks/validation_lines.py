@@ -41,8 +41,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         ("G04", "all: 0.6 GB of 2", change(of_small, "all"),
          "the plan adds up savings of different parts as if each were of the whole"),
         ("G05, G06", "strategies for the optimizer's state",
-         "`dualtune memory strategies` shows for each what it saves and costs at 12 and 24 GB/s, or why it is not "
-         "offered",
+         "`dualtune memory strategies` shows what each saves, and costs at 12 and 24 GB/s, or why it is not offered",
          "upstream they were counters: nothing moved. Dropping the state changes the result"),
         ("G07", "each technique within 10 % of its estimate",
          f"`dualtune memory ablate`; counted tensors: {measured['plan_counted']['largest']:+.1%} at most in {cases}",

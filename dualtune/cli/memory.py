@@ -92,7 +92,7 @@ def strategies(config: Path, name: str, platform: str, overrides: tuple[str, ...
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
     from dualtune.engine.machines import named, published
-    from dualtune.engine.strategies import LINKS
+    from dualtune.engine.strategies import LINKS, search_share
     from dualtune.engine.strategies import strategies as found
 
     settings = load_config(config, overrides)
@@ -102,10 +102,11 @@ def strategies(config: Path, name: str, platform: str, overrides: tuple[str, ...
     plan = plan_config(with_lengths_of(settings, samples)[0], machine, choice)
     limits = limits_here(choice, machine, plan.ask.dtype) if name == "this" else published(machine)
     rows = found(plan.decoder, plan.ask, typical_step(settings, samples), limits)
+    share = search_share(plan.decoder, plan.ask)
     if as_json:
-        say_json({"links_bytes_per_s": LINKS, "strategies": [row.as_json() for row in rows]})
+        say_json({"links_bytes_per_s": LINKS, "search_share": share, "strategies": [row.as_json() for row in rows]})
     else:
-        say(_strategies_text(rows))
+        say(f"{_strategies_text(rows)}\n\na search takes {share:.2f} of the peak of a step with this config")
 
 
 def _strategies_text(rows: Sequence[Strategy]) -> str:

@@ -433,6 +433,10 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
         yield cache, ("memory", "resident_layers"), f"{got}, {rule}; allowed: none, or memory.resident_layers: all"
 
 
+# What saves memory where all parameters are trained, in place of a base that is packed or streamed.
+_LEAST_WITH_FULL = "With full, train.optimizer: adamw_8bit and memory.checkpointing: full take the least memory"
+
+
 def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what has no meaning, or cannot be done, where all parameters of the model are trained."""
     method: KeyPath = ("adapter", "method")
@@ -445,8 +449,10 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         rule = "but adapter.method: full has no adapter; merge it, and set model.name to the result"
         yield ("adapter", "init_from"), method, f"got {config.adapter.init_from!r}, {rule}"
     if config.model.quantization not in ("auto", "none"):
-        rule = "but packed weights cannot be trained (adapter.method: full); allowed: auto, none"
-        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}"
+        rule = (
+            "but packed weights cannot be trained (adapter.method: full); allowed: auto, none, or adapter.method: lora"
+        )
+        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}. {_LEAST_WITH_FULL}"
     if config.memory.checkpointing == "adapter_inputs":
         rule = "which recomputes the inputs of adapters, and adapter.method: full has none"
         message = f"got adapter_inputs, {rule}; allowed: auto, none, full, {{layers: …}}"
@@ -455,5 +461,6 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         rule = "but only a frozen base can be sharded, and adapter.method: full trains it; allowed: auto, none"
         yield ("memory", "sharding"), method, f"got full, {rule}"
     if config.memory.resident_layers != "all":
-        rule = "but only a frozen base can be streamed, and adapter.method: full trains it; allowed: all"
-        yield ("memory", "resident_layers"), method, f"got {config.memory.resident_layers}, {rule}"
+        rule = "but only a frozen base can be streamed; allowed: all, or adapter.method: lora"
+        message = f"got {config.memory.resident_layers}, {rule}. {_LEAST_WITH_FULL}"
+        yield ("memory", "resident_layers"), method, message

@@ -142,6 +142,13 @@ def state_bytes(decoder: Shape, ask: Ask) -> int:
     return optimizer(decoder, ask).bytes - MASTER_BYTES * num_trained(decoder, ask)
 
 
+def search_share(decoder: Shape, ask: Ask) -> float:
+    """Return the peak of a search, which keeps nothing for a backward pass, as a share of the peak of a step."""
+    kept_nothing = estimate(decoder, replace(ask, checkpointing=FULL_CHECKPOINTING)).parts
+    peak = sum(part.bytes for part in kept_nothing if part.name != "activations")
+    return peak / estimate(decoder, ask).total_bytes
+
+
 def moving_s(num_bytes: int, link: float, step_s: float) -> float:
     """Return the seconds that a search waits for copies: the way out, and what the way back exceeds a step by."""
     one_way = num_bytes / link

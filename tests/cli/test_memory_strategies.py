@@ -1,6 +1,8 @@
 """`dualtune memory strategies`: what each strategy of the source documents saves and costs, by formula."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -90,9 +92,25 @@ def test_what_a_machine_or_a_method_cannot_do_is_said(found, machine, config, op
     assert {name for name, row in rows.items() if row["saved_bytes"] is None} == always | refused
 
 
+@pytest.mark.parametrize(("length", "tokens"), [(4096, 16384), (512, 512)])
+def test_the_page_has_the_share_of_memory_that_a_search_takes(dualtune_main, length, tokens):
+    """Requirement L04: at most 0.30 with long documents; with one short one the weights dominate."""
+    settings = {"data.max_length": length, "train.micro_batch_tokens": tokens, "memory.checkpointing": "none"}
+    options = [f"--set={key}={value}" for key, value in settings.items()]
+    result = dualtune_main("memory", "strategies", H100, "--machine", "h100-80", "--json", *options)
+    shown = f"{json.loads(result.stdout)['search_share']:.2f}"
+    page = (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text(encoding="utf-8")
+    by_plan = re.search(
+        r"takes ([\d.]+) of the peak of a step with 4 documents of 4,096 .* ([\d.]+) with one of 512", page
+    )
+    assert shown == by_plan[1 if length == 4096 else 2]
+
+
 def test_the_text_has_a_line_for_each(dualtune_main, wording):
     result = dualtune_main("memory", "strategies", H100, "--machine", "rtx-4090-24")
     assert result.returncode == 0, result.stderr
-    offered, refused = result.stdout.split("\nnot offered\n")
+    offered, _, refused = result.stdout.partition("\n\nnot offered\n")
+    refused, _, share = refused.partition("\n\n")
+    assert re.fullmatch(r"a search takes 0\.\d\d of the peak of a step with this config\n", share)
     assert len(offered.splitlines()) - 1 + len(refused.splitlines()) == len(NAMES)
     wording(result.stdout)

@@ -60,7 +60,8 @@ def test_slow_predictions_end_at_the_next_opportunity(lab, monkeypatch):
     assert ended.updates()[-10:] == [*range(39, 49)] and len(ended.events("predicted")) == 1
     (report,) = ended.events("hybrid")
     assert report["gate"] == "closed" and report["disabled"] and report["slower_pct"] > 3
-    assert f"switched off by the clock at step {closed['step'] - 1}" in report["message"]
+    said = f"switched off by the clock at step {closed['step'] - 1}"
+    assert said in report["message"] and said in (ended.path / "report.html").read_text(encoding="utf-8")
 
 
 def test_slow_predictions_end_within_a_row_of_them_which_is_checked_all_the_same(lab, monkeypatch):
