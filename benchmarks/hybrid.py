@@ -1,9 +1,10 @@
-"""`dualtune hybrid bench` on stories260k with two corpora, at the tuned learning rate and at a quarter of it.
+"""`dualtune hybrid bench` on stories260k with two corpora, at the tuned rate and at a quarter of it, and a real model.
 
     python benchmarks/hybrid.py [--shared ../shared] [--seeds 3] [--cases gsm8k-tuned,wikisql-slow]
     python benchmarks/hybrid.py --table    # writes those of results/hybrid.md, from the recorded result
 
-LoRA of rank 8; torch on the CPU in float32 with one thread. The arms, their controls and the intervals are those of the
+LoRA of rank 8; torch on the CPU in float32 with one thread. The real model is that of `train --demo smollm2`, which
+learns the demo's SQL with LoRA of rank 16. The arms, their controls and the intervals are those of the
 command. Each case is recorded when it is done, beside those that were recorded before.
 """
 
@@ -27,8 +28,10 @@ from stories_gsm8k import base_config
 from dualtune.cli.hybrid import table
 from dualtune.doctor.bench.hybrid import ARMS, Comparison, compare, plot
 from dualtune.engine.choose import choose, open_backend
+from dualtune.model.package import fetch_model
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "dualtune" / "demo" / "smollm2"
 ENGINES = ("baseline", "predict", "fast_forward")
 AVERAGES = ("schedule_free", "average")
 # A rate that is right for cosine, and a quarter of it with large batches: where predictions could pay.
@@ -37,12 +40,18 @@ SLOW = {
     "train": {"steps": 60, "documents_per_step": 64, "learning_rate": 2e-3},
     "hybrid": {"warmup_steps": 8, "full_steps": 8},
 }
+# The rate of the demo, half of its documents a step.
+REAL = {
+    "train": {"steps": 48, "documents_per_step": 4, "learning_rate": 1e-3},
+    "hybrid": {"warmup_steps": 12, "full_steps": 8},
+}
 TO_TUNE = "wikisql-tuned"  # that of GSM8K was found before; the slow cases have a quarter of GSM8K's
 CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "gsm8k-tuned": (TUNED, (*ENGINES, *AVERAGES)),
     "gsm8k-slow": (SLOW, ENGINES),
     "wikisql-tuned": (TUNED, tuple(ARMS)),
     "wikisql-slow": (SLOW, ENGINES),
+    "sql-real": (REAL, ENGINES),
 }
 
 
@@ -55,34 +64,45 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         return print(page_tables.write(page_tables.RESULTS / "hybrid.md", recorded_tables()))
-    backend = open_backend(choose("cpu"))
+    backend, real = open_backend(choose("cpu")), fetch_model()
     for case in args.cases.split(","):
         settings, arms = CASES[case]
+        origin = record.origin()  # now, because the code may change while this runs
         with tempfile.TemporaryDirectory() as name:
             os.environ["DUALTUNE_CACHE"] = str(Path(name) / "cache")
-            corpus = corpora(Path(name), args.shared.resolve())[case.split("-")[0]]
+            corpus = corpora(Path(name), args.shared.resolve(), real)[case.split("-")[0]]
             config = {**corpus, **settings, "run": {"dir": str(Path(name) / "run"), "seed": 1}}
             found = compare(
                 config, (), backend, arms=arms, seeds=args.seeds, tune=case == TO_TUNE,
                 tell=lambda what: print(what, file=sys.stderr, flush=True),
             )  # fmt: skip
-        cases = recorded() | {case: {"settings": settings, "table": as_table(found), **found.as_json()}}
+        cases = recorded() | {case: {**origin, "settings": settings, "table": as_table(found), **found.as_json()}}
         print(record.write("hybrid", {"cases": cases}))
         (record.RESULTS / f"hybrid_{case}.svg").write_text(plot(found), encoding="utf-8")
     return None
 
 
-def corpora(folder: Path, shared: Path) -> dict[str, dict[str, Any]]:
+def corpora(folder: Path, shared: Path, real: Path) -> dict[str, dict[str, Any]]:
     """Return the config of the model with each corpus."""
     gsm8k = base_config(folder, shared)
     wikisql = shared / "data/wikisql"
     data = {"train": str(wikisql / "train.jsonl"), "eval": str(wikisql / "valid.jsonl"), "max_length": 256}
-    return {"gsm8k": gsm8k, "wikisql": {**gsm8k, "data": data}}
+    sql = {
+        "model": {"name": str(real), "dtype": "float32"},
+        "adapter": {"rank": 16, "alpha": 32.0, "dropout": 0.0},
+        "data": {"train": str(DEMO / "train.jsonl"), "eval": str(DEMO / "heldout.jsonl"), "max_length": 256},
+    }
+    return {"gsm8k": gsm8k, "wikisql": {**gsm8k, "data": data}, "sql": sql}
 
 
 def recorded() -> dict[str, Any]:
+    """Return the cases, each with the origin of its figures; older ones have that of the file."""
     path = record.RESULTS / "hybrid.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("cases", {}) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    origin = {key: result[key] for key in ("date", "commit", "machine", "versions")}
+    return {name: origin | case for name, case in result["cases"].items()}
 
 
 def recorded_tables() -> dict[str, str]:

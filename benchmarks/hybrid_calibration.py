@@ -41,8 +41,9 @@ FRESH = 48  # documents that judge
 THRESHOLD, ASKED = 0.6, 0.55
 COMMON = {
     "train.schedule": "constant", "train.warmup": 2, "train.steps": 120, "train.documents_per_step": 8,
-    "data.eval": 0, "run.eval_every": None, "run.save_every": None, "hybrid.enabled": True, "hybrid.warmup_steps": 6,
-    "hybrid.full_steps": 6, "hybrid.correct_steps": 2, "hybrid.max_predict_steps": 8, "hybrid.trust_region": 9.0,
+    "data.eval": 0, "run.eval_every": None, "run.save_every": None,
+    "hybrid.enabled": True, "hybrid.gate": "none", "hybrid.warmup_steps": 6, "hybrid.full_steps": 6,
+    "hybrid.correct_steps": 2, "hybrid.max_predict_steps": 8, "hybrid.trust_region": 9.0,
     "hybrid.confidence_threshold": 0.01, "hybrid.max_consecutive_predicts": 1,
 }  # fmt: skip
 RATES = {"wikisql": (5e-4, 1e-3)}

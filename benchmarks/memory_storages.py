@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualtune.engine.backend import Batch
+from dualtune_torch import profile
 
 Storages = dict[int, int]  # address -> bytes
 
@@ -68,9 +69,4 @@ def kept_storages(engine: Any, batch: Batch) -> Storages:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator has handed out at a time since the work began."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return int(np.cumsum(changes).max())
+    return profile.peak_of(work, torch.device("cpu"))

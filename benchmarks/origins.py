@@ -17,7 +17,8 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 DOCS = RESULTS.parents[1] / "docs"
 MARK = "<!-- measured -->\n"
-NAMED = re.compile(r"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, \d{4}-\d\d-\d\d)?")
+DAY = r"\d{4}-\d\d-\d\d"
+NAMED = re.compile(rf"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, {DAY}(?: to {DAY})?)?")
 
 
 def origins_of(result: Any) -> set[tuple[str, str, str]]:
@@ -29,9 +30,10 @@ def origins_of(result: Any) -> set[tuple[str, str, str]]:
     return {(result["date"], result["commit"], result["machine"].get("cpu") or result["machine"]["system"])}
 
 
-def day_of(name: str) -> str:
-    """Return the day of a result behind a comma, of its last part if it has several; nothing for counts."""
-    return max((f", {day}" for day, _, _ in origins_of(read(name))), default="")
+def days_of(name: str) -> str:
+    """Return the day of a result behind a comma, the first and the last if it has several; nothing for counts."""
+    days = sorted({day for day, _, _ in origins_of(read(name))})
+    return f", {' to '.join([days[0], *days[1:][-1:]])}" if days else ""
 
 
 def line_of(name: str) -> str:
@@ -57,16 +59,19 @@ def with_origins(text: str, stem: str) -> str:
 
 def with_days(text: str) -> str:
     """Return a page of docs/ with the day behind every result."""
-    return NAMED.sub(lambda match: match[1] + day_of(match[2]), text)
+    return NAMED.sub(lambda match: match[1] + days_of(match[2]), text)
+
+
+def dated(page: Path, text: str) -> str:
+    """Return the text of this page with where its figures are from."""
+    return with_origins(text, page.stem) if page.parent == RESULTS else with_days(text)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page with the text that it should have."""
-    for page in sorted(RESULTS.glob("*.md")):
-        yield page, with_origins(page.read_text(encoding="utf-8"), page.stem)
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in sorted([*RESULTS.glob("*.md"), *DOCS.rglob("*.md")]):
         if page.parent.name != "decisions":
-            yield page, with_days(page.read_text(encoding="utf-8"))
+            yield page, dated(page, page.read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from origins import RESULTS, with_origins
+from origins import RESULTS, dated
 
 __all__ = ["RESULTS", "filled", "table", "write"]
 
@@ -28,7 +28,7 @@ def filled(page: str, tables: Mapping[str, str]) -> str:
 
 
 def write(path: Path, tables: Mapping[str, str]) -> Path:
-    """Write the tables into a page of results/, and where its figures are from."""
+    """Write the tables into a page, and where its figures are from."""
     page = filled(path.read_text(encoding="utf-8"), tables)
-    path.write_text(with_origins(page, path.stem), encoding="utf-8")
+    path.write_text(dated(path, page), encoding="utf-8")
     return path

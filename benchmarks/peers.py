@@ -1,4 +1,4 @@
-"""Training speed against peers: TRL, a Hugging Face + PEFT loop, LLaMA-Factory, Unsloth, mlx-lm.
+"""Training speed against peers: TRL, a Hugging Face + PEFT loop, LLaMA-Factory, axolotl, Unsloth, mlx-lm.
 
     python benchmarks/peers.py --make-envs [--envs build/peers] [--peers trl,unsloth]
     python benchmarks/peers.py --shared ../shared [--platform cpu|cuda|mlx] [--shape NAME] [--dtype float32]
@@ -153,8 +153,7 @@ class Bench:
             "model": str(self.inputs.model), "adapter": str(self.inputs.adapter),
             "documents": str(self.inputs.documents), "order": self.inputs.order,
             "documents_per_step": DOCUMENTS_PER_STEP, "steps": steps, "seed": SEED, "optimizer": self.optimizer,
-            "dtype": self.dtype, "quantization": self.args.quantization,
-            "device": "cuda" if self.args.platform == "cuda" else "cpu",
+            "quantization": self.args.quantization, "device": "cuda" if self.args.platform == "cuda" else "cpu",
             "settings": settings, "scratch": str(folder), "result": str(result),
         }  # fmt: skip
         job.write_text(json.dumps(description))

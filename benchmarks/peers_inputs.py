@@ -189,7 +189,7 @@ def _save_model(folder: Path, tokenizer: Path, shape: str, dtype: str) -> None:
     LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
-def save_adapter(folder: Path, shape: dict[str, Any]) -> Path:
+def save_adapter(folder: Path, shape: dict[str, Any], seed: int = SEED) -> Path:
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
     heads, kv_heads = (shape[f"num_{name}_heads"] * shape["head_dim"] for name in ("attention", "key_value"))
     sizes = {
@@ -200,7 +200,7 @@ def save_adapter(folder: Path, shape: dict[str, Any]) -> Path:
     }  # fmt: skip
     layers = range(shape["num_hidden_layers"])
     shapes = {f"model.layers.{layer}.{module}": size for layer in layers for module, size in sizes.items()}
-    tensors = init_adapter(shapes, SPEC.rank, SEED)
+    tensors = init_adapter(shapes, SPEC.rank, seed)
     return saved(folder, lambda part: write_adapter(part, Adapter(SPEC, tensors)))
 
 

@@ -18,8 +18,9 @@ from peers_inputs import DOCUMENTS_PER_STEP
 Settings = dict[str, Any]
 
 
-def hf(micro_batch: int, attention: str, *, autocast: bool = False) -> Settings:
-    return {"micro_batch": micro_batch, "attn_implementation": attention, "autocast": autocast}
+def hf(micro_batch: int, attention: str, *, dtype: str = "bfloat16", autocast: bool = False) -> Settings:
+    model = {"dtype": dtype, "attn_implementation": attention}
+    return {"micro_batch": micro_batch, "autocast": autocast} | model
 
 
 def accumulated(micro_batch: int) -> Settings:
@@ -41,6 +42,12 @@ def factory(attention: str, **arguments: Any) -> Settings:
     return {"bf16": True, "disable_gradient_checkpointing": True, "flash_attn": attention} | arguments
 
 
+def axolotl(micro_batch: int, attention: str, **arguments: Any) -> Settings:
+    """Without sample_packing, which would choose other documents for a step."""
+    batch = {"micro_batch_size": micro_batch, "gradient_accumulation_steps": DOCUMENTS_PER_STEP // micro_batch}
+    return batch | {"attn_implementation": attention} | arguments
+
+
 def unsloth(micro_batch: int, **arguments: Any) -> Settings:
     """Checkpointing is switched off in all three places."""
     off, batch = {"use_gradient_checkpointing": False}, accumulated(micro_batch)
@@ -54,6 +61,7 @@ DEFAULTS: dict[str, Settings] = {
     "hf_peft": hf(8, "sdpa"),  # a loop has no defaults: these are those of the libraries
     "trl": {"model": {"dtype": "float32"}, "arguments": {}},
     "llamafactory": {},
+    "axolotl": {},
     "unsloth": {"model": {}, "adapter": {}, "arguments": {}},
     "mlx_lm": {},
 }
@@ -76,6 +84,10 @@ BEST: dict[str, dict[str, list[Settings]]] = {
             factory("disabled", **accumulated(1)), factory("sdpa", **accumulated(1)),
             factory("disabled", neat_packing=True), factory("sdpa", neat_packing=True),
         ],
+        "axolotl": [
+            axolotl(1, "eager", bf16=False), axolotl(1, "eager", bf16=True), axolotl(1, "sdpa", bf16=True),
+            axolotl(2, "sdpa", bf16=True), axolotl(8, "sdpa", bf16=True),
+        ],
         "unsloth": [unsloth(8), unsloth(4), unsloth(2), unsloth(1)],
     },
     "cuda": {
@@ -88,6 +100,7 @@ BEST: dict[str, dict[str, list[Settings]]] = {
             factory("fa2", neat_packing=True, enable_liger_kernel=True),
             factory("sdpa", neat_packing=True, enable_liger_kernel=True), factory("sdpa", enable_liger_kernel=True),
         ],
+        "axolotl": [axolotl(8, "flash_attention_2", bf16=True), axolotl(8, "sdpa", bf16=True)],
         "unsloth": [unsloth(8, **PADDING_FREE), unsloth(8), unsloth(2)],
     },
     "mlx": {
@@ -97,11 +110,8 @@ BEST: dict[str, dict[str, list[Settings]]] = {
 }  # fmt: skip
 # In float32 on a CPU.
 BEST_IN_FLOAT32: dict[str, list[Settings]] = {
-    "hf_peft": [hf(1, "eager"), hf(1, "sdpa"), hf(2, "sdpa"), hf(8, "sdpa")],
-    "trl": [
-        trl(1, "eager", **IN_FLOAT32), trl(1, "sdpa", **IN_FLOAT32), trl(8, "sdpa", **IN_FLOAT32),
-        trl(8, "sdpa", **IN_FLOAT32, **PADDING_FREE),
-    ],
+    "hf_peft": [hf(1, "eager", dtype="float32"), hf(8, "sdpa", dtype="float32")],
+    "trl": [trl(8, "sdpa", **IN_FLOAT32), trl(8, "sdpa", **IN_FLOAT32, **PADDING_FREE)],
 }  # fmt: skip
 
 # --- environments ---
@@ -112,10 +122,12 @@ PACKAGES: dict[str, list[list[str]]] = {
     "hf_peft": [["transformers==5.23.0", "peft==0.21.2", "accelerate"]],
     "trl": [["trl==1.16.0", "peft==0.21.2"]],
     "llamafactory": [["llamafactory==0.9.5"]],
+    "axolotl": [["axolotl==0.19.0"]],
     "unsloth": [["unsloth"], ["--no-deps", "unsloth==2026.10.9", "unsloth_zoo==2026.10.9"]],
     "mlx_lm": [["mlx[cpu]" if sys.platform == "linux" else "mlx", "mlx-lm"]],
 }
-MODULES = {"hf_peft": "peft", "trl": "trl", "llamafactory": "llamafactory", "unsloth": "unsloth", "mlx_lm": "mlx_lm"}
+MODULES = {"hf_peft": "peft", "trl": "trl", "llamafactory": "llamafactory", "axolotl": "axolotl",
+           "unsloth": "unsloth", "mlx_lm": "mlx_lm"}  # fmt: skip
 ON_CUDA = {
     "trl": ["liger-kernel", "bitsandbytes"],
     "hf_peft": ["bitsandbytes"],
@@ -169,4 +181,5 @@ def environment(work: Path, platform: str, threads: int) -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
         "DUALTUNE_CACHE": str(work / "cache"), "HF_DATASETS_CACHE": str(work / "datasets"),
+        "AXOLOTL_DO_NOT_TRACK": "1",
     } | ({} if platform == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "UNSLOTH_FORCE_CPU": "1"})  # fmt: skip

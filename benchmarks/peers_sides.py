@@ -1,6 +1,6 @@
 """The peers that peers.py measures: each trains in a fresh interpreter of its own environment, by JOB.json.
 
-    python peers_sides.py hf_peft|trl|llamafactory|unsloth|mlx_lm JOB.json
+    python peers_sides.py hf_peft|trl|llamafactory|axolotl|unsloth|mlx_lm JOB.json
 
 JOB.json names the base model, the initial adapter and the documents (peers_inputs.py), the optimizer, which is the same
 for all, and the settings of this run, in the peer's own names. The result goes to job["result"]: the loss of each step,
@@ -48,7 +48,8 @@ def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
     settings, optimizer = job["settings"], job["optimizer"]
     device = job["device"]
-    model = peft_model(job, {"dtype": job["dtype"], "attn_implementation": settings["attn_implementation"]})
+    dtype = settings.get("dtype", "bfloat16")
+    model = peft_model(job, {"dtype": dtype, "attn_implementation": settings["attn_implementation"]})
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = {"lr": optimizer["lr"], "betas": optimizer["betas"], "eps": optimizer["eps"]}
@@ -68,6 +69,7 @@ def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         update.zero_grad()
         clock.losses.append(float(total))
         clock.ended_at.append(time.time())
+    save(job, model)
     return {"settings": settings, "AdamW": adamw}
 
 
@@ -104,6 +106,7 @@ def trl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         callbacks=[clock.for_trainer()],
     )
     trainer.train()
+    save(job, trainer.model)
     return {"model": settings["model"], "SFTConfig": arguments}
 
 
@@ -159,6 +162,50 @@ def packed(documents: list[dict[str, list[int]]]) -> dict[str, list[int]]:
     row["attention_mask"] = [number for number, length in enumerate(lengths, start=1) for _ in range(length)]
     row["position_ids"] = [position for length in lengths for position in range(length)]
     return {key: values + [-100 if key == "labels" else 0] * filling for key, values in row.items()}
+
+
+# --- axolotl ---
+
+
+def axolotl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """Settings: keys of its config. The rows are tokenized already, and come in their order."""
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.config import load_cfg
+    from axolotl.cli.train import do_train
+    from axolotl.integrations.base import BasePlugin, PluginManager
+    from axolotl.utils.dict import DictDefault
+
+    class Reports(BasePlugin):
+        def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+            return [clock.for_trainer()]
+
+        def get_training_args(self, cfg: Any) -> dict[str, Any]:
+            return {"use_cpu": job["device"] == "cpu"}  # no key says so, and without it bf16 is refused there
+
+    rows, optimizer = Path(job["scratch"], "rows.jsonl"), job["optimizer"]
+    documents = [document | {"attention_mask": [1] * len(document["input_ids"])} for document in documents_of(job)]
+    rows.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
+    adapter = json.loads(Path(job["adapter"], "adapter_config.json").read_text())
+    arguments = {
+        "base_model": job["model"], "adapter": "lora", "lora_model_dir": job["adapter"], "lora_r": adapter["r"],
+        "lora_alpha": adapter["lora_alpha"], "lora_dropout": 0.0, "lora_target_modules": adapter["target_modules"],
+        "datasets": [{"path": str(rows), "ds_type": "json"}], "dataset_prepared_path": f"{job['scratch']}/prepared",
+        "curriculum_sampling": True, "sequence_len": max(len(document["input_ids"]) for document in documents),
+        "micro_batch_size": job["documents_per_step"], "gradient_accumulation_steps": 1, "max_steps": job["steps"],
+        "seed": job["seed"], "optimizer": "adamw_torch_fused", "learning_rate": optimizer["lr"],
+        "adam_beta1": optimizer["betas"][0], "adam_beta2": optimizer["betas"][1], "adam_epsilon": optimizer["eps"],
+        "weight_decay": optimizer["weight_decay"], "max_grad_norm": optimizer["max_grad_norm"],
+        "lr_scheduler": "constant", "logging_steps": 1, "save_strategy": "no", "output_dir": f"{job['scratch']}/output",
+    } | job["settings"]  # fmt: skip
+    if job["device"] == "cpu":
+        arguments["lora_mlp_kernel"] = False  # Triton, which it switches on by itself, also where it cannot run
+    if job["quantization"] == "nf4":
+        arguments |= {"adapter": "qlora", "load_in_4bit": True}
+    config = load_cfg(DictDefault(arguments))
+    PluginManager.get_instance().plugins["clock"] = Reports()
+    config.plugins = ["clock"]
+    do_train(config, TrainerCliArgs())
+    return arguments
 
 
 # --- Unsloth ---
@@ -271,6 +318,12 @@ def peft_model(job: dict[str, Any], arguments: dict[str, Any]) -> Any:
     return peft.PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
 
 
+def save(job: dict[str, Any], model: Any) -> None:
+    """Write the adapter where the job asks for it, with the peer's own words."""
+    if "save" in job:
+        model.save_pretrained(job["save"])
+
+
 def nf4() -> Any:
     import torch
     import transformers
@@ -291,8 +344,9 @@ def peak_device_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else 0
 
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory", "unsloth", "mlx", "mlx-lm")
-SIDES = {"hf_peft": hf_peft, "trl": trl, "llamafactory": llamafactory, "unsloth": unsloth, "mlx_lm": mlx_lm}
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory", "axolotl", "unsloth", "mlx", "mlx-lm")
+SIDES = {"hf_peft": hf_peft, "trl": trl, "llamafactory": llamafactory, "axolotl": axolotl, "unsloth": unsloth,
+         "mlx_lm": mlx_lm}  # fmt: skip
 
 if __name__ == "__main__":
     name, path = sys.argv[1:]

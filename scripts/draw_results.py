@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
 
 SETTINGS = {"best": "its best", "packed": "packed"}
-PEERS = {"hf_peft": "Hugging Face + PEFT", "trl": "TRL", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth",
-         "mlx_lm": "mlx-lm"}  # fmt: skip
+PEERS = {"hf_peft": "Hugging Face + PEFT", "trl": "TRL", "llamafactory": "LLaMA-Factory", "axolotl": "axolotl",
+         "unsloth": "Unsloth", "mlx_lm": "mlx-lm"}  # fmt: skip
 GROUPS = {  # platform/shape/workload -> description
     "cpu/smollm2-135m/gsm8k": "PyTorch on a CPU, SmolLM2-135M shape, GSM8K",
     "cpu/llama-19m/gsm8k": "PyTorch on a CPU, 19M Llama shape, GSM8K",

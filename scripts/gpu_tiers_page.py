@@ -33,6 +33,9 @@ driver and then runs them: `scripts/gpu-test.sh help`.
 The data are synthetic: rows that ask to "Explain concept number i", with answers that end in random keywords, so that
 the loss falls far and then stays above zero. `dualtune validate --write-data PATH` writes them. With real data and a
 strong base model, the loss may never fall by 30 %."""
+REAL = """The same criteria on a real model that comes as a Python package, SmolLM2-135M-Instruct, on a CPU:
+`dualtune validate --tier quick --model smollm2 --device cpu`, with `--steps` where a run is shortened. The device
+memory and the seconds of a GPU are no measure for a CPU: they are in parentheses."""
 TWINS = """On a CPU each tier has a twin: the same criteria on the small model that is part of dualtune, with another
 learning rate, fewer steps for some tiers, and another memory limit. Twins show that the tiers and their criteria work;
 their seconds say nothing about a GPU, or about the speed of dualtune."""
@@ -74,8 +77,9 @@ def results() -> list[dict[str, Any]]:
 
 
 def page(reports: list[dict[str, Any]]) -> str:
-    on_gpu = [report for report in reports if not any(tier["twin"] for tier in report["tiers"])]
-    on_cpu = [report for report in reports if report not in on_gpu]
+    twins = [report for report in reports if any(tier["twin"] for tier in report["tiers"])]
+    real = [report for report in reports if report not in twins and report.get("on_cpu")]
+    on_gpu = [report for report in reports if report not in twins + real]
     none = "No results on a GPU have been recorded yet, so there are no figures for time or memory."
     sections = [
         HEAD,
@@ -85,9 +89,12 @@ def page(reports: list[dict[str, Any]]) -> str:
         *criteria_table(),
         "## Measured on GPUs",
         *(measured(on_gpu) if on_gpu else [none]),
+        "## A real model on a CPU",
+        REAL,
+        *(criterion_by_criterion(real, on_gpu) + measured(real) if real else ["None recorded yet."]),
         "## The twins on a CPU",
         TWINS,
-        *(measured(on_cpu) if on_cpu else ["None recorded yet."]),
+        *(measured(twins) if twins else ["None recorded yet."]),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -118,6 +125,20 @@ def criteria_table() -> list[str]:
         "device memory is judged after the first step, which compiles: it includes cuBLAS's workspaces, but not the "
         "buffer that Inductor allocates once to time kernels. The report has the first step's peak too.",
     ]
+
+
+def criterion_by_criterion(on_cpu: list[dict[str, Any]], on_gpu: list[dict[str, Any]]) -> list[str]:
+    """Return a table: what each run on a CPU measured, and beside it what a GPU did, which is empty without one."""
+    runs = [(tier["tier"], report["platform"], tier) for report in on_cpu for tier in report["tiers"]]
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for name, platform, tier in [*runs, *((t["tier"], "gpu", t) for report in on_gpu for t in report["tiers"])]:
+        for row in tier["criteria"]:
+            text = shown(row["measured"], row["unit"])
+            cells.setdefault(row["name"], {})[name, platform] = f"({text})" if row["level"] == "skipped" else text
+    tiers = dict.fromkeys(name for name, _, _ in runs)
+    columns = [(name, platform) for name in tiers for platform in [*dict.fromkeys(p for _, p, _ in runs), "gpu"]]
+    head = ["criterion", *(f"`{name}`, {platform}" for name, platform in columns)]
+    return [markdown(head, [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()])]
 
 
 def measured(reports: list[dict[str, Any]]) -> list[str]:

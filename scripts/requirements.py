@@ -93,12 +93,15 @@ def totals(lines: list[Requirement]) -> str:
     return in_columns([["", *WORDS.values()], *rows, every])
 
 
-def run(lines: list[Requirement]) -> int:
-    """Run the tests of these lines: those without options together, each with options by itself."""
+def calls(lines: list[Requirement]) -> list[list[str]]:
+    """Return what PyTest is called with for these lines: tests without options together, each with options alone."""
     tests = list(dict.fromkeys(tuple(words) for line in lines for words in line.tests))
     together = [words[0] for words in tests if len(words) == 1]
-    calls = [*([together] if together else []), *(list(words) for words in tests if len(words) > 1)]
-    codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *call], cwd=ROOT) for call in calls]
+    return [*([together] if together else []), *(list(words) for words in tests if len(words) > 1)]
+
+
+def run(lines: list[Requirement]) -> int:
+    codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *call], cwd=ROOT) for call in calls(lines)]
     return max(codes, default=0)
 
 

@@ -1,6 +1,7 @@
 """`dualtune.engine.kernels.add_lora` in modules of one's own, on torch and MLX: what it trains and how it is saved."""
 
 import importlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,10 @@ def test_a_fresh_layer_changes_nothing_and_starts_as_the_core_says(framework):
     start, expected = lora_tensors(model), init_adapter(SHAPES, 4, seed=7)
     assert start.keys() == expected.keys()
     assert all(np.array_equal(start[name], expected[name]) for name in expected)
+    other = MODELS[framework]()
+    add_lora(other, replace(SPEC, init="normal"), seed=7)
+    normal = init_adapter(SHAPES, 4, seed=7, init="normal")
+    assert all(np.array_equal(value, normal[name]) for name, value in lora_tensors(other).items())
 
 
 def test_an_adapter_goes_through_its_files_into_another_module(framework, tmp_path):

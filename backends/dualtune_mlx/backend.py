@@ -17,6 +17,7 @@ from dualtune.engine.backend import DeviceInfo, LoadRequest, MemoryStats, Profil
 from dualtune_mlx import layer
 from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
+from dualtune_mlx.kernels.attention import attention_works
 from dualtune_mlx.profile import profile
 from dualtune_mlx.runtime import check_features, check_order, chip, keep_in_memory, limit_memory
 
@@ -108,6 +109,17 @@ class MlxBackend:
         a, b = (mx.random.normal((size, size)).astype(getattr(mx, dtype)) for _ in range(2))
         mx.eval(a, b)
         return lambda: mx.eval(a @ b)
+
+    def attention_works(self, shape: Any) -> dict[str, Callable[[], object]]:
+        """See `dualtune.doctor.bench.attention.TimesAttention`."""
+        sizes = shape.tokens, shape.heads, shape.kv_heads, shape.head_size
+        return {**attention_works(*sizes, getattr(mx, shape.dtype))}
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        work()
+        return mx.get_peak_memory() - before
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "mlx.gputrace")

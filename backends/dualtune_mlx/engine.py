@@ -199,7 +199,8 @@ class MlxEngine:
 
     def neutral_state(self) -> Tensors:
         spec, shapes = self._request.adapter, {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
+        choice = {"method": spec.method, "init": spec.init}
+        return init_adapter(shapes, spec.rank, self._request.seed, **choice, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

@@ -29,7 +29,7 @@ class LoRALayer(nn.Module):
 
     def __init__(self, base: nn.Module, spec: AdapterSpec, name: str, seed: int = 0) -> None:
         super().__init__()
-        start = init_adapter({name: linear_shape(base)}, spec.rank, seed)
+        start = init_adapter({name: linear_shape(base)}, spec.rank, seed, init=spec.init)
         self.base = base.freeze()
         self.scale = spec.scale
         self.dropout = nn.Dropout(spec.dropout)

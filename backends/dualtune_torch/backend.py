@@ -23,9 +23,10 @@ from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.host.transfers import counted_waits
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.attention import attention_works
 from dualtune_torch.kernels.lora_backward import lora_backward, time_lora_backward
 from dualtune_torch.model import DTYPES, load_base, with_own_modules
-from dualtune_torch.profile import profile
+from dualtune_torch.profile import peak_of, profile
 from dualtune_torch.sharding import Shards
 from dualtune_torch.weights import nf4
 
@@ -132,6 +133,15 @@ class TorchBackend:
         """See `dualtune.doctor.bench.lora_backward.time_lora_backward`."""
         sizes = shape.batch, shape.tokens, shape.features, shape.rank
         return time_lora_backward(self.device, *sizes, rounds)
+
+    def attention_works(self, shape: Any) -> dict[str, Callable[[], object]]:
+        """See `dualtune.doctor.bench.attention.TimesAttention`."""
+        sizes = shape.tokens, shape.heads, shape.kv_heads, shape.head_size
+        return {**attention_works(self.device, *sizes, DTYPES[shape.dtype])}
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """Count what torch's allocator hands out during the work: a CPU's memory of a process says less."""
+        return peak_of(work, self.device)
 
     def write_nf4(self, source: Path, out: Path) -> None:
         """See `dualtune.use.export.request.WritesNf4`."""

@@ -255,7 +255,8 @@ class TorchEngine:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
         spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
+        choice = {"method": spec.method, "init": spec.init}
+        return init_adapter(shapes, spec.rank, self._request.seed, **choice, weight=self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

@@ -33,7 +33,7 @@ class LoRALayer(nn.Module):
 
     def __init__(self, base: FrozenLinear, spec: AdapterSpec, name: str, seed: int = 0) -> None:
         super().__init__()
-        start = init_adapter({name: shape_of(base)}, spec.rank, seed)
+        start = init_adapter({name: shape_of(base)}, spec.rank, seed, init=spec.init)
         self.base = base.requires_grad_(False)
         self.scale, self.dropout = spec.scale, spec.dropout
         A_rI, B_Or = (torch.from_numpy(start[tensor_name(name, part)]) for part in ("A", "B"))
@@ -82,10 +82,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads_MO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_MO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_MI, A_rI, B_Or = ctx.saved_tensors
         needs_dx = ctx.needs_input_grad[0]
-        dA_rI, dB_Or, *dx_MI = lora_backward(grads_MO[0], x_MI, A_rI, B_Or, ctx.scale, need_grad_x=needs_dx)
+        dA_rI, dB_Or, *dx_MI = lora_backward(g_MO, x_MI, A_rI, B_Or, ctx.scale, need_grad_x=needs_dx)
         return dx_MI[0] if needs_dx else None, dA_rI, dB_Or, None
 
 

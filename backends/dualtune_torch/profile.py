@@ -94,3 +94,16 @@ def _most_allocated(profiler: torch.profiler.profile) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that torch's allocator of the device has handed out at a time since the work began."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as above
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    return _most_allocated(profiler)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
-from dualtune.base.errors import DualtuneError, EnvironmentFault
+from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns, in_short_time
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
@@ -70,6 +70,71 @@ def lora_backward_command(shapes: str, rounds: int, platform: str, as_json: bool
         tell(
             f"\nThese are times of a {device.kind.upper()}: there is no NVIDIA GPU here, and nothing is said about one."
         )
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune bench attention`: the attention of one layer at a length, forward and backward.
+
+GPU_HEADS, CPU_HEADS = (32, 8), (4, 1)  # query heads, and those of keys and values: Mistral 7B's, and an eighth of them
+
+
+@click.command("attention")
+@click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="The length of the row.")
+@click.option(
+    "--heads", type=click.IntRange(min=1), help=f"Query heads.  [default: {GPU_HEADS[0]}; {CPU_HEADS[0]} on a CPU]"
+)
+@click.option(
+    "--kv-heads", type=click.IntRange(min=1),
+    help=f"Heads of keys and values.  [default: {GPU_HEADS[1]}; {CPU_HEADS[1]} on a CPU]",
+)  # fmt: skip
+@click.option("--head-size", type=click.IntRange(min=1), default=128, show_default=True, help="Features of a head.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+    help="As model.dtype.",
+)  # fmt: skip
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How many times each is timed."
+)
+@platform_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def attention_command(
+    tokens: int, heads: int | None, kv_heads: int | None, head_size: int, dtype: str, rounds: int, platform: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Time attention forward and backward, and count its memory: ours, the framework's (sdpa) and eager, in turns.
+
+    One causal document, as one layer of a model sees it. Eager attention is what a trainer uses without FlashAttention:
+    it keeps the scores of all pairs of tokens.
+    """
+    from dualtune.doctor.bench.attention import AttentionShape, time_attention
+    from dualtune.engine.card import card_of
+
+    backend = backend_for(platform, err=as_json)
+    device = backend.devices()[0]
+    default_heads = CPU_HEADS if device.kind == "cpu" else GPU_HEADS
+    heads, kv_heads = heads or default_heads[0], kv_heads or default_heads[1]
+    if heads % kv_heads:
+        raise ConfigError(f"--kv-heads: got {kv_heads}, must divide --heads ({heads})")
+    if dtype == "auto":
+        dtype = next(each.auto_dtype for each in card_of(backend.name).devices if each.kind == device.kind)
+    shape = AttentionShape(tokens, heads, kv_heads, head_size, dtype)
+    result = time_attention(backend, shape, rounds=rounds)
+    if as_json:
+        return say_json({"device": device.kind, "name": device.name, "backend": backend.name, **result})
+    tell(
+        f"{tokens:,} tokens, {heads} heads of {head_size}, {kv_heads} of keys and values, {dtype}, forward + backward\n"
+    )
+    rows = [("attention", "time", "of eager", "peak memory", "of eager")]
+    for name, found in result["works"].items():
+        rows.append((
+            name, f"{found['ms']:.1f} ms", f"{found['time_ratio']:.2f}", in_bytes(found["peak_bytes"]),
+            f"{found['memory_ratio']:.1%}",
+        ))  # fmt: skip
+    tell(in_columns(rows))
+    if device.kind == "cpu":
+        tell("\nThese are figures of a CPU, where an eighth of Mistral 7B's heads is the default. A GPU was not asked.")
     return None
 
 
@@ -152,7 +217,7 @@ PHASES = {
 }
 
 
-@click.command("bench", cls=CommandWithOthers, others=[lora_backward_command])
+@click.command("bench", cls=CommandWithOthers, others=[lora_backward_command, attention_command])
 @config_argument
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Number of steps to measure.")
 @click.option(
@@ -186,7 +251,8 @@ def command(
     The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
     --predict computes the time of a step from the limits of a machine, which need not be this one.
 
-    `dualtune bench lora-backward` times the backward pass of one LoRA layer; see its own --help.
+    `dualtune bench lora-backward` times the backward pass of one LoRA layer, `dualtune bench attention` attention at a
+    length; see their own --help.
     """
     if machine is not None:
         return predict_for(config, overrides, machine, platform, as_json=as_json)

@@ -112,13 +112,17 @@ def _as_text(comparison: Comparison) -> str:
     return redact("\n\n".join(blocks))
 
 
-HEAD = ("arm", "cost", "loss", "perplexity", "control", "perplexity against control", "time", "predictions", "verdict")
+HEAD = (
+    "arm", "cost", "loss", "perplexity", "control", "perplexity against control", "time", "predictions", "divergences",
+    "verdict",
+)  # fmt: skip
 LEGEND = (
     ("cost", "of the baseline's, in steps; a probe counts by its tokens, a frozen step as a forward pass"),
     ("control", "the loss of a baseline whose whole schedule has as many steps as the arm's cost buys"),
     ("against control", "paired over the seeds, with a 95 % interval (Student's t)"),
-    ("time", "in steps, by the clock, in times of the baseline's; as steady as the machine"),
+    ("time", "in steps, by the clock, in times of the baseline's with a 95 % interval; as steady as the machine"),
     ("predictions", "accepted of attempted, and undone after their check, over all seeds"),
+    ("divergences", "critical signals of the monitor, and undone predictions, over all seeds"),
 )
 
 
@@ -130,6 +134,7 @@ def table(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for result in comparison.results:
         counts, is_baseline = result.counts, result.arm.name == BASELINE
         predictions = f"{counts['accepted']} of {counts['attempts']}, {counts['undone']} undone" if counts else ""
+        wall, margin = result.wall, "" if result.wall.margin is None else f" ± {result.wall.margin:.2f}"
         yield (
             result.arm.name,
             f"{result.cost:.3f}",
@@ -137,8 +142,9 @@ def table(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             f"{result.perplexity:.3f}",
             "" if is_baseline else f"{fmean(trial.eval_loss for trial in result.controls):.4f}",
             "" if is_baseline else in_percent(result.against_control),
-            "" if is_baseline else f"{result.wall.mean:.2f}",
+            "" if is_baseline else f"{wall.mean:.2f}{margin}",
             predictions,
+            f"{counts['divergences']}" if counts else "",
             result.verdict,
         )
 

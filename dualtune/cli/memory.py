@@ -1,8 +1,8 @@
-"""`dualtune memory`: what the ways to save memory save and cost on this machine."""
+"""`dualtune memory`: what the ways to save memory save and cost, measured here or by formula."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,18 +11,27 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns
-from dualtune.cli.options import config_argument, json_file_option, platform_option, set_option, write_json
+from dualtune.cli.options import (
+    config_argument,
+    json_file_option,
+    json_option,
+    platform_option,
+    say_json,
+    set_option,
+    write_json,
+)
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.doctor.bench.ablation import Ablation
+    from dualtune.engine.strategies import Strategy
 
 
 @click.group("memory", cls=SuggestingGroup)
 def command() -> None:
-    """Measure how much memory each technique saves and how much time it costs."""
+    """Show how much memory each technique saves and how much time it costs, measured or by formula."""
 
 
 @command.command("ablate")
@@ -60,6 +69,59 @@ def ablate(
     say(_as_text(result))
     write_json(json_file, result.as_json())
     ctx.exit(1 if result.problems else 0)
+
+
+@command.command("strategies")
+@config_argument
+@click.option(
+    "--machine", "name", default="this", show_default=True, metavar="NAME",
+    help="The machine to plan for, such as rtx-4090-24.",
+)  # fmt: skip
+@platform_option
+@set_option
+@json_option
+def strategies(config: Path, name: str, platform: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show what each strategy for memory saves and costs for CONFIG, by formula: nothing is loaded or measured.
+
+    Times are for links of 12 and 24 GB/s between host and device. What is not offered is named, with the reason.
+    """
+    from dualtune.config import load_config
+    from dualtune.doctor.bench.measure import limits_here
+    from dualtune.doctor.check_config import plan_config
+    from dualtune.doctor.check_config_data import look_at_data, typical_step, with_lengths_of
+    from dualtune.engine.choose import choose
+    from dualtune.engine.detect import detect
+    from dualtune.engine.machines import named, published
+    from dualtune.engine.strategies import LINKS, search_share
+    from dualtune.engine.strategies import strategies as found
+
+    settings = load_config(config, overrides)
+    machine = detect() if name == "this" else named(name)
+    choice = choose(platform, machine)
+    samples = look_at_data(settings)
+    plan = plan_config(with_lengths_of(settings, samples)[0], machine, choice)
+    limits = limits_here(choice, machine, plan.ask.dtype) if name == "this" else published(machine)
+    rows = found(plan.decoder, plan.ask, typical_step(settings, samples), limits)
+    share = search_share(plan.decoder, plan.ask)
+    if as_json:
+        say_json({"links_bytes_per_s": LINKS, "search_share": share, "strategies": [row.as_json() for row in rows]})
+    else:
+        say(f"{_strategies_text(rows)}\n\na search takes {share:.2f} of the peak of a step with this config")
+
+
+def _strategies_text(rows: Sequence[Strategy]) -> str:
+    from dualtune.engine.strategies import LINKS
+
+    header = ("strategy", "saved", *(f"at {link / 1e9:g} GB/s" for link in LINKS), "for each", "settings", "")
+    offered = [_strategy(row) for row in rows if row.saved_bytes is not None]
+    refused = [(row.name, row.remark) for row in rows if row.saved_bytes is None]
+    return redact("\n\n".join([in_columns([header, *offered]), "not offered\n" + in_columns(refused)]))
+
+
+def _strategy(row: Strategy) -> tuple[str, ...]:
+    added = ("not known",) * 2 if row.added_s is None else (f"{seconds:+.3f} s" for seconds in row.added_s)
+    settings = " ".join(f"{key}={value}" for key, value in row.settings.items())
+    return row.name, in_bytes(row.saved_bytes or 0), *added, row.during, settings, row.remark
 
 
 def _as_text(ablation: Ablation) -> str:

@@ -121,12 +121,12 @@ def _cell(value: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # `dualtune runs export`: the numbers of a run as a table for other programs.
 
-# Of metrics.jsonl and, in bytes, of memory.csv: the most of all phases of the step.
+# Of metrics.jsonl, and of memory.csv the most of all phases of the step.
 FROM_METRICS = (
     "time", "step", "epoch", "loss", "eval_loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s",
     "tokens_per_s", "documents_per_min", "peak_bytes",
 )  # fmt: skip
-FROM_MEMORY = ("used_bytes", "cached_bytes", "process_bytes", "device_bytes")
+FROM_MEMORY = ("used_bytes", "cached_bytes", "process_bytes", "device_bytes", "gpu_percent", "power_w")
 COLUMNS: tuple[str, ...] = (*FROM_METRICS, "perplexity", "eval_perplexity", *FROM_MEMORY)
 
 
@@ -180,18 +180,18 @@ def _exported(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _memory_by_step(run: Path) -> dict[int, dict[str, int]]:
-    """Return the most bytes of each column of memory.csv by step; nothing for a run without the file."""
+def _memory_by_step(run: Path) -> dict[int, dict[str, float]]:
+    """Return the most of each column of memory.csv by step; nothing for a run without the file."""
     from dualtune.train.profiler.snapshot import each_snapshot
     from dualtune.train.state.run_dir import TIMELINE
 
-    most: dict[int, dict[str, int]] = {}
+    most: dict[int, dict[str, float]] = {}
     for snapshot in each_snapshot(run / TIMELINE) if (run / TIMELINE).exists() else ():
         of_step = most.setdefault(snapshot.step, {})
         for name in FROM_MEMORY:
-            num_bytes: int | None = getattr(snapshot, name)
-            if num_bytes is not None:
-                of_step[name] = max(num_bytes, of_step.get(name, 0))
+            number: float | None = getattr(snapshot, name)
+            if number is not None:
+                of_step[name] = max(number, of_step.get(name, 0))
     return most
 
 

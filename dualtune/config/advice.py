@@ -83,6 +83,7 @@ FOREIGN_KEYS = {
         "adapter.method": "dora fine_tune_type peft_type use_dora",
         "adapter.scaling": "rslora use_rslora",
         "adapter.dropout": "lora_dropout",
+        "adapter.init": "init_lora_weights peft_init_lora_weights",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
         "adapter.init_from": "adapter_name_or_path resume_adapter_file",
         "data.train": "data_path dataset dataset_name dataset_path datasets train_data train_file train_path",

@@ -20,6 +20,7 @@ from dualtune.config.values import (
     Count,
     Factor,
     Fraction,
+    InitName,
     KeyPath,
     MethodName,
     ModuleNames,
@@ -33,7 +34,7 @@ from dualtune.config.values import (
     Trackers,
     dotted,
 )
-from dualtune.model.methods import FULL
+from dualtune.model.methods import FULL, INITS
 from dualtune.model.optimizer import OptimizerName
 from dualtune.model.targets import DEFAULT_TARGETS
 
@@ -131,6 +132,8 @@ class AdapterConfig(Section):
     targets: Literal["all-linear"] | ModuleNames = DEFAULT_TARGETS
     """The linear layers to adapt, each named by its path or the end of its path; all-linear replaces the default names
     in a model that lacks one of them."""
+    init: InitName = INITS[0]
+    """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
 
@@ -256,6 +259,9 @@ class HybridConfig(Section):
     """The number of training documents in each of the two probe sets; no step trains on them."""
     trust_region: Literal["auto"] | Positive = "auto"
     """The largest change of the weights by predictions, relative to how far they are from where the run began."""
+    gate: Literal["auto", "clock", "none"] = "auto"
+    """Whether predictions end for the rest of the run before they make it more than 3 % slower by the clock; auto is
+    clock, or none with run.deterministic, since two runs measure different times."""
     offload: Literal["none", "optimizer"] = "none"
     """What moves to host memory while a prediction is searched; optimizer moves the optimizer's state."""
 
@@ -337,7 +343,7 @@ def sections() -> dict[str, type[Section]]:
 # Values of a config that are valid separately but not together.
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
-_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets")
+_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "init")
 
 
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -358,6 +364,9 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         rule = f"must be below train.steps ({train.steps})"
         yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
     yield from _impossible_averages(config)
+    if config.adapter.init_from is not None and config.adapter.init != INITS[0]:
+        rule = "but adapter.init_from gives the start; remove one of the two"
+        yield ("adapter", "init"), ("adapter", "init_from"), f"got {config.adapter.init}, {rule}"
     if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
         rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
         yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
@@ -424,6 +433,10 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
         yield cache, ("memory", "resident_layers"), f"{got}, {rule}; allowed: none, or memory.resident_layers: all"
 
 
+# What saves memory where all parameters are trained, in place of a base that is packed or streamed.
+_LEAST_WITH_FULL = "With full, train.optimizer: adamw_8bit and memory.checkpointing: full take the least memory"
+
+
 def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what has no meaning, or cannot be done, where all parameters of the model are trained."""
     method: KeyPath = ("adapter", "method")
@@ -436,8 +449,10 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         rule = "but adapter.method: full has no adapter; merge it, and set model.name to the result"
         yield ("adapter", "init_from"), method, f"got {config.adapter.init_from!r}, {rule}"
     if config.model.quantization not in ("auto", "none"):
-        rule = "but packed weights cannot be trained (adapter.method: full); allowed: auto, none"
-        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}"
+        rule = (
+            "but packed weights cannot be trained (adapter.method: full); allowed: auto, none, or adapter.method: lora"
+        )
+        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}. {_LEAST_WITH_FULL}"
     if config.memory.checkpointing == "adapter_inputs":
         rule = "which recomputes the inputs of adapters, and adapter.method: full has none"
         message = f"got adapter_inputs, {rule}; allowed: auto, none, full, {{layers: …}}"
@@ -446,5 +461,6 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         rule = "but only a frozen base can be sharded, and adapter.method: full trains it; allowed: auto, none"
         yield ("memory", "sharding"), method, f"got full, {rule}"
     if config.memory.resident_layers != "all":
-        rule = "but only a frozen base can be streamed, and adapter.method: full trains it; allowed: all"
-        yield ("memory", "resident_layers"), method, f"got {config.memory.resident_layers}, {rule}"
+        rule = "but only a frozen base can be streamed; allowed: all, or adapter.method: lora"
+        message = f"got {config.memory.resident_layers}, {rule}. {_LEAST_WITH_FULL}"
+        yield ("memory", "resident_layers"), method, message

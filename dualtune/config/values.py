@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dualtune.base.redaction import secret_in
-from dualtune.model.methods import NAMES
+from dualtune.model.methods import INITS, NAMES
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Problems of a config and their places: the lines of a ConfigError.
@@ -154,9 +154,9 @@ Trackers = Annotated[
     BeforeValidator(as_list),
 ]
 if TYPE_CHECKING:
-    MethodName = str
+    MethodName = InitName = str
 else:
-    MethodName = Literal[NAMES]  # the only list of methods
+    MethodName, InitName = Literal[NAMES], Literal[INITS]  # the only lists of them
 
 
 class Section(BaseModel):

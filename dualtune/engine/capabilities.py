@@ -21,6 +21,7 @@ BACKEND_KEYS = (
     "model.init",
     "model.kernels",
     "adapter.method",
+    "adapter.init",
     "data.packing",
     "train.optimizer",
     "train.schedule",

@@ -124,13 +124,13 @@ def _card(nvml: Any, index: int) -> _Card:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _text(nvml.nvmlDeviceGetName(handle))
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    uuid = _text(_optional(nvml, lambda: nvml.nvmlDeviceGetUUID(handle), f"GPU-{index}"))
-    mode = _optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)  # not supported by most GPUs
+    uuid = _text(optional(nvml, lambda: nvml.nvmlDeviceGetUUID(handle), f"GPU-{index}"))
+    mode = optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)  # not supported by most GPUs
     if not mode:
         gpu = _gpu(nvml, handle, name, f"{major}.{minor}", uuid)
         return _Card(name, uuid, is_mig=False, parts=(gpu,))
     slices: list[Gpu] = []
-    for number in range(_optional(nvml, lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0)):
+    for number in range(optional(nvml, lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0)):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except nvml.NVMLError:  # numbers may have gaps, and access to some may be denied
@@ -166,7 +166,7 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
-    running: list[Any] = _optional(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
+    running: list[Any] = optional(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
     for process in running:
         try:
             name = psutil.Process(process.pid).name()
@@ -175,7 +175,7 @@ def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
         yield GpuProcess(process.pid, name, process.usedGpuMemory)
 
 
-def _optional(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+def optional(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
     """Return the answer, or a default if this driver or GPU gives none, or not to this user."""
     try:
         return question()

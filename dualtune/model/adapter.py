@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dualtune.model.methods import FULL, METHODS
+from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR, Shapes, is_target
 
@@ -43,6 +43,7 @@ class AdapterSpec:
     targets: tuple[str, ...]
     scaling: Scaling = "standard"
     method: str = "lora"  # one of `dualtune.model.methods.NAMES`
+    init: str = INITS[0]  # of a fresh adapter; says nothing of one that was trained, and is in no file
 
     @property
     def scale(self) -> float:
@@ -81,7 +82,13 @@ def modules_of(tensors: Iterable[str]) -> list[str]:
 
 
 def init_adapter(
-    shapes: Shapes, rank: int, seed: int, *, method: str = "lora", weight: Callable[[str], np.ndarray] | None = None
+    shapes: Shapes,
+    rank: int,
+    seed: int,
+    *,
+    method: str = "lora",
+    init: str = INITS[0],
+    weight: Callable[[str], np.ndarray] | None = None,
 ) -> Tensors:
     """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
 
@@ -93,7 +100,7 @@ def init_adapter(
     for module, shape in shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
         frozen = partial(weight, module) if weight else None
-        values = METHODS[method].initial(shape, rank, rng, frozen)
+        values = METHODS[method].inits[init](shape, rank, rng, frozen)
         tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors
 

@@ -14,6 +14,7 @@ from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.engine.choose import choose
 from dualtune.engine.deferred import deferred
 from dualtune.model.formats.chat_template import mismatch
+from dualtune.model.methods import INITS
 from dualtune.show.report.run_page import run_page
 from dualtune.show.trackers.tracker import TrackerProcesses, check_installed
 from dualtune.show.view.lines import RunLog, log_result
@@ -87,6 +88,7 @@ def summary(prepared: Prepared) -> list[str]:
     """Describe what the run will do, one line each."""
     config, data, spec, tokenizer = prepared.config, prepared.data, prepared.spec, prepared.model.tokenizer
     chat = "chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
+    start = "" if spec.init == INITS[0] else f"start {spec.init}, "
     copy, template = template_of(config, prepared.checkpoint), config.data.template
     return [
         f"model       {config.model.name}, {chat}",
@@ -94,7 +96,7 @@ def summary(prepared: Prepared) -> list[str]:
         *(f"warning     {doubt}" for doubt in _doubts(prepared) if doubt),
         "adapter     none: all parameters of the model are trained"
         if spec.trains_model
-        else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
+        else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, {start}"
         f"on {', '.join(spec.targets[:8])}{' …' if len(spec.targets) > 8 else ''}",
         f"train data  {data.train.summary()}",
         f"eval data   {data.eval.summary() if data.eval.num_rows else data.eval.remark or 'none'}",

@@ -32,6 +32,7 @@ class Outcome:
     num_steps: int = 1  # steps of data and schedule that it covers, from 1 to `StepActions.max_steps`
     events: tuple[Event, ...] = ()
     phase: str | None = None  # of the policy, to show it; None: it has none
+    must_save: bool = False  # the step has decided by what a resumed run could not know: save before the next one
 
 
 @dataclass(frozen=True, slots=True)

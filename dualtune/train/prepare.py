@@ -341,4 +341,6 @@ def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
     elif start is not None:
         targets = tuple(modules_of(start.tensors))  # exactly these modules, even if the targets would select others
     adapter = config.adapter
-    return AdapterSpec(adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method)
+    return AdapterSpec(
+        adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init
+    )

@@ -294,7 +294,12 @@ def _take_step(job: Job, step: int) -> int:
             )  # fmt: skip
         for event in outcome.events:
             job.log.event(event)
-    return _pass_to_guards(job, step, record)
+    step = _pass_to_guards(job, step, record)
+    if outcome.must_save:
+        step = _settle(job, step)
+        job.saver.save(step)
+        job.log.restart_clock()
+    return step
 
 
 def _pass_to_guards(job: Job, step: int, record: StepRecord | None) -> int:

@@ -1,5 +1,6 @@
 """What every method of the table keeps, whichever it is: a new one is held to it by its line there."""
 
+import zlib
 from itertools import chain
 from typing import get_args
 
@@ -19,18 +20,32 @@ def frozen():
     return np.random.default_rng(3).normal(size=WEIGHT).astype(np.float32)
 
 
-def fresh(method):
-    tensors = init_adapter({MODULE: WEIGHT}, RANK, seed=1, method=method.name, weight=lambda module: frozen())
+STARTS = [(method, init) for method in METHODS.values() for init in method.inits]
+
+
+def fresh(method, init, shape=WEIGHT):
+    tensors = init_adapter({MODULE: shape}, RANK, 1, method=method.name, init=init, weight=lambda module: frozen())
     return {parse_name(name)[1]: tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_fresh_adapter_has_the_shapes_it_says_and_changes_nothing(method):
-    values = fresh(method)
+@pytest.mark.parametrize(("method", "init"), STARTS, ids=lambda each: getattr(each, "name", each))
+def test_a_fresh_adapter_has_the_shapes_it_says_and_changes_nothing(method, init):
+    values = fresh(method, init)
     assert {part: x.shape for part, x in values.items()} == method.shapes(WEIGHT, RANK)
     assert values.keys() == method.parts and all(x.dtype == np.float32 for x in values.values())
     assert sum(x.size for x in values.values()) == method.count(WEIGHT, RANK)
     np.testing.assert_allclose(method.delta(values, 1.5, frozen), 0, atol=1e-6)
+
+
+def test_the_starts_of_lora_are_the_documented_distributions():
+    """Kaiming with a = √5: uniform with the bound √(6 / ((1 + a²) · in)) = 1 / √in, whose bits every run before had."""
+    shape = (6, 40_000)
+    uniform, normal = (fresh(METHODS["lora"], init, shape)["A"] for init in ("kaiming", "normal"))
+    rng = np.random.default_rng([1, zlib.crc32(MODULE.encode())])
+    assert np.array_equal(uniform, rng.uniform(-(40_000**-0.5), 40_000**-0.5, (RANK, 40_000)).astype(np.float32))
+    assert uniform.std() == pytest.approx(40_000**-0.5 / 3**0.5, rel=0.01)
+    assert normal.std() == pytest.approx(0.02, rel=0.01) and abs(normal.mean()) < 0.02 * 4 / normal.size**0.5
+    assert (np.abs(normal) < 0.02).mean() == pytest.approx(0.6827, abs=0.005)  # within one deviation
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -11,7 +11,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 # Measured from files that were not committed. Nothing is added here: what is measured again is taken off.
 DIRTY = {
     "data", "gpt2_memory", "hybrid", "hybrid_calibration", "memory_estimate", "memory_plan", "predict",
-    "report_page", "small_data", "startup_after", "sweep",
+    "report_page", "startup_after", "sweep",
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def written(day, commit, cpu="a CPU"):
         (written("2026-01-02", "a1", None), "2026-01-02 at a1 on a system", ", 2026-01-02"),
         # The parts of a result have their own; the result's own is that of the last writing.
         (written("2026-01-03", "c3") | {"x": written("2026-01-02", "b2"), "y": [written("2026-01-01", "a1")]},
-         "2026-01-01 at a1, 2026-01-02 at b2 on a CPU", ", 2026-01-02"),
+         "2026-01-01 at a1, 2026-01-02 at b2 on a CPU", ", 2026-01-01 to 2026-01-02"),
         ({"launches": {"torch": 3}}, "counts, which have no day", ""),
     ],
 )  # fmt: skip
@@ -71,3 +71,4 @@ def test_a_result_has_the_origin_of_its_parts(origins, monkeypatch, tmp_path, re
     cited = "see ([it](../benchmarks/results/speed.json)) and `benchmarks/results/speed.json`, 2020-01-01.\n"
     dated = f"see ([it](../benchmarks/results/speed.json){day}) and `benchmarks/results/speed.json`{day}.\n"
     assert origins.with_days(cited) == dated == origins.with_days(dated)
+    assert origins.dated(tmp_path / "speed.md", page) == page and origins.dated(ROOT / "docs" / "a.md", cited) == dated

@@ -18,7 +18,7 @@ SUBCOMMANDS = [
     *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
     ["memory", "ablate"],
     ["data", "clean"],
-    ["bench", "lora-backward"],
+    *(["bench", name] for name in ("lora-backward", "attention")),
     *(["runs", name] for name in ("compare", "clean")),
     *(["bundle", name] for name in ("pack", "inspect", "unpack")),
 ]

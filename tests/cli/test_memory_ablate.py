@@ -1,16 +1,18 @@
-"""`dualtune memory ablate`: real measurements in processes of their own, once, and what is said of them."""
+"""`dualtune memory ablate`: each technique is measured, and what is said of the measurements."""
 
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from click.testing import CliRunner
 
 from dualtune.cli.main import cli
 from dualtune.doctor.bench import ablation
-from dualtune.doctor.bench.ablation_process import AblationWork, Failed, run_apart
+from dualtune.doctor.bench.ablation_process import AblationWork, Failed, measure, run_apart
 from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.train.profiler.snapshot import process_reader
 
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "head_dim": 32,
@@ -38,30 +40,23 @@ def config(tmp_path_factory, tiny_llama):
 
 
 @pytest.fixture(scope="module")
-def baseline(config, open_backend):
-    """What a real process measured with every technique off."""
+def measured_here(open_backend):
+    """Measure in this process, each work once: one of its own takes ten seconds."""
     open_backend("torch")
     pytest.importorskip("bitsandbytes")
-    return run_apart(AblationWork(str(config), ("memory.checkpointing=none", "model.quantization=none"), "cpu", 1))
+    return cache(lambda work: measure(replace(work, overrides=list(work.overrides)), on_loaded=lambda: None))
 
 
 @pytest.fixture
-def ablate(config, baseline, monkeypatch):
-    """Run the command on these techniques.
+def ablate(config, measured_here, monkeypatch):
+    """Run the command on these techniques, in processes of their own or here. `change` changes what was measured."""
 
-    Unless `real`, each takes what is planned, because a process takes ten seconds: these tests are about what is said
-    of the numbers. `change` changes what was measured.
-    """
-
-    def run(*options, names=NAMES, change=lambda overrides, measured: measured, real=False):
+    def run(*options, names=NAMES, change=lambda overrides, measured: measured, is_apart=False):
         def changed(work):
-            if real:
-                return run_apart(work)
-            planned = ablation._place(config, (), "cpu", 1).plan(work.overrides, baseline[0].micro_batches)
-            peak = planned.total_bytes - planned["reserve"]
-            return change(" ".join(work.overrides), replace(baseline[0], peak_bytes=peak)), baseline[1]
+            measured = measured_here(replace(work, overrides=tuple(work.overrides)))
+            return change(" ".join(work.overrides), measured), process_reader()()
 
-        monkeypatch.setattr(ablation, "run_apart", changed)
+        monkeypatch.setattr(ablation, "run_apart", run_apart if is_apart else changed)
         only = [option for name in names for option in ("--only", name)]
         fixed = ("--platform", "cpu", "--steps", 1, "--rounds", 1)
         return CliRunner().invoke(cli, [*map(str, ("memory", "ablate", config, *fixed, *only, *options))])
@@ -69,16 +64,9 @@ def ablate(config, baseline, monkeypatch):
     return run
 
 
-def test_a_process_takes_what_is_planned_within_a_tenth(config, baseline):
-    planned = ablation._place(config, (), "cpu", 1).plan((), baseline[0].micro_batches)
-    assert baseline[0].peak_bytes == pytest.approx(planned.total_bytes - planned["reserve"], rel=0.1)
-    assert baseline[1] > baseline[0].peak_bytes and min(baseline[0].step_s) > 0
-    assert not (config.parent / "run").exists()
-
-
-@pytest.mark.long
-def test_each_technique_saves_what_is_planned_and_changes_no_loss_that_it_must_not(ablate, config, tmp_path):
-    result = ablate("--json", tmp_path / "found.json", real=True)
+@pytest.mark.parametrize("is_apart", [False, pytest.param(True, marks=pytest.mark.long)], ids=["here", "apart"])
+def test_each_technique_saves_what_is_planned_and_changes_no_loss_that_it_must_not(ablate, config, tmp_path, is_apart):
+    result = ablate("--json", tmp_path / "found.json", is_apart=is_apart)
     assert result.exit_code == 0, result.output
     assert result.output.endswith("every plan is within 10 % of what was measured\n")
     rows = {row["technique"]: row for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
@@ -90,6 +78,7 @@ def test_each_technique_saves_what_is_planned_and_changes_no_loss_that_it_must_n
     assert rows["nf4 base"]["measured_bytes"] < none["measured_bytes"]
     assert abs(rows["nf4 base"]["loss_difference"]) > 1e-6 and not rows["nf4 base"]["same_result"]
     assert all(row["process_bytes"] > row["measured_bytes"] and row["time"] > 0 for row in rows.values())
+    assert all(abs(row["planned_bytes"] / row["measured_bytes"] - 1) <= 0.1 for row in rows.values())
     assert not (config.parent / "run").exists()
 
 

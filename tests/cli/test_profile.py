@@ -70,23 +70,25 @@ PLAN = {"planned_bytes": 530 * MB, "parts": [{"name": "weights", "bytes": 1}, {"
 
 
 @pytest.mark.parametrize(
-    ("counters", "planned", "measured", "what"),
+    ("counters", "planned", "measured", "what", "mapped"),
     [
         # A process of 700 MB, at most 750, of which 250 are mapped files: a plan of 530 is 6 % too high.
-        ({"process_bytes": 450 * MB}, 530, 500, "memory without mapped files"),
+        ({"process_bytes": 450 * MB}, 530, 500, "memory without mapped files", 250),
         # An allocator of arrays, which counts none of the reserve.
-        ({"process_bytes": 9000 * MB, "cached_bytes": 0}, 440, 750, "arrays"),
+        ({"process_bytes": 9000 * MB, "cached_bytes": 0}, 440, 750, "arrays", 0),
     ],
 )
-def test_a_plan_is_compared_with_what_it_plans(dualtune_main, a_run, counters, planned, measured, what):
+def test_a_plan_is_compared_with_what_it_plans(dualtune_main, a_run, counters, planned, measured, what, mapped):
     rows = [Snapshot(step, "data", used * MB, 1024 * MB, 1000 + step, (used + 50) * MB, **counters)
             for step, used in enumerate((300, 700, 400))]  # fmt: skip
     run = a_run(rows, {"memory": PLAN})
     found = json.loads(dualtune_main("profile", run, "--json").stdout)
-    assert found["plan"] == {"planned_bytes": planned * MB, "measured_bytes": measured * MB, "what": what}
+    expected = {"planned_bytes": planned, "measured_bytes": measured, "mapped_bytes": mapped}
+    assert found["plan"] == {name: size * MB for name, size in expected.items()} | {"what": what}
     assert found["planned_bytes"] == 530 * MB and found["peak"]["bytes"] == 750 * MB
-    deviation = f"plan {100 * (planned / measured - 1):+.1f} %"
-    assert deviation in dualtune_main("profile", run).stdout
+    text = dualtune_main("profile", run).stdout
+    assert f"plan {100 * (planned / measured - 1):+.1f} %" in text
+    assert (f"mapped files: {mapped:.1f} MiB" in text) == bool(mapped)
 
 
 @pytest.mark.parametrize("environment", [{}, [], {"memory": None}, {"memory": {"planned_bytes": "9"}}])

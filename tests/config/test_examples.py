@@ -110,7 +110,7 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
         "model.name": "mistralai/Mistral-7B-Instruct-v0.3", "model.dtype": "bfloat16", "model.quantization": "nf4",
         "model.init": "pretrained", "model.kernels": "auto",
         "adapter.method": "lora", "adapter.rank": 16, "adapter.alpha": 32, "adapter.scaling": "standard",
-        "adapter.dropout": 0.05, "adapter.targets": SEVEN, "adapter.init_from": None,
+        "adapter.dropout": 0.05, "adapter.targets": SEVEN, "adapter.init": "kaiming", "adapter.init_from": None,
         "train.epochs": 3, "train.steps": None, "train.tokens_per_step": "auto", "train.documents_per_step": 16,
         "train.micro_batch_tokens": 12288, "train.learning_rate": 2e-4, "train.schedule": "cosine",
         "train.warmup": 0.03, "train.optimizer": "adamw", "train.weight_decay": 0.01, "train.max_grad_norm": 0.3,

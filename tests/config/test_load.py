@@ -198,6 +198,8 @@ def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> No
         ("adapter: {method: full, rank: 8}", "adapter.rank: got 8, but adapter.method: full has no adapter; remove"),
         ("adapter: {method: full, alpha: 16}", "adapter.alpha: got 16.0, but adapter.method: full has no adapter"),
         ("adapter: {method: full, scaling: rank_stabilized}", "adapter.scaling: got rank_stabilized, but"),
+        ("adapter: {method: full, init: normal}", "adapter.init: got normal, but adapter.method: full has no adapter"),
+        ("adapter: {init: normal, init_from: x}", "adapter.init: got normal, but adapter.init_from gives the start"),
         ("adapter: {method: full, dropout: 0}", "adapter.dropout: got 0.0, but adapter.method: full has no adapter"),
         ("adapter: {method: full, targets: [a, b]}", "adapter.targets: got a, b, but adapter.method: full has no"),
         (

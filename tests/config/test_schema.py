@@ -15,6 +15,7 @@ DEFAULTS = {
         "dropout": 0.05,
         "scaling": "standard",
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "init": "kaiming",
         "init_from": None,
     },
     "data": {
@@ -74,6 +75,7 @@ DEFAULTS = {
         "max_consecutive_predicts": "auto",
         "probes": "auto",
         "trust_region": "auto",
+        "gate": "auto",
         "offload": "none",
     },
     "guards": {

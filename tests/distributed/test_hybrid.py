@@ -18,8 +18,9 @@ _spec.loader.exec_module(threads)
 
 HYBRID = {
     "hybrid.enabled": True, "hybrid.warmup_steps": 3, "hybrid.full_steps": 4, "hybrid.correct_steps": 1,
-    "hybrid.max_predict_steps": 4, "hybrid.probes": 3, "hybrid.trust_region": 9.0, "train.learning_rate": 1e-3,
-    "train.schedule": "constant", "train.steps": 16, "train.documents_per_step": 6, "run.save_every": None,
+    "hybrid.max_predict_steps": 4, "hybrid.probes": 3, "hybrid.trust_region": 9.0, "hybrid.gate": "none",
+    "train.learning_rate": 1e-3, "train.schedule": "constant", "train.steps": 16, "train.documents_per_step": 6,
+    "run.save_every": None,
 }  # fmt: skip
 LEAVE = """
 import os
@@ -51,6 +52,16 @@ def test_every_process_has_the_loss_of_every_document(open_backend, make_config,
         found = threads.in_world(size, work)
         assert all(losses == found[0] for losses in found)  # the same bits in each
         assert found[0] == pytest.approx(alone, abs=1e-6)
+
+
+def test_the_first_process_decides_by_its_clock(open_backend, make_config, write_rows, qa_rows, tiny_softmax):
+    prepared = prepare(make_config(write_rows(qa_rows), HYBRID, tiny_softmax), open_backend("numpy"))
+
+    def work(team):
+        mine = replace(prepared, team=team)
+        return TrainingStep(mine, load_engine(mine), 0, mine.batches).from_first(0.1 + team.rank)
+
+    assert threads.in_world(3, work) == [0.1, 0.1, 0.1]
 
 
 @pytest.mark.long  # the threads above share the same code

@@ -16,7 +16,7 @@ from dualtune.train.state.run_dir import open_run
 
 SHORT = {
     "hybrid.enabled": True, "hybrid.warmup_steps": 4, "hybrid.full_steps": 6, "hybrid.correct_steps": 2,
-    "hybrid.max_predict_steps": 8, "hybrid.probes": 4, "hybrid.trust_region": 9.0,
+    "hybrid.max_predict_steps": 8, "hybrid.probes": 4, "hybrid.trust_region": 9.0, "hybrid.gate": "none",
 }  # fmt: skip
 CALM = {
     "train.steps": 48, "train.learning_rate": 1e-3, "train.schedule": "constant", "train.warmup": 1,

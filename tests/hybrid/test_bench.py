@@ -216,6 +216,16 @@ def test_a_difference_of_losses_is_shown_as_one_of_perplexities():
         f"{100 * math.expm1(-0.02 + 0.12706):+.2f})"  # fmt: skip
 
 
+def test_the_table_has_the_interval_of_the_time_and_counts_divergences():
+    """By the clock 1.2 and 0.8 of the baseline's: 1 ± 12.706 · 0.2828 / sqrt 2."""
+    base = tuple(trial(BASELINE, seed=seed) for seed in (1, 2))
+    counted = dict.fromkeys(("attempts", "accepted", "undone"), 1) | {"divergences": 2}
+    mine = tuple(trial(seed=seed, wall_s=wall_s, hybrid=counted) for seed, wall_s in ((1, 2.4), (2, 1.6)))
+    head, row = table(Comparison((ArmResult(ARMS["predict"], mine, base, base),), 1e-3))
+    shown = dict(zip(head, row, strict=True))
+    assert (shown["time"], shown["predictions"], shown["divergences"]) == ("1.00 ± 2.54", "2 of 2, 2 undone", "4")
+
+
 def test_when_the_baseline_s_training_loss_was_reached():
     base = trial(BASELINE, losses=((1, 1.0, 3.0), (2, 2.0, 2.0)))
     fast, never = trial(losses=((1, 0.5, 2.0), (2, 1.0, 1.0))), trial(losses=((1, 1.0, 3.0),))

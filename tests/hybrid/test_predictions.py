@@ -159,6 +159,7 @@ def test_a_prediction_that_hurts_is_undone_to_the_bit(any_lab, watch, monkeypatc
     assert places[undone["step"] - 1] == before != next(row for row in watch if row[0] == first)[6]
     counts = ended.policy.statistics().counts
     assert (counts.undone, counts.divergences) == (1, len(critical(ended)) or 1)
+    assert counts.undone_steps == undone["steps"] > 0  # no progress: the weights have none of them
     assert undone["step"] in ended.updates()  # the step after a rollback is an ordinary one
 
 

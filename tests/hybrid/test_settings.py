@@ -23,7 +23,7 @@ def config_with(*overrides):
     [("balanced", (0.60, 50, 15)), ("conservative", (0.60, 50, 15)), ("aggressive", (0.55, 75, 10))],
 )
 def test_a_preset_has_these_numbers(preset, numbers):
-    found = settings_of(config_with(f"preset={preset}").hybrid)
+    found = settings_of(config_with(f"preset={preset}"))
     assert (found.confidence_threshold, found.max_predict_steps, found.correction_interval) == numbers
     assert (found.warmup_steps, found.full_steps, found.divergence_threshold) == (100, 20, 3.0)
     assert (found.max_consecutive_predicts, found.probes, found.trust_region) == (5, 8, 0.25)
@@ -31,7 +31,7 @@ def test_a_preset_has_these_numbers(preset, numbers):
 
 def test_what_the_config_sets_replaces_the_preset_s_value_and_survives_yaml():
     config = config_with("preset=aggressive", "max_predict_steps=7", "engine=fast_forward", "probes=3")
-    found = settings_of(parse_config(to_yaml(config)).hybrid)
+    found = settings_of(parse_config(to_yaml(config)))
     assert (found.max_predict_steps, found.probes, found.confidence_threshold) == (7, 3, 0.55)
     assert found.engine == "fast_forward" and not found.skips_steps
 
@@ -50,7 +50,7 @@ def test_a_value_out_of_range_is_refused(wrong):
 def test_the_page_has_the_presets_of_the_code():
     page = (Path(__file__).parents[2] / "docs/hybrid.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M))
-    names = [each.name for each in fields(Settings) if each.name not in ("engine", "offload")]
+    names = [each.name for each in fields(Settings) if each.name not in ("engine", "gate", "offload")]
     for name in names:
         values = [f"{getattr(PRESETS[preset], name):g}" for preset in ("conservative", "balanced", "aggressive")]
         assert rows[name].split(" | ")[:3] == values, name

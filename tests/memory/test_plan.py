@@ -167,7 +167,7 @@ def test_streamed_layers_are_recomputed(value):
 
 @pytest.mark.parametrize("value", ["none", "adapter_inputs", "{layers: 31}"])
 def test_streamed_layers_that_are_not_recomputed_are_refused(value):
-    with pytest.raises(ConfigError, match=r"got .* with memory.resident_layers=2 layers have .*; allowed: auto, full"):
+    with pytest.raises(ConfigError, match=r"got .* with memory.resident_layers=2 every layer .*; allowed: auto, full"):
         plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", Budget(80 * GIB, ""))
 
 

@@ -1,6 +1,7 @@
 """The timeline that runs write: its rows, a resume, several processes, and what taking it must not do."""
 
 import mmap
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from dualtune.show.run import run
 from dualtune.train.hooks import Hook, PhaseChange, RunInfo
 from dualtune.train.profiler.analysis import find_leak, peak_of
 from dualtune.train.profiler.profiler import Timeline
-from dualtune.train.profiler.snapshot import MB, read_timeline
+from dualtune.train.profiler.snapshot import MB, OLD_HEADER, DeviceSample, read_timeline
 from dualtune.train.team import Team
 
 BACKENDS = ["numpy", "torch", pytest.param("mlx", marks=pytest.mark.slow)]
@@ -109,7 +110,7 @@ def test_rows_reach_the_disk_while_the_run_lasts(tmp_path, open_backend):
 
 
 def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
-    calls = iter(range(100, 200))
+    calls = iter(DeviceSample(100 + i, percent=90 + i, power_w=300.5) for i in range(9))
     monkeypatch.setattr("dualtune.train.profiler.profiler.device_reader", lambda device: calls.__next__)
     timeline = Timeline(tmp_path / "memory.csv", open_backend("numpy").memory)
     timeline.on_start(info(tmp_path))
@@ -118,6 +119,21 @@ def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
     timeline.on_end()
     rows = read_timeline(tmp_path / "memory.csv")
     assert [row.device_bytes for row in rows] == [100, None, 101, None, None, 102, None]
+    assert [row.gpu_percent for row in rows] == [90, None, 91, None, None, 92, None]
+    assert [row.power_w for row in rows] == [300.5, None, 300.5, None, None, 300.5, None]
+
+
+def test_a_timeline_of_an_older_version_is_continued_with_its_columns(tmp_path, open_backend):
+    path = tmp_path / "memory.csv"
+    begun = ",".join(OLD_HEADER) + "\n1,data,6,,,,,9,1.000\n2,data,7,,,,,9,2.000\n"
+    path.write_text(begun + "3,data,8,,,,,9,3.000\n")
+    timeline = Timeline(path, open_backend("numpy").memory)
+    timeline.on_start(replace(info(tmp_path), first_step=2))
+    timeline.on_phase_change(PhaseChange(3, "data", None))
+    timeline.on_end()
+    text = path.read_text()
+    assert text.startswith(begun) and all(line.count(",") == len(OLD_HEADER) - 1 for line in text.splitlines())
+    assert [row.step for row in read_timeline(path)] == [1, 2, 2, 3]
 
 
 def test_only_the_first_process_has_a_timeline_a_log_and_installed_hooks(trained, monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ from dualtune.show.report.page import environment, make_page
 from dualtune.show.report.run_files import read_run
 from dualtune.show.report.run_page import run_page
 from dualtune.show.report.run_sections import changed, differing, next_commands
+from dualtune.train.profiler.snapshot import TIMELINE_HEADER, Snapshot, timeline_row
 from dualtune.train.state.metrics import read_rows
 from dualtune.train.state.records import command_line, working_directory
 
@@ -92,6 +93,22 @@ def test_the_numbers_are_those_of_the_run(plain):
     assert [mark["step"] for mark in found["evals"]] == [0, 8, 16, 24]
     best = min(found["evals"][1:], key=lambda mark: mark["loss"])
     assert found["best"] == best
+
+
+def test_a_plan_stands_beside_what_it_plans_and_mapped_files_apart(copy):
+    """A process of 700 MiB at its peak, of which 250 are mapped files, was planned with 440."""
+    mib = 1 << 20
+    environment = json.loads((copy / "environment.json").read_text()) | {"memory": {"planned_bytes": 440 * mib}}
+    (copy / "environment.json").write_text(json.dumps(environment))
+    snapshot = Snapshot(1, "data", 700 * mib, 1024 * mib, 1000.0, process_bytes=450 * mib)
+    (copy / "memory.csv").write_text(",".join(TIMELINE_HEADER) + "\n" + timeline_row(snapshot))
+    rows = [step(number, peak_bytes=700 * mib) for number in (1, 2)]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = run_page([copy])
+    assert "<b>700.0 MiB</b> peak memory, 250.0 MiB of it mapped files<" in page
+    assert "<b>450.0 MiB</b> peak of memory without mapped files, planned 440.0 MiB<" in page
+    (drawn,) = json.loads(re.search(r'id="numbers">(.*?)</script>', page)[1])
+    assert (drawn["planned_bytes"], drawn["mapped_bytes"]) == (690 * mib, 250 * mib)  # the curve is of both
 
 
 def test_the_smoothed_loss_is_an_average_that_forgets():

@@ -1,6 +1,7 @@
 """Models trained whole (adapter.method: full) on torch: every gradient, the masters, and what is written."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -148,6 +149,20 @@ def test_a_random_gpt2_starts_at_the_loss_of_a_uniform_guess(engine_of, tmp_path
         engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     assert engine.evaluate(batch).loss_sum / batch.num_targets < before - 0.2
+
+
+@pytest.mark.long
+def test_gpt2_small_in_its_real_size_starts_at_the_documented_loss(open_backend, tmp_path):
+    """10.8 ± 0.3. Logits of deviation 0.02 · √768 over a normed state make ln 50257 + 768 · 0.02² / 2 = 10.98."""
+    shape = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(GPT2_CONFIG | shape))
+    adapter = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=("c_attn",))  # no optimizer state of the whole model
+    engine = open_backend("torch").load(LoadRequest(tmp_path, "float32", "auto", "random", adapter, OptimizerSpec(), 5))
+    assert round(engine.description.num_parameters / 1e6, 1) == 124.4
+    batch = random_batch([128] * 4, 50257)
+    loss = engine.evaluate(batch).loss_sum / batch.num_targets
+    assert loss == pytest.approx(10.8, abs=0.3)
+    assert loss == pytest.approx(math.log(50257) + 768 * 0.02**2 / 2, abs=0.1)  # four deviations of 504 targets
 
 
 def test_the_neutral_state_of_random_weights_is_drawn_again(engine_of, tmp_path):

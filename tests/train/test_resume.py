@@ -155,11 +155,14 @@ def test_a_checkpoint_without_the_scaling_is_one_of_the_standard_scaling(lab, st
     stopped("run", 3, **RUN)
     for file in (lab.tmp_path / "run" / "checkpoints").glob("*/state.json"):
         state = json.loads(file.read_text())
-        del state["config"]["adapter"]["scaling"], state["config"]["adapter"]["method"]
+        for key in ("scaling", "method", "init"):
+            del state["config"]["adapter"][key]
         file.write_text(json.dumps(state))
         seal(file)
     with pytest.raises(ConfigError, match=r"adapter\.scaling +standard +rank_stabilized +forbidden"):
         lab.run(**RUN | {"adapter__scaling": "rank_stabilized"})
+    with pytest.raises(ConfigError, match=r"adapter\.init +kaiming +normal +forbidden"):
+        lab.run(**RUN | {"adapter__init": "normal"})
     assert weights_of(lab.run(**RUN).run_dir) == weights_of(straight.run_dir)
 
 

@@ -47,6 +47,19 @@ def test_figures_of_a_gpu_stand_in_the_section_of_gpus_alone(tool):
     assert "123.4 MB" in gpus and "Some GPU" in gpus and "None recorded yet." in twins
 
 
+def test_a_real_model_on_a_cpu_stands_beside_a_gpus_column(tool):
+    report = json.loads(json.dumps(next(r for r in tool.results() if r["platform"] == "cpu")))
+    report |= {"on_cpu": True, "tiers": [tier for tier in report["tiers"] if tier["tier"] == "quick"]}
+    [quick] = report["tiers"]
+    quick["twin"] = False
+    elapsed = next(row for row in quick["criteria"] if row["name"] == "elapsed")
+    elapsed.update(measured=65.0, level="skipped")
+    on_gpu = json.loads(json.dumps(report)) | {"on_cpu": False}
+    on_gpu["tiers"][0]["criteria"] = [elapsed | {"measured": 9.0, "level": "ok"}]
+    assert "| elapsed | (1 min 05 s) |  |" in tool.page([report])
+    assert "| elapsed | (1 min 05 s) | 9.0 s |" in tool.page([report, on_gpu])
+
+
 def test_a_tier_that_did_not_run_is_said_with_its_reason(tool):
     report = json.loads(json.dumps(tool.results()[0]))
     report["tiers"] = report["tiers"][:1]

@@ -80,6 +80,22 @@ def test_a_twin_says_everything_that_it_changes(place, wording):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_a_model_that_is_asked_for_takes_the_place_of_the_twin_and_keeps_the_tiers_settings(place, tmp_path, name):
+    there = replace(place(name), model=str(DEMO_MODEL), steps=40)
+    made = plan(TIERS["convergence"], there)
+    assert (made.is_twin, made.model, made.config.model.name) == (False, "model", str(DEMO_MODEL))
+    assert (made.config.train.steps, made.steps_per_window) == (40, 20)
+    assert made.config.train.learning_rate == load_config(example_path("gpu_smollm2_convergence")).train.learning_rate
+    assert [note.split(" ")[0] for note in made.notes] == ["model", *["affine4"] * (name == "mlx"), "40"]
+    assert "decrease" in {c.measure for c in made.criteria if c.not_judged is None}, "the weights are pretrained"
+    assert {c.measure for c in made.criteria if c.not_judged} == {"peak_bytes", "elapsed"}
+
+
+def test_no_tier_takes_more_steps_than_its_own(on_gpu):
+    assert plan(TIERS["quick"], replace(on_gpu, steps=500)).config.train.steps == STEPS["quick"]
+
+
 def test_all_is_the_four_short_tiers_in_order():
     assert [tier.name for tier in tiers_of("all")] == [*ALL] == ["quick", "convergence", "memory", "extended"]
     assert [tier.name for tier in tiers_of("full")] == ["full"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dualtune.engine.card import LAYERS, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.model.methods import INITS
 from dualtune_mlx.card import checks, counted, memory
 from dualtune_mlx.card.costs import COSTS
 from dualtune_mlx.card.memory import ATTENTION_CHUNK
@@ -22,6 +23,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
+        "adapter.init": INITS,
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),

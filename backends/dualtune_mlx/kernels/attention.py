@@ -168,3 +168,37 @@ def _mask(segments_BT: mx.array, part: Chunk) -> mx.array:
     is_same_BCK = segments_BT[:, queries, None] == segments_BT[:, None, keys]
     is_before_CK = mx.arange(part.start, part.stop)[:, None] >= mx.arange(part.first_key, part.stop)
     return (is_same_BCK & is_before_CK)[:, None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune bench attention` on MLX: `chunked` beside MLX's function, as mlx-lm calls it, and plain products.
+
+
+def attention_works(T: int, H: int, G: int, d: int, dtype: mx.Dtype) -> dict[str, Callable[[], list[mx.array]]]:
+    """Return forward and backward passes of one document of T tokens, by name: see `dualtune.doctor.bench.attention`.
+
+    The gradient is that of the sum of output · fixed numbers.
+    """
+    shapes = ((1, H, T, d), (1, G, T, d), (1, G, T, d), (1, H, T, d))
+    q, k, v, dout = (mx.random.normal(s, key=mx.random.key(i)).astype(dtype) for i, s in enumerate(shapes))
+    mx.eval(q, k, v, dout)
+    scale = d**-0.5
+
+    def eager(q_BHTd: mx.array, k_BGTd: mx.array, v_BGTd: mx.array) -> mx.array:
+        k_BHTd, v_BHTd = (mx.repeat(x, H // G, axis=1) for x in (k_BGTd, v_BGTd))
+        seen_TT = mx.arange(T)[:, None] >= mx.arange(T)
+        scores_BHTT = mx.where(seen_TT, (q_BHTd @ k_BHTd.swapaxes(-1, -2)) * scale, -mx.inf)
+        return mx.softmax(scores_BHTT, axis=-1, precise=True).astype(dtype) @ v_BHTd
+
+    functions: dict[str, Callable[..., mx.array]] = {
+        "ours": partial(chunked, scale=scale),
+        "sdpa": partial(mx.fast.scaled_dot_product_attention, scale=scale, mask="causal"),
+        "eager": eager,
+    }
+
+    def work(function: Callable[..., mx.array]) -> list[mx.array]:
+        (out,), grads = mx.vjp(function, [q, k, v], [dout])
+        mx.eval(out, grads)
+        return [out, *grads]
+
+    return {name: partial(work, function) for name, function in functions.items()}

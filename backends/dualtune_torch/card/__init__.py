@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from dualtune.engine.card import LAYERS, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.model.methods import INITS
 from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
 
@@ -39,6 +40,7 @@ CARD = Card(
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
         "adapter.method": ("lora", "full"),
+        "adapter.init": INITS,
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),

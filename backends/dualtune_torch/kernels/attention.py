@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from dualtune.base.errors import ConfigError
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK
+from dualtune_torch.kernels import compiled
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
@@ -318,3 +319,56 @@ def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
 def _zeros_by_token(x_BHTd: Tensor) -> Tensor:
     """Zeros in the shape of x, in memory as [B, T, H, d]: the layers before read a token's heads contiguously."""
     return torch.zeros_like(x_BHTd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `dualtune bench attention` on torch: `attend` beside what transformers computes otherwise.
+
+
+class _Layer(torch.nn.Module):
+    """What transformers' attention functions ask of the module that calls them."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal = groups, True
+
+
+def attention_works(
+    device: torch.device, T: int, H: int, G: int, d: int, dtype: torch.dtype
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Return forward and backward passes of one document of T tokens, by name: see `dualtune.doctor.bench.attention`.
+
+    `eager` is Llama's in transformers, with the mask that it is given; `sdpa` is transformers' choice for a GPU.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, H, T, d), (1, G, T, d), (1, G, T, d), (1, T, H, d))
+    q, k, v, dout = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
+    segments_1T = np.ones((1, T), np.int32)
+    is_compiled = compiled.why_not(device) is None
+    borders = torch.from_numpy(borders_in(segments_1T)).to(device)
+    documents = DocumentBorders.of(segments_1T, borders, compiled.compile_function if is_compiled else lambda f: f)
+    layer, scale = _Layer(H // G), d**-0.5
+
+    def eager(q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> Tensor:
+        future_TT = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+        mask_TT = torch.zeros(T, T, dtype=dtype, device=device).masked_fill(future_TT, torch.finfo(dtype).min)
+        return eager_attention_forward(layer, q_BHTd, k_BGTd, v_BGTd, mask_TT, scaling=scale)[0]
+
+    functions: dict[str, Callable[..., Tensor]] = {
+        "ours": lambda q, k, v: attend(layer, q, k, v, None, scaling=scale, documents=documents)[0],
+        "sdpa": lambda q, k, v: sdpa_attention_forward(layer, q, k, v, None, scaling=scale)[0],
+        "eager": eager,
+    }
+
+    def work(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*inputs)
+        results = out.detach(), *torch.autograd.grad(out, inputs, dout)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return results
+
+    return {name: partial(work, function) for name, function in functions.items()}

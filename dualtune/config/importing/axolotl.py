@@ -256,6 +256,19 @@ def _adapter(file: ForeignFile) -> Settings:
     return settings
 
 
+def _init(file: ForeignFile) -> Settings:
+    key, value = "peft_init_lora_weights", file.get("peft_init_lora_weights")
+    if value is None or "adapter" not in file:
+        return {}
+    if value is True:
+        return {"adapter.init": file.note("kaiming", key)}
+    if value == "gaussian":
+        file.lose(key, "PEFT's A has the deviation 1 / rank, adapter.init: normal 0.02; the start is kaiming")
+    else:
+        file.lose(key, "this start is not supported yet; it is kaiming")
+    return {}
+
+
 def _targets(file: ForeignFile) -> Settings:
     if "adapter" not in file:
         return {}
@@ -334,6 +347,7 @@ RULES = (
                _adapter, "rsLoRA becomes an alpha of lora_alpha × sqrt(lora_r)"),
     translated(_TARGETS, "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
+    translated("peft_init_lora_weights", "adapter.init", _init, "true is `kaiming`; PEFT's gaussian is another start"),
     renamed("lora_model_dir", "adapter.init_from", ForeignFile.text),
     translated("chat_template chat_template_jinja", "data.template", _template,
                "`auto` is the tokenizer's own; llama3, qwen_25, gemma and gemma3 become `llama-3`, `qwen-2.5`, "

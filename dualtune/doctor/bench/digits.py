@@ -282,7 +282,8 @@ def config_of(seed: int, num_steps: int, learning_rate: float, hybrid: Mapping[s
     """Return the config of a run, with the default schedule and optimizer. Model and data in it are only names."""
     train = {"steps": num_steps, "documents_per_step": BATCH, "learning_rate": learning_rate, "max_grad_norm": None}
     names = {"model": {"name": "digits"}, "data": {"train": "digits"}, "adapter": {"method": "full"}}
-    return load_config({**names, "train": train, "run": {"seed": seed, "dir": "digits"}, "hybrid": dict(hybrid)})
+    hybrid = {"gate": "none", **hybrid}  # costs are judged, and no clock decides what an arm does
+    return load_config({**names, "train": train, "run": {"seed": seed, "dir": "digits"}, "hybrid": hybrid})
 
 
 def train(data: DigitsData, config: Config) -> tuple[DigitsEngine, float, Mapping[str, Any]]:

@@ -42,7 +42,7 @@ class Freezing:
     num_probes = 0
 
     def __init__(self, config: Config) -> None:
-        self._settings, self._step_cost = settings_of(config.hybrid), step_cost(config)
+        self._settings, self._step_cost = settings_of(config), step_cost(config)
         self._computed = self._frozen = 0
 
     @property
@@ -97,7 +97,8 @@ class Arm:
 
 
 def _engine(name: str) -> Callable[[Config], Mapping[str, Any]]:
-    return lambda config: {"hybrid.enabled": True, "hybrid.engine": name}
+    """Return the changes of an arm. Its cost is judged by tokens, and no clock decides what it does."""
+    return lambda config: {"hybrid.enabled": True, "hybrid.engine": name, "hybrid.gate": "none"}
 
 
 def _schedule_free(config: Config) -> Mapping[str, Any]:

@@ -155,7 +155,8 @@ def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str
         module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
         for module in modules_of(trained)
     }
-    initial = init_adapter(shapes, config.adapter.rank, config.run.seed, method=config.adapter.method)
+    adapter = config.adapter
+    initial = init_adapter(shapes, adapter.rank, config.run.seed, method=adapter.method, init=adapter.init)
     return len(trained), tuple(name for name, tensor in initial.items() if np.array_equal(tensor, trained[name]))
 
 
@@ -178,6 +179,7 @@ def report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machi
         "exit_code": code,
         "date": datetime.now(UTC).date().isoformat(),
         "platform": setup.platform,
+        "on_cpu": setup.on_cpu,
         "random_weights": setup.random_weights,
         "machine": {
             "cpu": machine.cpu,

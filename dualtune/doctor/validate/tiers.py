@@ -178,7 +178,7 @@ TWIN_LIMITS: Mapping[str, float | str] = MappingProxyType(
         "spread": "the cores of a CPU are shared with other programs",
     }
 )
-# The real shapes on a CPU, with random weights.
+# The real shapes on a CPU.
 CPU_LIMITS: Mapping[str, float | str] = MappingProxyType(
     {
         "peak_bytes": "the limit is that of a GPU, which computes in 16 bits",
@@ -253,6 +253,8 @@ class ValidationSetup:
     out: Path  # contains a directory for each tier
     random_weights: bool = False
     before_bytes: int = 0  # on a CPU, the process's memory before the first model was loaded; elsewhere 0
+    model: str | None = None  # a model in place of each tier's own, and of the twin
+    steps: int | None = None  # the number of steps in place of a tier's own, where that is larger
 
     @property
     def on_cpu(self) -> bool:
@@ -260,16 +262,21 @@ class ValidationSetup:
 
     @property
     def is_twin(self) -> bool:
-        """Random weights need no twin: they exist to test the real shape."""
-        return self.on_cpu and not self.random_weights
+        """Random weights and a model that was asked for need no twin: they exist to test a real shape."""
+        return self.on_cpu and not self.random_weights and self.model is None
 
 
-def open_setup(choice: PlatformChoice, out: Path, *, random_weights: bool = False) -> ValidationSetup:
+def open_setup(
+    choice: PlatformChoice, out: Path, *, random_weights: bool = False, model: str | None = None,
+    steps: int | None = None,
+) -> ValidationSetup:  # fmt: skip
     """Open the backend. EnvironmentFault if there is no such device."""
-    if choice.platform == "cpu" and not random_weights:
+    if choice.platform == "cpu" and not random_weights and model is None:
         # Must be set before torch loads: for a twin's small matrices, threads mostly wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    setup = ValidationSetup(choice.platform, open_backend(choice), free_directory(out), random_weights)
+    setup = ValidationSetup(
+        choice.platform, open_backend(choice), free_directory(out), random_weights, model=model, steps=steps
+    )
     return replace(setup, before_bytes=setup.backend.memory().used_bytes) if setup.on_cpu else setup
 
 
@@ -292,13 +299,19 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
     source = example_path(tier.config)
     written = load_config(source)
     quantization = _four_bit(setup.backend)
+    assert written.train.steps is not None  # every tier's config has it
     divisor = card_of(setup.backend.name).twin.divisors.get(tier.name, 1) if setup.is_twin else 1
+    steps = min(written.train.steps // divisor, setup.steps or written.train.steps)
     # The files of a tier lie in its own directory, whatever its config names.
     overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
     notes: list[str] = []
     model = written.model.name
     # A CPU gets a small model, and random weights the real shape: each difference is a note of the report.
-    if setup.is_twin:
+    if setup.model is not None:
+        model = Path(setup.model).stem if Path(setup.model).exists() else setup.model  # a report contains no local path
+        overrides.append(f"model.name={setup.model}")
+        notes.append(f"{model} in place of {written.model.name}")
+    elif setup.is_twin:
         model = "the small model that is part of dualtune"
         overrides += [f"model.name={DEMO_MODEL}", *TWIN_OVERRIDES]
         changed = " and ".join(f"{key} {value}" for key, value in (o.split("=") for o in TWIN_OVERRIDES))
@@ -310,14 +323,16 @@ def plan(tier: Tier, setup: ValidationSetup) -> Plan:
         overrides.append(f"model.quantization={quantization}")
         notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not support")
     # Fewer steps keep their proportions: windows and checkpoints shrink with them.
-    if divisor > 1:
-        assert written.train.steps is not None
-        overrides += [f"train.steps={written.train.steps // divisor}"]
-        overrides += [f"run.save_every={every // divisor}" for every in [written.run.save_every] if every]
-        notes.append(f"1/{divisor} of the steps, also per window and between checkpoints, to finish sooner")
+    share = steps / written.train.steps
+    if share < 1:
+        overrides += [f"train.steps={steps}"]
+        overrides += [f"run.save_every={max(1, int(every * share))}" for every in [written.run.save_every] if every]
+        notes.append(
+            f"{steps} of {written.train.steps} steps, also per window and between checkpoints, to finish sooner"
+        )
     config = load_config(source, overrides)
     criteria = criteria_of(tier, setup.backend.name, quantization, on_cpu=setup.on_cpu, is_twin=setup.is_twin)
-    return Plan(tier, config, criteria, model, tuple(notes), WINDOW // divisor, setup.is_twin)
+    return Plan(tier, config, criteria, model, tuple(notes), max(1, int(WINDOW * share)), setup.is_twin)
 
 
 def random_model(name: str, directory: Path) -> Path:

@@ -304,9 +304,13 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
     """
     memory = config.memory
     offload, streamed = memory.offload == "activations", memory.resident_layers != "all"
-    if streamed or (offload and memory.checkpointing in ("auto", "none", "adapter_inputs")):
-        where = f"memory.resident_layers={memory.resident_layers}" if streamed else "memory.offload=activations"
-        return replace(_full_because(memory.checkpointing, where), offload=offload)
+    if streamed:
+        where, rule = f"memory.resident_layers={memory.resident_layers}", "every layer is recomputed by itself"
+        return replace(_full_because(memory.checkpointing, where, f"{rule}; allowed: auto, full"), offload=offload)
+    if offload and memory.checkpointing in ("auto", "none", "adapter_inputs"):
+        where, rule = "memory.offload=activations", "the inputs of recomputed layers are moved"
+        allowed = f"{rule}; allowed: auto, full, {{layers: …}}"
+        return replace(_full_because(memory.checkpointing, where, allowed), offload=True)
     match value := memory.checkpointing:
         case "auto" | "none":
             return KEEP_ALL
@@ -318,17 +322,15 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
             return ActivationCheckpointing(value.layers, value.every, offload=offload)
 
 
-def _full_because(value: str | CheckpointedLayers, where: str) -> ActivationCheckpointing:
-    """Return that everything is recomputed, because another key needs it. ConfigError for a value that is against it.
+def _full_because(value: str | CheckpointedLayers, where: str, rule: str) -> ActivationCheckpointing:
+    """Return that everything is recomputed, because another key needs it. ConfigError, with the rule, for a value
+    that is against it.
 
-    The backward pass of a streamed layer follows its recomputation; and what is offloaded are inputs of recomputed
-    layers.
+    The backward pass of a streamed layer follows its recomputation.
     """
     if value not in ("auto", "full"):
-        got = value if isinstance(value, str) else f"{{layers: {value.layers}}}"
-        raise ConfigError(
-            f"memory.checkpointing: got {got}, but with {where} layers have to be recomputed; allowed: auto, full"
-        )
+        got = value if isinstance(value, str) else f"{{layers: {value.layers}, every: {value.every}}}"
+        raise ConfigError(f"memory.checkpointing: got {got}, but with {where} {rule}")
     return FULL_CHECKPOINTING if value == "full" else replace(FULL_CHECKPOINTING, reason=f"auto: needed by {where}")
 
 

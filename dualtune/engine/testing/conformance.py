@@ -190,14 +190,15 @@ def check_new_adapter_is_initialized_by_the_core(case: Case) -> None:
     """A is initialized by the core from the seed, B is zero: the same start on every backend."""
     from dualtune.model.adapter import init_adapter
 
-    state = case.engine(trained=False).adapter_state()
-    shapes = {
-        parsed[0]: (b.shape[0], state[n.replace("lora_B", "lora_A")].shape[1])
-        for n, b in state.items()
-        if (parsed := parse_name(n)) and parsed[1] == "B"
-    }
-    assert_equal(state, init_adapter(shapes, case.spec.rank, seed=7))
-    assert all(w.dtype == np.float32 for w in state.values())
+    for init in case.backend.capabilities().get("adapter.init", {case.spec.init}):
+        state = case.engine(trained=False, init=init).adapter_state()
+        shapes = {
+            parsed[0]: (b.shape[0], state[n.replace("lora_B", "lora_A")].shape[1])
+            for n, b in state.items()
+            if (parsed := parse_name(n)) and parsed[1] == "B"
+        }
+        assert_equal(state, init_adapter(shapes, case.spec.rank, seed=7, init=init))
+        assert all(w.dtype == np.float32 for w in state.values())
 
 
 def check_loss_equals_the_oracle(case: Case) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from dualtune.engine.card import Card, Device
+from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OptimizerName
 
 CARD = Card(
@@ -13,6 +14,7 @@ CARD = Card(
     devices=(Device("cpu", auto_dtype="float64"),),
     honoured={
         "model.init": ("pretrained",),
+        "adapter.init": INITS,
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
         "memory.offload": ("auto", "none"),
         "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly

@@ -234,7 +234,8 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
-        return init_adapter(self._shapes, self._request.adapter.rank, self._request.seed)
+        spec = self._request.adapter
+        return init_adapter(self._shapes, spec.rank, self._request.seed, init=spec.init)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

@@ -18,6 +18,9 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 FULL = "full"
 NAMES = (*METHODS, FULL)  # the values of adapter.method
 
+# The values of adapter.init, the default first.
+INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in method.inits))
+
 # Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
 UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",

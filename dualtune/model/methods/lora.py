@@ -20,14 +20,21 @@ def shapes(weight: Shape, rank: int) -> dict[str, tuple[int, ...]]:
     return {"A": (rank, in_dim), "B": (out_dim, rank)}
 
 
-def initial(weight: Shape, rank: int, rng: np.random.Generator, frozen: Weight | None) -> ByPart:
+def kaiming(weight: Shape, rank: int, rng: np.random.Generator, frozen: Weight | None) -> ByPart:
     """A ~ U(±1/√in), which is Kaiming-uniform with a=√5 as in PEFT and mlx-lm, and B = 0."""
+    bound = 1.0 / math.sqrt(weight[1])
+    return _with_zero_B(rng.uniform(-bound, bound, (rank, weight[1])), weight)
+
+
+def normal(weight: Shape, rank: int, rng: np.random.Generator, frozen: Weight | None) -> ByPart:
+    """A ~ N(0, 0.02²), the usual deviation of a transformer's weights (Radford et al., GPT, 2018), and B = 0."""
+    return _with_zero_B(rng.normal(0.0, 0.02, (rank, weight[1])), weight)
+
+
+def _with_zero_B(A_rI: np.ndarray, weight: Shape) -> ByPart:
     import numpy as np
 
-    out_dim, in_dim = weight
-    bound = 1.0 / math.sqrt(in_dim)
-    A_rI = rng.uniform(-bound, bound, (rank, in_dim)).astype(np.float32)
-    return {"A": A_rI, "B": np.zeros((out_dim, rank), np.float32)}
+    return {"A": A_rI.astype(np.float32), "B": np.zeros((weight[0], A_rI.shape[0]), np.float32)}
 
 
 def delta(values: Mapping[str, np.ndarray], scale: float, frozen: Weight) -> np.ndarray:
@@ -39,7 +46,7 @@ METHOD = Method(
     title="LoRA",
     parameters=(Parameter("A", "lora_A.weight", "lora_a"), Parameter("B", "lora_B.weight", "lora_b")),
     shapes=shapes,
-    initial=initial,
+    inits={"kaiming": kaiming, "normal": normal},
     delta=delta,
     peft_keys={},
     mlx_type="lora",

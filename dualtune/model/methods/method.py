@@ -15,6 +15,11 @@ ByPart = dict[str, "np.ndarray"]
 Weight = Callable[[], "np.ndarray"]  # returns the frozen weight W, float32 [out, in]; dequantized only when called
 
 
+# Shape of W, rank, the module's own random stream, W -> the initial values, float32, by part. Without W, the parts
+# that depend on it are omitted.
+Init = Callable[[Shape, int, "np.random.Generator", Weight | None], ByPart]
+
+
 class Parameter(NamedTuple):
     """One trained tensor of an adapted layer, and its name after the layer's path."""
 
@@ -35,9 +40,7 @@ class Method:
     parameters: tuple[Parameter, ...]
     # Shape of W, rank -> the shape of each parameter, by part.
     shapes: Callable[[Shape, int], dict[str, tuple[int, ...]]]
-    # Shape of W, rank, the module's own random stream, W -> the initial values, float32, by part. Without W, the parts
-    # that depend on it are omitted.
-    initial: Callable[[Shape, int, np.random.Generator, Weight | None], ByPart]
+    inits: Mapping[str, Init]  # by the value of `adapter.init`
     # The parameters by part, the scale, W -> ΔW, float64 [out, in].
     delta: Callable[[Mapping[str, np.ndarray], float, Weight], np.ndarray]
     peft_keys: Mapping[str, object]  # its keys in PEFT's adapter_config.json, in addition to those of LoRA

@@ -60,7 +60,7 @@
     memory: {
       lines: plain("peak_bytes", "peak", MIB),
       limit: (run) => run.planned_bytes && run.planned_bytes / MIB,
-      limitName: "estimated",
+      limitName: runs.some((run) => run.mapped_bytes) ? "planned, and mapped files" : "planned",
       height: 200,
     },
   };

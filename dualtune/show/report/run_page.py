@@ -41,13 +41,14 @@ def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda probl
 
 def _curves(run: RunFiles, index: int) -> dict[str, Any]:
     """Return what the script draws of a run: its numbers, and the lines that they are compared with."""
-    clip, plan, peak = number(run.setting("train", "max_grad_norm")), run.against_plan, run.curves.peak_bytes
-    # The curve counts mapped files, too.
-    planned = plan and plan.planned_bytes + max(0, int(peak or 0) - plan.measured_bytes)
+    clip, plan = number(run.setting("train", "max_grad_norm")), run.against_plan
+    mapped = plan.mapped_bytes if plan else 0  # the curve counts them, too
+    planned = plan and plan.planned_bytes + mapped
     return {
         "name": run.name,
         "dash": dashes_of(index),
         **run.curves.as_json(),
         "clip": clip if clip and clip > 0 else None,
         "planned_bytes": planned if planned is not None and 0 < planned < 1 << 53 else None,
+        "mapped_bytes": mapped,
     }

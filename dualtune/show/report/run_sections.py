@@ -115,9 +115,11 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
         tiles.append((f"{speed:,.0f}", "documents per minute, the median step"))
     if curves.seconds and curves.seconds[-1] < 1e9:
         tiles.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
+    plan = run.against_plan
     if (peak := curves.peak_bytes) is not None and peak > 0:
-        tiles.append((in_bytes(peak), "peak memory"))
-    if (plan := run.against_plan) is not None:
+        beside = f", {in_bytes(plan.mapped_bytes)} of it mapped files" if plan and plan.mapped_bytes else ""
+        tiles.append((in_bytes(peak), f"peak memory{beside}"))
+    if plan is not None:
         tiles.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
     return tiles
 

@@ -46,6 +46,7 @@ class Counts:
     accepted: int = 0
     undone: int = 0  # rolled back after their check
     virtual_steps: int = 0  # the steps that accepted predictions were worth, also those that skip none
+    undone_steps: int = 0  # of them, those that were rolled back
     micro_corrections: int = 0  # probes inside a prediction, at multiples of the correction interval
     divergences: int = 0  # critical signals, and predictions that were undone
     probe_tokens: int = 0
@@ -60,6 +61,11 @@ class Counts:
     def steps(self) -> int:
         """The steps of data and schedule."""
         return self.computed + self.predict
+
+    @property
+    def progress(self) -> int:
+        """The steps that are in the weights: computed, or predicted and not undone."""
+        return self.computed + self.virtual_steps - self.undone_steps
 
     def with_step(self, phase: TrainingPhase, num_tokens: int) -> Counts:
         """Return the counts after a computed step. One in `predict` is ordinary: its attempt was not accepted."""
@@ -77,17 +83,27 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds inside the steps of this process. They are reported, never stored, and decide nothing."""
+    """Seconds inside the steps of this process, without its first one, which may compile.
 
-    full_s: float = 0.0  # of ordinary steps in warmup and full, without a probe
+    They are in no checkpoint: the next process may run on another machine. What it stores is `extra`.
+    """
+
+    full_s: float = 0.0  # of ordinary steps in warmup and full that read no weights and probe nothing
     num_full: int = 0
     total_s: float = 0.0
     num_steps: int = 0  # of data and schedule
+    progress: int = 0  # as of `Counts`
 
-    def with_step(self, seconds: float, num_steps: int, is_full: bool) -> Clock:
+    def with_step(self, seconds: float, num_steps: int, progress: int, is_full: bool) -> Clock:
         return Clock(
-            self.full_s + seconds * is_full, self.num_full + is_full, self.total_s + seconds, self.num_steps + num_steps
-        )
+            self.full_s + seconds * is_full, self.num_full + is_full, self.total_s + seconds,
+            self.num_steps + num_steps, self.progress + progress,
+        )  # fmt: skip
+
+    @property
+    def extra(self) -> float:
+        """The time beyond that of full steps with the same progress, in full steps; negative: less time."""
+        return self.total_s * self.num_full / self.full_s - self.progress if self.full_s else 0.0
 
     @property
     def speedup(self) -> float | None:
@@ -105,6 +121,9 @@ class Statistics:
     step_cost: float
     wall_clock_speedup: float | None  # end to end, since this process began; evaluation and saving left out
     is_disabled: bool
+    gate: str = "none"  # hybrid.gate
+    extra_steps: float = 0.0  # by the clock, of all processes of the run: see `Clock.extra`
+    closed_at: int | None = None  # the steps done when the clock ended predictions
 
     @property
     def cost(self) -> float:
@@ -125,6 +144,16 @@ class Statistics:
         """The backward passes that were skipped, in percent of the steps."""
         return 100 * self.counts.predict / self.counts.steps if self.counts.steps else 0.0
 
+    @property
+    def slower_pct(self) -> float:
+        """How much slower the run was by the clock than full steps with the same progress, in percent of their time."""
+        return 100 * self.extra_steps / self.counts.progress if self.counts.progress else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What the gate has done: none, open or closed."""
+        return "none" if self.gate == "none" else "open" if self.closed_at is None else "closed"
+
     def shares(self) -> dict[str, float]:
         """Return the share of the steps in each phase."""
         return {phase: getattr(self.counts, phase) / max(1, self.counts.steps) for phase in TrainingPhase}
@@ -142,6 +171,8 @@ class Statistics:
             "cost_without": self.cost_without,
             "wall_clock_speedup": self.wall_clock_speedup,
             "disabled": self.is_disabled,
+            "gate": self.verdict,
+            "slower_pct": self.slower_pct,
         }
 
     def table(self) -> str:
@@ -154,7 +185,11 @@ class Statistics:
         counts = self.counts
         outcome = f"{counts.accepted} of {counts.attempts} predictions accepted, {counts.undone} undone"
         cost = f"cost {self.cost / self.cost_without:.3f} of the same schedule" if self.cost_without else "no cost"
-        return "\n".join([f"{'phase':<8}{'steps':>8}{'share':>8}", *rows, f"{outcome}; {cost}"])
+        lines = [f"{'phase':<8}{'steps':>8}{'share':>8}", *rows, f"{outcome}; {cost}"]
+        if self.closed_at is not None:
+            slower = f"the run was {self.slower_pct:.1f} % slower"
+            lines.append(f"switched off by the clock at step {self.closed_at}: {slower}")
+        return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,6 +234,7 @@ class Numbers:
     output: tuple[float | None, float | None] | None  # loss and gradient norm of the last step; None: not finite
     confidence: float | None
     prediction_error: float | None
+    extra_steps: float = 0.0
 
 
 _NUMBERS = TypeAdapter(Numbers)
@@ -227,6 +263,7 @@ class Memory:
     output: StepOutput | Known | None = None  # of the last computed step, on the device, not read yet
     confidence: float | None = None  # of the last attempt
     prediction_error: float | None = None  # of the last prediction
+    extra_steps: float = 0.0  # of the processes before this one: see `Clock.extra`; 0 without a gate
 
     def as_state(self) -> PolicyState:
         """Return the state for a checkpoint; empty before the first step. Reads the output."""
@@ -236,7 +273,7 @@ class Memory:
         numbers = Numbers(
             self.stage, self.monitor, self.economics, self.counts, self.attempt,
             self.window.half if self.window else None, self.snapshot.optimizer.step if self.snapshot else None,
-            output, self.confidence, self.prediction_error,
+            output, self.confidence, self.prediction_error, self.extra_steps,
         )  # fmt: skip
         tensors = {
             f"{part} {name}": tensor for part, named in self._parts(self.start) for name, tensor in named.items()
@@ -282,7 +319,7 @@ def from_state(state: PolicyState) -> Memory:
     output = None if numbers.output is None else Known(*(math.nan if x is None else x for x in numbers.output))
     return Memory(
         numbers.economics, numbers.stage, numbers.monitor, numbers.counts, parts[_START], window,
-        numbers.attempt, snapshot, output, numbers.confidence, numbers.prediction_error,
+        numbers.attempt, snapshot, output, numbers.confidence, numbers.prediction_error, numbers.extra_steps,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from dualtune.config import Config
 from dualtune.train.hooks import Event
@@ -21,7 +22,7 @@ REPORT = "hybrid"  # the event at the end of a run
 class Predictive:
     """Warmup, full, predict, correct: see docs/hybrid.md.
 
-    `clock` gives seconds, for reports only. `direction` replaces the velocity, to measure what that is worth.
+    `clock` gives seconds, for report and gate. `direction` replaces the velocity, to measure what that is worth.
     """
 
     name = "hybrid"
@@ -30,7 +31,7 @@ class Predictive:
         self, config: Config, clock: Callable[[], float] = time.perf_counter, direction: Direction | None = None
     ) -> None:
         self._direction = direction
-        self._settings, self._step_cost, self._now = settings_of(config.hybrid), step_cost(config), clock
+        self._settings, self._step_cost, self._now = settings_of(config), step_cost(config), clock
         self.num_probes = 2 * self._settings.probes
         self._memory = self._new()
         self._clock, self._has_begun = Clock(), False
@@ -40,20 +41,22 @@ class Predictive:
 
     def take(self, step: StepActions, /) -> Outcome:
         began = self._now()
-        taking = HybridStep(self._settings, self._step_cost, self._memory, step, self._direction)
+        extra_steps = partial(self._extra_steps, began) if self._is_gated else None
+        taking = HybridStep(self._settings, self._step_cost, self._memory, step, self._direction, extra_steps)
         outcome = taking.take()  # if it raises, nothing has changed
         phase = TrainingPhase.PREDICT if outcome.update is None else taking.memory.stage.phase
         outcome = replace(outcome, phase=phase.value)
+        progress = taking.memory.counts.progress - self._memory.counts.progress
         memory = self._memory = taking.memory
         self._known = taking.known or self._known
         self._num_steps = step.index + outcome.num_steps
 
-        # A full step is like one without prediction, and not the first of a process, which may compile.
-        had_begun, self._has_begun = self._has_begun, True
-        is_plain = not taking.has_probed and memory.window is None and memory.attempt is None
-        is_full = outcome.update is not None and had_begun and is_plain
+        # A full step is like one without prediction.
         seconds = self._now() - began
-        self._clock = self._clock.with_step(seconds, outcome.num_steps, is_full)
+        if self._has_begun:
+            is_full = outcome.update is not None and taking.is_plain and memory.attempt is None
+            self._clock = self._clock.with_step(seconds, outcome.num_steps, progress, is_full)
+        self._has_begun = True
 
         loss, grad_norm = self._known or (None, None)
         numbers = {"lr": outcome.update.lr} if outcome.update else {"virtual_steps": float(memory.counts.virtual_steps)}
@@ -69,9 +72,11 @@ class Predictive:
         )
 
     def state(self) -> PolicyState:
-        return self._memory.as_state()
+        extra_steps = self._memory.extra_steps + self._clock.extra if self._is_gated else 0.0
+        return replace(self._memory, extra_steps=extra_steps).as_state()
 
     def load_state(self, state: PolicyState, /) -> None:
+        self._clock = Clock()  # what it measured before is in the state, or was rolled back
         self._memory = self._new() if state.is_empty else from_state(state)
         self._known = self._last = None
 
@@ -93,14 +98,26 @@ class Predictive:
         return self._last
 
     def statistics(self) -> Statistics:
-        memory = self._memory
-        return Statistics(memory.counts, self._step_cost, self._clock.speedup, memory.economics.is_disabled)
+        memory, economics = self._memory, self._memory.economics
+        return Statistics(
+            memory.counts, self._step_cost, self._clock.speedup, economics.is_disabled, self._settings.gate,
+            memory.extra_steps + self._clock.extra, economics.closed_at,
+        )  # fmt: skip
 
     def force_full_phase(self, num_steps: int) -> None:
         """Let the full phase last at least `num_steps` more, now or as soon as one may begin. All processes must."""
         stage = self._memory.stage.forcing_full(num_steps)
         window = self._memory.window if stage.left == self._memory.stage.left else None
         self._memory = replace(self._memory, stage=stage, window=window)
+
+    @property
+    def _is_gated(self) -> bool:
+        return self._settings.gate == "clock"
+
+    def _extra_steps(self, began: float, progress: int) -> float:
+        """Return the extra time up to now, within a step: see `Clock.extra`."""
+        clock = self._clock.with_step(self._now() - began, 0, progress, is_full=False)
+        return self._memory.extra_steps + clock.extra
 
     def _new(self) -> Memory:
         most = self._settings.max_predict_steps

@@ -1,6 +1,7 @@
 """The arithmetic of a prediction: the velocity of the weights, the confidence in a step along it, and whether it pays.
 
-Wall time decides nothing, because a resumed run must decide like the uninterrupted one, and all processes alike.
+Wall time decides nothing but whether predictions end early, because a resumed run must decide like the uninterrupted
+one, and all processes alike: that one decision is remembered, and the run is saved with it.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ EXPLORED = 10  # one in so many opportunities that look unprofitable is tried al
 MOST_UNPROFITABLE = 5  # attempts in a row, then no more in this run
 FEWEST_PROBES = 3  # an attempt looks at the weights now, one window ago, and one step ahead
 LONGEST_WAIT = 64  # opportunities
+GATE = 0.03  # of the run's time without predictions: the most that they may make it slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class Economics:
     declined: int = 0  # opportunities that looked unprofitable
     unprofitable: int = 0  # attempts in a row
     is_disabled: bool = False
+    closed_at: int | None = None  # the steps done when the clock has disabled it
 
     def at_opportunity(self) -> tuple[Economics, bool]:
         """Return the economics after an opportunity, and whether to make an attempt."""
@@ -208,6 +211,10 @@ class Economics:
             unprofitable=unprofitable,
             is_disabled=self.is_disabled or unprofitable >= MOST_UNPROFITABLE,
         )
+
+    def closed(self, step: int) -> Economics:
+        """Return the economics of a run in which the clock ends predictions after this many steps."""
+        return replace(self, is_disabled=True, closed_at=step)
 
     def after_success(self) -> Economics:
         """Return the economics after a prediction that passed its check: go farther, wait less."""

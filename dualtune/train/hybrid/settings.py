@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from dualtune.config import Config
-from dualtune.config.schema import HybridConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class Settings:
     max_consecutive_predicts: int = 5
     probes: int = 8  # documents in each of the two sets
     trust_region: float = 0.25  # of the distance from the start of the run
+    gate: Literal["clock", "none"] = "clock"
     offload: Literal["none", "optimizer"] = "none"  # during a search
 
     @property
@@ -43,10 +43,12 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
 )
 
 
-def settings_of(hybrid: HybridConfig) -> Settings:
+def settings_of(config: Config) -> Settings:
     """Return the preset with every key that the config sets."""
+    hybrid, deterministic = config.hybrid, {"gate": "none"} if config.run.deterministic else {}
     config_values = {key.name: getattr(hybrid, key.name) for key in fields(Settings)}
-    return replace(PRESETS[hybrid.preset], **{name: value for name, value in config_values.items() if value != "auto"})
+    chosen = {name: value for name, value in config_values.items() if value != "auto"}
+    return replace(PRESETS[hybrid.preset], **(deterministic | chosen))
 
 
 def step_cost(config: Config) -> float:

@@ -17,6 +17,7 @@ from dualtune.train.hybrid.memory import Memory, Prediction, ReturnPoint
 from dualtune.train.hybrid.monitor import Level, Signal, TrainingPhase, prediction_error
 from dualtune.train.hybrid.prediction import (
     FEWEST_PROBES,
+    GATE,
     Window,
     confidence,
     flatten,
@@ -110,16 +111,21 @@ FULL, PREDICT, CORRECT = TrainingPhase.FULL, TrainingPhase.PREDICT, TrainingPhas
 
 
 class HybridStep:
-    """A step that is being taken. `step_cost`: of a full step, in forward passes of its batch."""
+    """A step that is being taken. `step_cost`: of a full step, in forward passes of its batch.
+
+    `extra_steps`: measures the time that predictions have cost up to now, in full steps, given the progress in this
+    step; None: no clock decides.
+    """
 
     def __init__(
         self, settings: Settings, step_cost: float, memory: Memory, step: StepActions,
-        direction: Direction | None = None,
+        direction: Direction | None = None, extra_steps: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         self.memory = memory
         self.known: tuple[float, float] | None = None  # loss and gradient norm, if some were read
-        self.has_probed = False
+        self.is_plain = True  # no weights were read, and no documents probed
         self._settings, self._step_cost, self._step, self._direction = settings, step_cost, step, direction
+        self._extra_steps, self._progress, self._has_closed = extra_steps, memory.counts.progress, False
         self._noted: list[tuple[str, str, Mapping[str, Any]]] = []  # events
         self._search_documents, self._check_documents = step.probe_documents[0::2], step.probe_documents[1::2]
 
@@ -154,7 +160,7 @@ class HybridStep:
         self._remember(counts=counts.with_step(stage.phase, update.num_tokens), stage=stage.stepped())
         self._read_output()
         self._remember(output=update.output)
-        return Outcome(update, 1, self._events(1))
+        return Outcome(update, 1, self._events(1), must_save=self._has_closed)
 
     def _read_output(self) -> None:
         """Read loss and gradient norm of the last step, and act on what the monitor says."""
@@ -210,9 +216,37 @@ class HybridStep:
         ahead = 2 * half_window(self._settings.full_steps)
         if self._step.steps_left <= ahead + self._settings.correct_steps + 1:
             return False
+        if self._is_closed():
+            return False
         economics, is_wanted = self.memory.economics.at_opportunity()
         self._remember(economics=economics)
         return is_wanted
+
+    def _is_closed(self) -> bool:
+        """End predictions for the rest of the run if another search could make it slower than the gate allows.
+
+        Return whether they have ended. The clock of the first process decides. No two runs measure the same, so the
+        decision is saved at once: whatever resumes the run knows it, and no step after it depends on a clock.
+        """
+        memory, step = self.memory, self._step
+        if self._extra_steps is None or memory.economics.is_disabled:
+            return memory.economics.is_disabled
+        extra = step.from_first(self._extra_steps(memory.counts.progress - self._progress))
+        attempts = memory.counts.attempts
+        probes = FEWEST_PROBES * memory.counts.in_batches(step.tokens_of(self._search_documents))
+        attempt = max(0.0, extra / attempts) if attempts else probes / self._step_cost
+        num_steps = step.index + step.steps_left
+        if extra + attempt <= GATE * num_steps:
+            return False
+        text = (
+            f"by the clock predictions have made this run {extra / num_steps:.1%} slower, and another attempt would "
+            f"add about {attempt / num_steps:.1%}; allowed: {GATE:.0%}. Every further step is an ordinary one"
+        )
+        details = {"because": "clock", "extra_steps": extra, "allowed_steps": GATE * num_steps}
+        self._log("hybrid_disabled", text, **details)
+        self._remember(economics=memory.economics.closed(step.index))
+        self._has_closed = True
+        return True
 
     # --- predictions ------------------------------------------------------------------------------------------------
 
@@ -221,6 +255,8 @@ class HybridStep:
         self._read_output()
         window, settings = self.memory.window, self._settings
         if window is None:  # a warning has just ended it
+            return None
+        if self.memory.attempt is not None and self._is_closed():  # before another one in a row
             return None
         # Only where it is allowed, and worth its probes, does the search cost a forward pass.
         weights_P = self._weights()
@@ -348,7 +384,7 @@ class HybridStep:
         if undone:
             economics = memory.economics.after_attempt(0.0, cost + settings.correct_steps * self._step_cost)
             self._close(economics.after_failure())
-            self._remember(counts=self.memory.counts.plus(undone=1))
+            self._remember(counts=self.memory.counts.plus(undone=1, undone_steps=attempt.steps))
         else:
             economics = memory.economics.after_attempt(attempt.steps * self._step_cost, cost)
             self._close(economics.after_success())
@@ -366,7 +402,7 @@ class HybridStep:
         """End an attempt, and say so if it was the last one of the run."""
         if economics.is_disabled and not self.memory.economics.is_disabled:
             text = "predictions do not pay in this run: every further step is an ordinary one"
-            self._log("hybrid_disabled", text)
+            self._log("hybrid_disabled", text, because="cost")
         self._remember(economics=economics, attempt=None, snapshot=None)
 
     def _ordinary_from(self, place: ReturnPoint) -> Outcome:
@@ -388,12 +424,13 @@ class HybridStep:
             self._remember(window=None)
 
     def _weights(self) -> np.ndarray:
+        self.is_plain = False
         return flatten(self._step.engine.adapter_state())
 
     def _losses(self, documents: Any, weights_P: np.ndarray | None = None) -> np.ndarray:
         """Return the losses of probe documents, with the engine's weights or others, and count their cost."""
         counts = self.memory.counts
-        self.has_probed = True
+        self.is_plain = False
         self._remember(counts=counts.plus(probe_tokens=self._step.tokens_of(documents)))
         if weights_P is None:
             return self._step.document_losses(documents)

@@ -85,12 +85,14 @@ class AgainstPlan:
     planned_bytes: int
     measured_bytes: int
     what: str  # is measured
+    mapped_bytes: int = 0  # in the peak of the process, and in no plan
 
     def __str__(self) -> str:
         deviation = 100 * (self.planned_bytes / self.measured_bytes - 1)
+        beside = f"; mapped files: {in_bytes(self.mapped_bytes)}" if self.mapped_bytes else ""
         return (
             f"plan: {in_bytes(self.planned_bytes)}, measured peak of {self.what}: {in_bytes(self.measured_bytes)} "
-            f"(plan {deviation:+.1f} %)"
+            f"(plan {deviation:+.1f} %){beside}"
         )
 
 
@@ -108,7 +110,7 @@ def against_plan(snapshots: Sequence[Snapshot], recorded: Mapping[str, Any]) -> 
         comparison = AgainstPlan(planned - _reserve(recorded.get("parts")), _highest(at), "arrays")
     elif at.process_bytes is not None:
         mapped = max(0, at.used_bytes - at.process_bytes)
-        comparison = AgainstPlan(planned, _highest(at) - mapped, "memory without mapped files")
+        comparison = AgainstPlan(planned, _highest(at) - mapped, "memory without mapped files", mapped)
     else:
         comparison = AgainstPlan(planned, _highest(at), "memory")
     return comparison if comparison.measured_bytes > 0 and comparison.planned_bytes > 0 else None

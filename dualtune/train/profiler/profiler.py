@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dualtune.base.files import open_own
@@ -25,7 +25,9 @@ from dualtune.train.profiler.analysis import (
 )
 from dualtune.train.profiler.snapshot import (
     MAX_ROW,
+    OLD_HEADER,
     TIMELINE_HEADER,
+    DeviceSample,
     Snapshot,
     device_reader,
     process_memory,
@@ -105,7 +107,8 @@ class Timeline(Hook):
     def __init__(self, path: Path, memory: Callable[[], MemoryStats]) -> None:
         self._path, self._memory = path, memory
         self._process = process_reader()
-        self._device: Callable[[], int] | None = None
+        self._device: Callable[[], DeviceSample] | None = None
+        self._header: Sequence[str] = TIMELINE_HEADER
         self._phase: tuple[int, str] = 0, START
         self._text = ""
         self._written = time.monotonic()
@@ -116,7 +119,7 @@ class Timeline(Hook):
         self._device = device_reader(str(info.engine.get("device", "")))
         if self._file is None:
             self._file = open_own(self._path, _FLAGS)
-        keep_rows(self._file, self._path, info.first_step)
+        self._header = keep_rows(self._file, self._path, info.first_step)
 
     def on_phase_change(self, change: PhaseChange) -> None:
         self._sample()
@@ -141,8 +144,8 @@ class Timeline(Hook):
         self._text += timeline_row(
             Snapshot(
                 step, phase, memory.used_bytes, memory.total_bytes, time.time(), memory.peak_bytes, memory.cached_bytes,
-                self._process(), device,
-            )
+                self._process(), device and device.used_bytes, device and device.percent, device and device.power_w,
+            ), self._header,
         )  # fmt: skip
 
     def _write(self) -> None:
@@ -151,18 +154,22 @@ class Timeline(Hook):
             os.write(self._file, text.encode())
 
 
-def keep_rows(file: int, path: Path, first_step: int) -> None:
-    """Cut the file after the last whole row of a step up to `first_step`; write the header if nothing remains."""
-    header = ",".join(TIMELINE_HEADER) + "\n"
-    size = 0
+def keep_rows(file: int, path: Path, first_step: int) -> Sequence[str]:
+    """Cut the file after the last whole row of a step up to `first_step`; write the header if nothing remains.
+
+    Return the columns of the file.
+    """
+    size, columns = 0, TIMELINE_HEADER
+    lines = {(",".join(header) + "\n").encode(): header for header in (TIMELINE_HEADER, OLD_HEADER)}
     with open_file(path, is_own=True) as rows:
-        if first_step and rows.readline(MAX_ROW) == header.encode():
-            size = rows.tell()
+        if first_step and (header := lines.get(rows.readline(MAX_ROW))):
+            size, columns = rows.tell(), header
             while (row := rows.readline(MAX_ROW)).endswith(b"\n") and _step_of(row) <= first_step:
                 size = rows.tell()
     os.ftruncate(file, size)
     if not size:
-        os.write(file, header.encode())
+        os.write(file, (",".join(columns) + "\n").encode())
+    return columns
 
 
 def _step_of(row: bytes) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,7 +18,7 @@ import psutil
 from dualtune.base.errors import FormatError
 from dualtune.base.untrusted import open_file
 from dualtune.engine.backend import MemoryStats
-from dualtune.engine.nvidia import query
+from dualtune.engine.nvidia import optional, query
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The memory of a process, read in microseconds.
@@ -61,11 +62,22 @@ def process_memory() -> MemoryStats:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The memory of a whole NVIDIA GPU as its driver counts it: that of every process, contexts and caches included.
+# A whole NVIDIA GPU as its driver sees it: the memory of every process, contexts and caches included, use and power.
+
+USE_EVERY_S = 1.0  # the driver averages over up to a second: asking more often tells nothing new
 
 
-def device_reader(device: str) -> Callable[[], int] | None:
-    """Return a function that reads the used bytes of an engine's device by NVML.
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """What the driver says of a GPU, as nvidia-smi shows it. None: not asked again yet, or this GPU does not say."""
+
+    used_bytes: int
+    percent: int | None = None  # of the time in which it computed anything
+    power_w: float | None = None
+
+
+def device_reader(device: str, now: Callable[[], float] = time.monotonic) -> Callable[[], DeviceSample] | None:
+    """Return a function that samples an engine's device by NVML.
 
     `device` is that of `EngineDescription`, such as "cuda:1", where CUDA counts the visible GPUs. None if it is no such
     device, or if NVML cannot be used; no program is started instead, because that would take tens of milliseconds.
@@ -83,7 +95,19 @@ def device_reader(device: str) -> Callable[[], int] | None:
         _used(nvml, handle)
     except nvml.NVMLError:
         return None
-    return lambda: _used(nvml, handle)
+    asked = -USE_EVERY_S
+
+    def sample() -> DeviceSample:
+        nonlocal asked
+        used_bytes = _used(nvml, handle)
+        if now() - asked < USE_EVERY_S:
+            return DeviceSample(used_bytes)
+        asked = now()
+        percent = optional(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
+        power_w = optional(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, None)
+        return DeviceSample(used_bytes, percent, power_w)
+
+    return sample
 
 
 def _used(nvml: Any, handle: Any) -> int:
@@ -102,7 +126,9 @@ MAX_ROW = 4096  # bytes of a row that is read; a longer one is damaged
 CSV_HEADER = ("step", "phase", "used_mb", "total_mb", "utilization_percent")
 TIMELINE_HEADER = (
     "step", "phase", "used_bytes", "peak_bytes", "cached_bytes", "process_bytes", "device_bytes", "total_bytes", "time",
+    "gpu_percent", "power_w",
 )  # fmt: skip
+OLD_HEADER = TIMELINE_HEADER[:-2]  # of a file that an older version has begun, and that is continued so
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +144,8 @@ class Snapshot:
     cached_bytes: int | None = None  # what the allocator keeps for later, not part of used_bytes
     process_bytes: int | None = None  # of the process on the host
     device_bytes: int | None = None  # of the whole device and all its processes, as the driver counts it
+    gpu_percent: int | None = None  # of the last second, in which the device computed
+    power_w: float | None = None  # that the device takes
 
     @property
     def used_mb(self) -> float:
@@ -144,12 +172,13 @@ def to_csv(snapshots: Iterable[Snapshot]) -> str:
     return text.getvalue()
 
 
-def timeline_row(snapshot: Snapshot) -> str:
+def timeline_row(snapshot: Snapshot, header: Sequence[str] = TIMELINE_HEADER) -> str:
     """Return a row of the run's timeline. A number that is not known is empty."""
     s = snapshot
     numbers = (s.used_bytes, s.peak_bytes, s.cached_bytes, s.process_bytes, s.device_bytes, s.total_bytes)
-    cells = ",".join("" if number is None else str(number) for number in numbers)
-    return f"{s.step},{s.phase},{cells},{s.timestamp:.3f}\n"
+    texts = ("" if number is None else f"{number:g}" for number in (s.gpu_percent, s.power_w))
+    cells = (s.step, s.phase, *("" if number is None else number for number in numbers), f"{s.timestamp:.3f}", *texts)
+    return ",".join(map(str, cells[: len(header)])) + "\n"
 
 
 def read_timeline(path: Path) -> list[Snapshot]:
@@ -171,7 +200,7 @@ def each_snapshot(path: Path) -> Iterator[Snapshot]:
         ) from error
     with file:
         lines = (line.decode("utf-8", errors="replace") for line in iter(lambda: file.readline(MAX_ROW), b""))
-        if next(lines, "").strip().split(",") != [*TIMELINE_HEADER]:
+        if tuple(next(lines, "").strip().split(",")) not in (TIMELINE_HEADER, OLD_HEADER):
             raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
         yield from parsed_timeline(line for line in lines if line.endswith("\n"))
 
@@ -180,12 +209,16 @@ def parsed_timeline(lines: Iterable[str]) -> Iterator[Snapshot]:
     """Yield the snapshots of rows of a timeline; the header and damaged rows are left out."""
     for line in lines:
         cells = line.rstrip("\n").split(",")
-        if len(cells) != len(TIMELINE_HEADER):
+        if len(cells) not in (len(TIMELINE_HEADER), len(OLD_HEADER)):
             continue
-        step, phase, *numbers, time = cells
+        step, phase, *numbers, seconds = cells[: len(OLD_HEADER)]
+        percent, power = cells[len(OLD_HEADER) :] or ("", "")
         try:
             used, peak, cached, process, device, total = (int(cell) if cell else None for cell in numbers)
             if used is not None and total is not None:
-                yield Snapshot(int(step), phase, used, total, float(time), peak, cached, process, device)
+                yield Snapshot(
+                    int(step), phase, used, total, float(seconds), peak, cached, process, device,
+                    int(percent) if percent else None, float(power) if power else None,
+                )  # fmt: skip
         except ValueError:  # damaged
             continue

@@ -152,6 +152,7 @@ RULES: dict[str, Rule] = {
     "memory.resident_layers": "free",
     "memory.sharding": "free",
     "memory.limit": "free",
+    "hybrid.gate": "recorded",
     "hybrid.offload": "free",
     "guards.nonfinite_limit": "recorded",
     "guards.on_spike": "recorded",
@@ -172,8 +173,8 @@ RULES: dict[str, Rule] = {
 
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
-    "adapter.method", "adapter.scaling", "data.dedup", "data.on_lost_text", "data.template_variables",
-    "train.optimizer", "train.average", "train.policy",
+    "adapter.method", "adapter.scaling", "adapter.init", "data.dedup", "data.on_lost_text",
+    "data.template_variables", "train.optimizer", "train.average", "train.policy", "hybrid.gate",
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
