@@ -219,7 +219,8 @@ class Bench:
         if part in FIXED:
             return FIXED[part][peer], []
         candidates = self.best[peer]
-        if len(candidates) == 1 or not self.args.tune:
+        candidates = candidates[: self.args.tries]
+        if len(candidates) == 1:
             return candidates[0], []
         tried: list[dict[str, Any]] = []
         for settings in candidates:
@@ -369,7 +370,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of dualtune's config"
     )
-    parser.add_argument("--no-tune", dest="tune", action="store_false", help="use the first of a peer's best settings")
+    parser.add_argument("--tries", type=int, help="try only the first so many of a peer's best settings")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print the table, write nothing")
     args = parser.parse_args()
     args.shape = args.shape or PLATFORMS[args.platform].shape

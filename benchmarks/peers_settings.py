@@ -73,12 +73,12 @@ PACKED: dict[str, Settings] = {
 BEST: dict[str, dict[str, list[Settings]]] = {
     "cpu": {
         "hf_peft": [
-            hf(1, "eager"), hf(1, "eager", autocast=True), hf(2, "eager"), hf(2, "eager", autocast=True),
-            hf(1, "sdpa"), hf(2, "sdpa"), hf(4, "sdpa"), hf(8, "sdpa"),
+            hf(1, "eager"), hf(8, "sdpa"), hf(1, "eager", autocast=True), hf(2, "eager"),
+            hf(2, "eager", autocast=True), hf(1, "sdpa"), hf(2, "sdpa"), hf(4, "sdpa"),
         ],
         "trl": [
-            trl(1, "eager", bf16=False), trl(1, "eager"), trl(1, "sdpa"),
-            trl(2, "eager", **PADDING_FREE), trl(8, "eager", **PADDING_FREE), trl(8, "sdpa", **PADDING_FREE),
+            trl(1, "eager", bf16=False), trl(8, "sdpa", **PADDING_FREE), trl(1, "eager"), trl(1, "sdpa"),
+            trl(2, "eager", **PADDING_FREE), trl(8, "eager", **PADDING_FREE),
         ],
         "llamafactory": [
             factory("disabled", **accumulated(1)), factory("sdpa", **accumulated(1)),

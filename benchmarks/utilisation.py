@@ -33,6 +33,7 @@ from dualtune.doctor.bench.measure import document_lengths, read_shape, training
 from dualtune.engine.backend import Batch, LoadRequest, get_backend
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
+from dualtune_torch.card.memory import LOSS_ROWS
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = (
@@ -40,6 +41,12 @@ VARIANTS = (
     "bfloat16/nf4/gsm8k", "bfloat16/int8/gsm8k", "bfloat16/affine4/gsm8k",
 )  # fmt: skip
 SIDE = 2048  # of the matrices that measure the machine
+TOKENS, REPEATS = 1024, 4
+LINEARS = {  # rows, columns and results of the products with a weight
+    "q_proj, o_proj": (TOKENS, 576, 576), "k_proj, v_proj": (TOKENS, 576, 192),
+    "gate_proj, up_proj": (TOKENS, 576, 1536), "down_proj": (TOKENS, 1536, 576),
+    "head, a chunk": (LOSS_ROWS["cpu"], 576, 49152), "A of one layer": (TOKENS, 576, 16), "B": (TOKENS, 16, 576),
+}  # fmt: skip
 HEAD = "| dtype / base / rows | tokens a step | tokens/s | step | evaluation | products | fingerprint, s |"
 
 
@@ -96,6 +103,7 @@ def measure(variant: str, shared: Path, work: Path, rounds: int) -> dict[str, An
     flops, limit = training_flops(shape, document_lengths(batches)), 2 * SIDE**3 / min(seconds["product"])
     profile = backend.profile(step, work).seconds
     shares = {kind: s / sum(profile.values()) for kind, s in sorted(profile.items(), key=lambda item: -item[1])}
+    linears = {name: sizes for name, sizes in LINEARS.items() if quantization == "none"}
     in_products = sum(shares.get(kind, 0.0) for kind in ("matrix products", "attention kernels"))
     step_s, evaluation_s = median(seconds["step"]), median(seconds["evaluation"])
     return {
@@ -111,6 +119,7 @@ def measure(variant: str, shared: Path, work: Path, rounds: int) -> dict[str, An
             "products": flops.total / (step_s * in_products) / limit,
         },
         "fingerprint_s": prints_s,
+        "linears": {name: [rate / limit for rate in rates(*sizes, dtype)] for name, sizes in linears.items()},
         "shares": shares,
     }
 
@@ -121,6 +130,16 @@ def batches_of(inputs: Inputs) -> list[Batch]:
     rows = [json.loads(lines[i]) for i in inputs.order[:DOCUMENTS_PER_STEP]]
     documents = in_memory([(np.array(row["input_ids"], np.int32), np.array(row["labels"]) != -100) for row in rows])
     return micro_batches(documents, range(DOCUMENTS_PER_STEP), SequenceLayout(MAX_LENGTH, 2048), seed=0, step=0)
+
+
+def rates(rows: int, columns: int, out: int, dtype: str) -> tuple[float, float]:
+    """What x Wᵀ and g W reach, in operations a second."""
+    x, g, weight = (
+        torch.randn(size).to(getattr(torch, dtype)) for size in ((rows, columns), (rows, out), (out, columns))
+    )
+    found = (min(timed(work) for _ in range(REPEATS)) for work in (lambda: x @ weight.T, lambda: g @ weight))
+    forward, backward = (2 * rows * columns * out / seconds for seconds in found)
+    return forward, backward
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -145,6 +164,11 @@ def table(parts: dict[str, Any]) -> str:
     for name, part in parts.items():
         shares = (f"{part['shares'].get(kind, 0):.0%}" for kind in kinds)
         lines.append(f"| {name.replace('/', ' / ')} | {' | '.join(shares)} |")
+    lines += ["", f"Single products of {TOKENS:,} tokens, forward / backward, beside the large one:", ""]
+    lines += [f"| dtype / base / rows | {' | '.join(LINEARS)} |", "|---" * (len(LINEARS) + 1) + "|"]
+    for name, part in ((name, part) for name, part in parts.items() if part["linears"]):
+        cells = [f"{forward:.0%} / {backward:.0%}" for forward, backward in part["linears"].values()]
+        lines.append(f"| {name.replace('/', ' / ')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
