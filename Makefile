@@ -114,7 +114,7 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/peers.py --shared $(SHARED) --shape llama-19m --parts best \
-		--pairs 1 --steps 5 --curve 5 --no-tune --no-record
+		--pairs 1 --steps 5 --curve 5 --tries 1 --no-record
 
 bench-data: .venv/.dev
 	$(BIN)/python benchmarks/data.py --shared $(SHARED) --peer-python $(PEER_PYTHON)

@@ -1,11 +1,12 @@
 """Training speed against peers: TRL, a Hugging Face + PEFT loop, LLaMA-Factory, axolotl, Unsloth, mlx-lm.
 
     python benchmarks/peers.py --make-envs [--envs build/peers] [--peers trl,unsloth]
-    python benchmarks/peers.py --shared ../shared [--platform cpu|cuda|mlx] [--shape NAME] [--peers a,b] [--pairs 5]
-                               [--parts defaults,packed,best,dropout]
+    python benchmarks/peers.py --shared ../shared [--platform cpu|cuda|mlx] [--shape NAME] [--dtype float32]
+                               [--peers a,b] [--pairs 5] [--parts defaults,packed,best,dropout]
 
 Every side is the real program in a fresh process and a separate environment: `dualtune train` with a config, the
-trainer of TRL, of LLaMA-Factory and so on. All have the same base weights (random, in a named shape), initial adapter
+trainer of TRL, of LLaMA-Factory and so on. All have the same base weights (random, in a named shape, or those of
+SmolLM2-135M-Instruct: --shape smollm2-135m-instruct), initial adapter
 (rank 16 on seven modules), documents and tokens in every step, AdamW, learning rate and clipping. So the losses must
 agree, and the gap between them is reported.
 
@@ -16,8 +17,10 @@ best       against the peer's fastest settings (peers_settings.py), chosen in a 
 dropout    dualtune with a dropout of 0.05 against dualtune without
 
 Sides take turns, forth and back, so that a drift of the machine affects both. Only tokens of documents count, not
-padding, and `--warmup` steps are left out. Writes results/peers.json, with a table and a plot next to it. Parts that do
-not run keep their old result; each has its own date, commit and versions.
+padding, and `--warmup` steps are left out. Before and after each run, a large matrix product in the dtype of the base
+measures what the machine reaches at that time: the utilisation is the share of it. Writes results/peers.json
+(peers_no_amx.json on a CPU without AMX), with a table and a plot next to it. Parts that do not run keep their old
+result; each has its own date, commit and versions.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +42,10 @@ import peers_report
 import psutil
 import record
 from peers_inputs import DOCUMENTS_PER_STEP, SEED, SHAPES, WORKLOADS, data_and_steps, make_inputs
-from peers_settings import BEST, DEFAULTS, PACKED, Settings, environment, make_env, python_of
+from peers_settings import BEST, BEST_IN_FLOAT32, DEFAULTS, PACKED, Settings, environment, make_env, python_of
+
+from dualtune.doctor.bench.measure import peak_flops
+from dualtune.engine.backend import Backend, get_backend
 
 ROOT = Path(__file__).parents[1]
 SIDES = Path(__file__).with_name("peers_sides.py")
@@ -77,13 +83,14 @@ class Run:
     losses: list[float]
     step_s: list[float]
     first_step_s: float  # from exec to the end of the first step
+    limit_flops: float = 0.0  # a second, that a large matrix product reached before or after the run
     peak_bytes: int = 0  # VmHWM: mapped files included (Linux)
     peak_anonymous_bytes: int = 0
     peak_device_bytes: int = 0
     targets: list[int] = field(default_factory=list)  # as the side counts them, where it says so
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def per_second(self, counts: list[int], warmup: int) -> float:
+    def per_second(self, counts: Sequence[float], warmup: int) -> float:
         return sum(counts[warmup : len(self.step_s)]) / sum(self.step_s[warmup:])
 
 
@@ -98,6 +105,9 @@ class Bench:
         longest = max(args.steps, args.curve)
         self.dtype = args.dtype or self.platform.dtype
         self.inputs = make_inputs(args.work, args.shared, args.shape, self.workload, longest, self.dtype)
+        self.machine = machine_of(args.platform, args.threads)
+        in_float32 = args.platform == "cpu" and self.dtype == "float32"
+        self.best = BEST_IN_FLOAT32 if in_float32 else BEST[args.platform]
 
     # --- one process ---
 
@@ -129,7 +139,7 @@ class Bench:
         first_step_s = child["seen_s"] - rows[1]["step_s"]
         return Run(
             name, [row["loss"] for row in rows], [row["step_s"] for row in rows], first_step_s,
-            child["peak_bytes"], child["peak_anonymous_bytes"], rows[-1]["peak_bytes"],
+            child["limit_flops"], child["peak_bytes"], child["peak_anonymous_bytes"], rows[-1]["peak_bytes"],
             counted, settings | {"--set": self.args.set},
         )  # fmt: skip
 
@@ -152,8 +162,9 @@ class Bench:
         ends = [child["began_at"], *found["ended_at"]]
         step_s = [end - start for start, end in pairwise(ends)]
         return Run(
-            peer, found["losses"], step_s, step_s[0], child["peak_bytes"], child["peak_anonymous_bytes"],
-            found["peak_device_bytes"], found["targets"], {"versions": found["versions"]} | found["arguments"],
+            peer, found["losses"], step_s, step_s[0], child["limit_flops"], child["peak_bytes"],
+            child["peak_anonymous_bytes"], found["peak_device_bytes"], found["targets"],
+            {"versions": found["versions"]} | found["arguments"],
         )  # fmt: skip
 
     def _scratch(self) -> Path:
@@ -166,6 +177,7 @@ class Bench:
         """When the process began and when `seen` was first true, and its most memory; NotRun if it fails."""
         variables = environment(self.args.work, self.args.platform, self.args.threads)
         log = folder / "log"
+        limit = peak_flops(self.machine, self.dtype)
         most, seen_s, began_at = {"VmHWM": 0, "RssAnon": 0}, 0.0, time.time()
         with (
             log.open("w") as out,
@@ -183,8 +195,9 @@ class Bench:
         if process.returncode:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
             raise NotRun(lines[-1] if lines else f"exit status {process.returncode}")
+        limit = max(limit, peak_flops(self.machine, self.dtype))
         peaks = {"peak_bytes": most["VmHWM"], "peak_anonymous_bytes": most["RssAnon"]}
-        return {"began_at": began_at, "seen_s": seen_s} | peaks
+        return {"began_at": began_at, "seen_s": seen_s, "limit_flops": limit} | peaks
 
     # --- pairs ---
 
@@ -205,8 +218,9 @@ class Bench:
     def _settings(self, peer: str, part: str) -> tuple[Settings, list[dict[str, Any]]]:
         if part in FIXED:
             return FIXED[part][peer], []
-        candidates = BEST[self.args.platform][peer]
-        if len(candidates) == 1 or not self.args.tune:
+        candidates = self.best[peer]
+        candidates = candidates[: self.args.tries]
+        if len(candidates) == 1:
             return candidates[0], []
         tried: list[dict[str, Any]] = []
         for settings in candidates:
@@ -237,6 +251,8 @@ class Bench:
         measures: dict[str, Callable[[Run], float]] = {
             "tokens_per_s": lambda run: run.per_second(inputs.num_tokens, warmup),
             "target_tokens_per_s": lambda run: run.per_second(inputs.num_targets, warmup),
+            "utilisation": lambda run: run.per_second(inputs.flops, warmup) / run.limit_flops,
+            "limit_flops": lambda run: run.limit_flops,
             "first_step_s": lambda run: run.first_step_s,
             "peak_bytes": lambda run: run.peak_bytes,
             "peak_anonymous_bytes": lambda run: run.peak_anonymous_bytes,
@@ -257,6 +273,16 @@ class Bench:
             "arguments": {run.side: run.arguments for run in pairs[0]},
             "step_s": [{run.side: run.step_s for run in pair} for pair in pairs],
         }
+
+
+def machine_of(platform: str, threads: int) -> Backend:
+    """The backend whose products measure the machine, with as many threads as the sides have."""
+    if platform == "mlx":
+        return get_backend("mlx")
+    import torch
+
+    torch.set_num_threads(threads)
+    return get_backend("torch", platform)
 
 
 def summary(pairs: list[tuple[Run, Run]], measure: Callable[[Run], float]) -> dict[str, Any]:
@@ -285,13 +311,15 @@ def main() -> None:
         for peer in args.peers:
             make_env(peer, args.envs, args.platform)
         return
-    path = record.RESULTS / "peers.json"
+    name = result_name(args.platform)
+    path = record.RESULTS / f"{name}.json"
     parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() and args.record else {}
     measured: dict[str, Any] = {}
     for workload in args.workloads:
         bench = Bench(args, workload)
-        place = "/".join([args.platform, args.shape, workload] + ["nf4"] * (args.quantization == "nf4"))
-        offered = {part: FIXED.get(part, BEST[args.platform]) for part in args.parts if part != "dropout"}
+        variant = [bench.dtype] * (bench.dtype != bench.platform.dtype) + ["nf4"] * (args.quantization == "nf4")
+        place = "/".join([args.platform, args.shape, workload, *variant])
+        offered = {part: FIXED.get(part, bench.best) for part in args.parts if part != "dropout"}
         wanted = [(peer, part) for peer in args.peers for part in offered if peer in offered[part]]
         for peer, part in wanted + [("dualtune", "dropout")] * ("dropout" in args.parts):
             key = f"{place}/{peer}/{part}"
@@ -299,8 +327,15 @@ def main() -> None:
             figures = bench.dropout() if part == "dropout" else bench.part(peer, part)
             measured[key] = parts[key] = record.origin() | without_paths(figures, args)
             if args.record:  # what is measured stays, whatever becomes of the rest
-                peers_report.write(parts, record.write("peers", {"parts": parts}))
+                peers_report.write(parts, record.write(name, {"made_by": "benchmarks/peers.py", "parts": parts}))
     print(peers_report.table(measured))
+
+
+def result_name(platform: str) -> str:
+    """CPUs with and without AMX have a result each: their products differ so much that no figures compare."""
+    cpu = record.origin()["machine"]["cpu"]
+    units = cpu.rpartition("(")[2].rstrip(")").split(", ") if cpu else ["amx_bf16"]
+    return "peers" if platform == "cuda" or "amx_bf16" in units else "peers_no_amx"
 
 
 def without_paths(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -321,7 +356,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--make-envs", action="store_true", help="only create the environments")
     parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the base weights, on MLX")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the base weights")
     parser.add_argument("--quantization", choices=("none", "nf4"), default="none")
     parser.add_argument("--peers", help="default: all of the platform")
     parser.add_argument("--workloads", help=f"some of {', '.join(WORKLOADS)}; default: those of the platform")
@@ -335,7 +370,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of dualtune's config"
     )
-    parser.add_argument("--no-tune", dest="tune", action="store_false", help="use the first of a peer's best settings")
+    parser.add_argument("--tries", type=int, help="try only the first so many of a peer's best settings")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print the table, write nothing")
     args = parser.parse_args()
     args.shape = args.shape or PLATFORMS[args.platform].shape
@@ -345,8 +380,8 @@ def parse() -> argparse.Namespace:
     args.workloads = listed(parser, "workloads", names, WORKLOADS)
     if not args.make_envs and not (args.shared and (args.shared / "tokenizers").is_dir()):
         parser.error(f"--shared: got {args.shared}, must be a folder with data/ and tokenizers/smollm2")
-    if args.dtype and args.platform != "mlx":
-        parser.error("--dtype: torch's sides train in bfloat16; remove this option")
+    if args.dtype == "float32" and args.platform == "cuda":
+        parser.error("--dtype: on a GPU all sides train in bfloat16; remove this option")
     if args.warmup >= args.steps or args.steps < 2:
         parser.error(f"--steps: got {args.steps}, must be at least 2 and above --warmup ({args.warmup})")
     args.envs, args.work, args.shared = args.envs.resolve(), args.work.resolve(), args.shared and args.shared.resolve()

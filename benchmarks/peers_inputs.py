@@ -1,5 +1,7 @@
 """The inputs of every side of peers.py: the same base weights, documents and initial adapter, made once in a folder.
 
+The weights are random, in a named shape, or those of SmolLM2-135M-Instruct (`dualtune.model.package`).
+
 dualtune reads rows and a config, like a user's. The peers read the tokens that dualtune makes of these rows, so that
 only training is measured.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +20,17 @@ from typing import Any
 
 import numpy as np
 from checkpoint_overhead import SHAPE
+from safetensors import safe_open
 
 from dualtune.config import Config, parse_config
 from dualtune.data.documents import Data
 from dualtune.data.order import Order
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.doctor.bench.measure import read_shape, training_flops
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.model.gguf import model_from_gguf
+from dualtune.model.package import fetch_model
 
 TOKENIZER = "tokenizers/smollm2"
 VOCABULARY = 49152  # of this tokenizer, for all shapes
@@ -45,10 +52,12 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     }  # fmt: skip
 
 
+REAL = "smollm2-135m-instruct"
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1m": llama(16, 512, 8, 2, 2, tied=True),  # four fifths of it are the vocabulary
     "llama-19m": llama(256, 688, 8, 4, 4, tied=True),
     "smollm2-135m": SHAPE,
+    REAL: SHAPE,
     "tinyllama-1.1b": llama(2048, 5632, 22, 32, 4, tied=False),
     "llama-2-7b": llama(4096, 11008, 32, 32, 32, tied=False),
 }
@@ -83,10 +92,11 @@ class Inputs:
     order: list[int]  # of `documents`
     num_tokens: list[int]  # of each step
     num_targets: list[int]
+    flops: list[float]  # of each step, by the formula of `training_flops`: the model's, for these tokens alone
 
 
 def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_steps: int, dtype: str) -> Inputs:
-    model = save_model(folder / f"{shape}-{dtype}", shared / TOKENIZER, SHAPES[shape], dtype)
+    model = save_model(folder / f"{shape}-{dtype}", shared / TOKENIZER, shape, dtype)
     adapter = save_adapter(folder / f"{shape}-adapter", SHAPES[shape])
     with (shared / workload.rows).open(encoding="utf-8") as file:
         rows = list(islice(file, num_steps * DOCUMENTS_PER_STEP))
@@ -114,6 +124,7 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
         order,
         by_step(found.lengths[order]),
         by_step(found.targets[order]),
+        flops_of(model, adapter, found.lengths[order].reshape(-1, DOCUMENTS_PER_STEP)),
     )
 
 
@@ -148,18 +159,33 @@ def by_step(counts: np.ndarray) -> list[int]:
     return counts.reshape(-1, DOCUMENTS_PER_STEP).sum(axis=1).tolist()
 
 
-def save_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str) -> Path:
+def flops_of(model: Path, adapter: Path, lengths: np.ndarray) -> list[float]:
+    """The operations of steps of documents of these lengths, [steps, documents]."""
+    counts = [num_parameters(file) for file in (model / "model.safetensors", adapter / "adapter_model.safetensors")]
+    shape = read_shape(model, num_parameters=counts[0], adapter_parameters=counts[1])
+    return [training_flops(shape, step).total for step in lengths]
+
+
+def num_parameters(file: Path) -> int:
+    with safe_open(file, "numpy") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def save_model(folder: Path, tokenizer: Path, shape: str, dtype: str) -> Path:
     return saved(folder, lambda part: _save_model(part, tokenizer, shape, dtype))
 
 
-def _save_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str) -> None:
+def _save_model(folder: Path, tokenizer: Path, shape: str, dtype: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ids = Tokenizer(tokenizer)
-    torch.manual_seed(SEED)
     shutil.copytree(tokenizer, folder, copy_function=shutil.copyfile)
-    config = LlamaConfig(**shape, dtype=dtype, bos_token_id=None, eos_token_id=ids.eos_id, pad_token_id=ids.eos_id)
+    if shape == REAL:
+        LlamaForCausalLM.from_pretrained(model_from_gguf(fetch_model()), dtype=dtype).save_pretrained(folder)
+        return
+    end = Tokenizer(tokenizer).eos_id
+    torch.manual_seed(SEED)
+    config = LlamaConfig(**SHAPES[shape], dtype=dtype, bos_token_id=None, eos_token_id=end, pad_token_id=end)
     LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 

@@ -15,7 +15,7 @@ SAME_LOSS = 1e-2  # the largest relative gap between the losses of a step of two
 GIB = 2**30
 HEAD = (
     "| peer | settings | dualtune tokens/s | peer tokens/s | ratio (lowest–highest) | target tokens/s | "
-    "peak memory, GiB | ratio | first step, s | worst loss gap |"
+    "utilisation | peak memory, GiB | ratio | first step, s | worst loss gap |"
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's
 WIDTH, HEIGHT, MARGIN = 420, 220, 60
@@ -38,7 +38,11 @@ def grouped(parts: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str, d
 
 def table(parts: dict[str, Any]) -> str:
     """Medians of the pairs; where two figures stand together, dualtune's comes first."""
-    lines = ["Made by benchmarks/peers.py. Medians of interleaved pairs; of two figures dualtune's is the first."]
+    lines = [
+        "Made by benchmarks/peers.py. Medians of interleaved pairs; of two figures dualtune's is the first.",
+        "Utilisation: the operations of the model for the tokens of the documents, as a share of what a large matrix",
+        "product reaches beside each run (`training_flops` in dualtune/doctor/bench/measure.py has the formula).",
+    ]
     for place, rows in grouped(parts):
         lines += ["", f"### {place}", "", HEAD, "|---" * HEAD.count(" | ") + "|---|"]
         lines += [row(peer, part, figures) for peer, part, figures in rows]
@@ -49,14 +53,15 @@ def table(parts: dict[str, Any]) -> str:
 def row(peer: str, part: str, figures: dict[str, Any]) -> str:
     if "not_run" in figures:
         reason = figures["not_run"].replace("|", "\\|")
-        return f"| {peer} | {part} | not run: {reason} |" + " |" * 7
+        return f"| {peer} | {part} | not run: {reason} |" + " |" * 8
     speed, memory = figures["tokens_per_s"], figures["peak_bytes"]
     ratio, gap = speed["ratio"], figures["worst_loss_gap"]
     compared = f"{gap:.1e}" if part != "dropout" else "–"  # they need not agree
     cells = [
         peer, part, f"{median(speed['ours']):.0f}", f"{median(speed['theirs']):.0f}",
         f"**{ratio['median']:.2f}** ({ratio['lowest']:.2f}–{ratio['highest']:.2f})",
-        both(figures["target_tokens_per_s"], 1, ".0f"), both(memory, GIB, ".2f"),
+        both(figures["target_tokens_per_s"], 1, ".0f"),
+        both(figures["utilisation"], 1, ".0%") if "utilisation" in figures else "–", both(memory, GIB, ".2f"),
         f"{memory['ratio']['median']:.2f}" if memory["ratio"] else "–",
         both(figures["first_step_s"], 1, ".1f"), compared,
     ]  # fmt: skip

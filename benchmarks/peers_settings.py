@@ -18,8 +18,9 @@ from peers_inputs import DOCUMENTS_PER_STEP
 Settings = dict[str, Any]
 
 
-def hf(micro_batch: int, attention: str, *, autocast: bool = False) -> Settings:
-    return {"micro_batch": micro_batch, "attn_implementation": attention, "autocast": autocast}
+def hf(micro_batch: int, attention: str, *, dtype: str = "bfloat16", autocast: bool = False) -> Settings:
+    model = {"dtype": dtype, "attn_implementation": attention}
+    return {"micro_batch": micro_batch, "autocast": autocast} | model
 
 
 def accumulated(micro_batch: int) -> Settings:
@@ -30,10 +31,10 @@ def accumulated(micro_batch: int) -> Settings:
     }
 
 
-def trl(micro_batch: int, attention: str, **arguments: Any) -> Settings:
+def trl(micro_batch: int, attention: str, *, dtype: str = "bfloat16", **arguments: Any) -> Settings:
     """bf16, which is TRL's own default, without checkpointing. `padding_free` makes one row of a micro-batch, as
     packing does, which would choose other documents for a step."""
-    model = {"dtype": "bfloat16", "attn_implementation": attention}
+    model = {"dtype": dtype, "attn_implementation": attention}
     return {"model": model, "arguments": accumulated(micro_batch) | {"gradient_checkpointing": False} | arguments}
 
 
@@ -55,6 +56,7 @@ def unsloth(micro_batch: int, **arguments: Any) -> Settings:
 
 PADDING_FREE = {"padding_free": True, "max_length": None}
 LIGER = {"use_liger_kernel": True}
+IN_FLOAT32 = {"dtype": "float32", "bf16": False}
 DEFAULTS: dict[str, Settings] = {
     "hf_peft": hf(8, "sdpa"),  # a loop has no defaults: these are those of the libraries
     "trl": {"model": {"dtype": "float32"}, "arguments": {}},
@@ -71,12 +73,12 @@ PACKED: dict[str, Settings] = {
 BEST: dict[str, dict[str, list[Settings]]] = {
     "cpu": {
         "hf_peft": [
-            hf(1, "eager"), hf(1, "eager", autocast=True), hf(2, "eager"), hf(2, "eager", autocast=True),
-            hf(1, "sdpa"), hf(2, "sdpa"), hf(4, "sdpa"), hf(8, "sdpa"),
+            hf(1, "eager"), hf(8, "sdpa"), hf(1, "eager", autocast=True), hf(2, "eager"),
+            hf(2, "eager", autocast=True), hf(1, "sdpa"), hf(2, "sdpa"), hf(4, "sdpa"),
         ],
         "trl": [
-            trl(1, "eager", bf16=False), trl(1, "eager"), trl(1, "sdpa"),
-            trl(2, "eager", **PADDING_FREE), trl(8, "eager", **PADDING_FREE), trl(8, "sdpa", **PADDING_FREE),
+            trl(1, "eager", bf16=False), trl(8, "sdpa", **PADDING_FREE), trl(1, "eager"), trl(1, "sdpa"),
+            trl(2, "eager", **PADDING_FREE), trl(8, "eager", **PADDING_FREE),
         ],
         "llamafactory": [
             factory("disabled", **accumulated(1)), factory("sdpa", **accumulated(1)),
@@ -105,6 +107,11 @@ BEST: dict[str, dict[str, list[Settings]]] = {
         # It sorts the documents before it cuts batches, so with another size a step would take other documents.
         "mlx_lm": [{}],
     },
+}  # fmt: skip
+# In float32 on a CPU.
+BEST_IN_FLOAT32: dict[str, list[Settings]] = {
+    "hf_peft": [hf(1, "eager", dtype="float32"), hf(8, "sdpa", dtype="float32")],
+    "trl": [trl(8, "sdpa", **IN_FLOAT32), trl(8, "sdpa", **IN_FLOAT32, **PADDING_FREE)],
 }  # fmt: skip
 
 # --- environments ---

@@ -161,6 +161,37 @@ def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypat
     assert_same(engine, load("Llama", "reference"))
 
 
+@pytest.mark.parametrize("device_of_gradient", ["cuda", "cpu"])
+def test_in_16_bits_what_later_layers_make_of_rounding_is_no_difference(device_of_gradient, monkeypatch):
+    """As in a real model: the logits differ by more than is allowed, though each layer only rounds once less."""
+    monkeypatch.setattr(trial, "DEVICES_OF_GRADIENT", (device_of_gradient,))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE | GROUPED | {"num_hidden_layers": 8, "initializer_range": 0.5})
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    norms = [module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm"]
+    for norm in norms:
+        norm.weight.data.uniform_(0.5, 1.5)
+    expected = trial.own_results(model)
+
+    def use(norm, factor):
+        def forward(x):
+            wide = x.float()
+            scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+            return (factor * norm.weight.float() * scaled).to(x.dtype)
+
+        norm.forward = forward
+
+    for norm in norms:
+        use(norm, 1.0)
+    with torch.no_grad():
+        gap = trial.largest_gap(trial.packed(model, None), expected.logits_1TV)
+    assert gap > trial.ROUNDING[torch.bfloat16]
+    trial.compare(model, lambda: trial.packed(model, None), expected)
+    use(norms[5], 1.3)
+    with pytest.raises(attention.NotCovered, match="computes something else in a layer"):
+        trial.compare(model, lambda: trial.packed(model, None), expected)
+
+
 def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
     from transformers import AttentionInterface
 

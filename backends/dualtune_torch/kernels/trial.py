@@ -1,12 +1,17 @@
 """The trial of a fast kernel: logits of short documents and their gradient, against the model's own code.
 
+In 16 bits the rounding of one layer is amplified by the layers after it: with the weights of a real model, two ways to
+compute the same norm can end with logits that differ by a fifth of the largest. So there every layer is given the input
+that it had by the model's own code, and is compared for itself.
+
 Legend: B rows, T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,14 +22,15 @@ from transformers.masking_utils import create_masks_for_generate
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.fields import shown
+from dualtune_torch.checkpointing import decoder_layers
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
 from dualtune_torch.sharding import is_split
 from dualtune_torch.weights.frozen import compute_dtype
 
-# How much a fast kernel may change a logit, relative to the largest one. Rounding changes logits by a tenth of that, a
-# wrong computation by far more.
+# How much a fast kernel may change a logit, relative to the largest one, or what a layer adds to a token, relative to
+# the largest number that it adds. Rounding changes them by a tenth of that, a wrong computation by far more.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # How much it may change the gradient, relative to its norm. It passes through all layers twice.
 ROUNDING_OF_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
@@ -32,6 +38,7 @@ ROUNDING_OF_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16:
 DEVICES_OF_GRADIENT = ("cuda",)
 LENGTHS = (5, 3, 6)  # tokens of the documents, all in one row
 HIGHEST_TOKEN = 100
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,78 @@ class TrialResults:
     """What the model computes of the documents."""
 
     logits_1TV: Tensor
-    gradient_1TD: Tensor | None  # of a weighted sum of the logits by the embeddings; None: it is not compared
+    layers: Layers
+    # Of weighted sums of the logits and of what layers return, by the embeddings and by what layers are given; empty:
+    # they are not compared.
+    gradients_1TD: Sequence[Tensor] = ()
+
+
+@dataclass
+class Layers:
+    """What each decoder layer was given and returned [1, T, D], in a list with an entry for each of its calls."""
+
+    modules: Sequence[nn.Module]  # none: layers are not compared
+    given: list[list[Tensor]] = field(default_factory=list)
+    returned: list[list[Tensor]] = field(default_factory=list)
+
+    @contextmanager
+    def noted(self, given: Layers | None = None) -> Iterator[None]:
+        """Note what is given and returned in the block. Layers are given what `given` has noted, if it is there.
+
+        Gradients end where a layer is given something.
+        """
+        self.given, self.returned = [[] for _ in self.modules], [[] for _ in self.modules]
+        with ExitStack() as undo:
+            for number, module in enumerate(self.modules):
+                enter, leave = self._hooks(number, given)
+                undo.callback(module.register_forward_pre_hook(enter).remove)
+                undo.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def _hooks(self, number: int, given: Layers | None) -> tuple[Callable[..., Any], Callable[..., None]]:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            own_1TD, *others = args
+            x_1TD = own_1TD if given is None else torch.cat(given.given[number], dim=-2)
+            # As in training, where compiled code has inputs with gradients.
+            self.given[number].append(x_1TD.detach().requires_grad_(torch.is_grad_enabled()))
+            return self.given[number][-1], *others
+
+        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.returned[number].append(output if isinstance(output, Tensor) else output[0])
+
+        return enter, leave
+
+    def largest_gap(self, expected: Layers) -> float:
+        """Return the largest difference of a number that a layer returns, beyond what storing that number rounds,
+        relative to the largest number that it adds to the token."""
+        gap = 0.0
+        for actual, own, given in zip(self.returned, expected.returned, expected.given, strict=True):
+            actual_1TD, own_1TD, given_1TD = (
+                torch.cat(calls, dim=-2).detach().float() for calls in (actual, own, given)
+            )
+            rounded_1TD = 2 * torch.finfo(own[0].dtype).eps * own_1TD.abs()
+            added_1T1 = (own_1TD - given_1TD).abs().amax(-1, keepdim=True).clamp(min=TINY)
+            gaps_1TD = ((actual_1TD - own_1TD).abs() - rounded_1TD) / added_1T1
+            gap = max(gap, float(gaps_1TD.nan_to_num(torch.inf).max()))
+        return gap
 
 
 def own_results(model: PreTrainedModel) -> TrialResults:
     """Compute each document in a separate row, by the model's own code."""
     if model.device.type in DEVICES_OF_GRADIENT and not is_split(model):
         try:
-            return _differentiated(model, lambda: _separate(model))
+            return _differentiated(model, lambda: _separate(model), _layers_of(model))
         except (RuntimeError, NotImplementedError) as error:  # a model that can be used, and not trained
             if allocator.is_out_of_memory(error):
                 raise
-    with torch.no_grad():
-        return TrialResults(_separate(model), None)
+    layers = _layers_of(model)
+    with torch.no_grad(), layers.noted():
+        return TrialResults(_separate(model), layers)
+
+
+def _layers_of(model: PreTrainedModel) -> Layers:
+    """Return the layers of a model in 16 bits."""
+    return Layers(list(decoder_layers(model) or ()) if compute_dtype(model) != torch.float32 else [])
 
 
 def _separate(model: PreTrainedModel) -> Tensor:
@@ -113,20 +179,28 @@ def document_borders(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]
 
 def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialResults) -> None:
     """Raise NotCovered if `run` returns other logits, or has another gradient, than the model's own code."""
-    actual = TrialResults(run().detach(), None) if expected.gradient_1TD is None else _differentiated(model, run)
-    dtype = compute_dtype(model)
+    layers, dtype = Layers(expected.layers.modules), compute_dtype(model)
+    if expected.gradients_1TD:
+        actual = _differentiated(model, run, layers, expected.layers)
+    else:
+        with layers.noted(expected.layers):
+            actual = TrialResults(run().detach(), layers)
+    gap = layers.largest_gap(expected.layers)
+    if layers.modules and not gap <= ROUNDING[dtype]:  # also true for NaN
+        raise NotCovered(f"computes something else in a layer (by {gap:.1e} of the largest number that it adds)")
     gap = largest_gap(actual.logits_1TV, expected.logits_1TV)
-    if not gap <= ROUNDING[dtype]:  # also true for NaN
+    if not gap <= ROUNDING[dtype]:
         raise NotCovered(f"computes different logits (by {gap:.1e} of the largest)")
-    if actual.gradient_1TD is not None and expected.gradient_1TD is not None:
-        difference = (actual.gradient_1TD.float() - expected.gradient_1TD.float()).norm()
-        gap = float(difference / expected.gradient_1TD.float().norm())
+    for found, own in zip(actual.gradients_1TD, expected.gradients_1TD, strict=True):
+        gap = float((found.float() - own.float()).norm() / own.float().norm())
         if not gap <= ROUNDING_OF_GRADIENT[dtype]:
             raise NotCovered(f"computes different gradients (by {gap:.1e} of the norm)")
 
 
-def _differentiated(model: PreTrainedModel, run: Callable[[], Tensor]) -> TrialResults:
-    """Return the logits that `run` returns, and the gradient of a weighted sum of them by the embeddings."""
+def _differentiated(
+    model: PreTrainedModel, run: Callable[[], Tensor], layers: Layers, given: Layers | None = None
+) -> TrialResults:
+    """Return the logits that `run` returns, what layers are given and return, and the gradients."""
     embeddings: list[Tensor] = []
 
     def begin_here(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -135,14 +209,23 @@ def _differentiated(model: PreTrainedModel, run: Callable[[], Tensor]) -> TrialR
 
     hook = model.get_input_embeddings().register_forward_hook(begin_here)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), layers.noted(given):
             logits_1TV = run()
-            V = logits_1TV.shape[-1]
-            weights_V = torch.linspace(-1, 1, V, device=logits_1TV.device) / V**0.5
-            gradients = torch.autograd.grad((logits_1TV.float() * weights_V).sum(), embeddings)
+            numbers = [logits_1TV, *(y_1TD for calls in layers.returned for y_1TD in calls)]
+            total = torch.stack([_weighted(x_1TN) for x_1TN in numbers]).sum()
+            leaves = [embeddings] * (not layers.modules) + layers.given
+            gradients = torch.autograd.grad(total, [leaf for calls in leaves for leaf in calls])
     finally:
         hook.remove()
-    return TrialResults(logits_1TV.detach(), torch.cat(gradients, dim=1))
+    of_calls = iter(gradients)
+    return TrialResults(
+        logits_1TV.detach(), layers, [torch.cat([next(of_calls) for _ in calls], dim=-2) for calls in leaves]
+    )
+
+
+def _weighted(x_1TN: Tensor) -> Tensor:
+    N = x_1TN.shape[-1]
+    return (x_1TN.float() * torch.linspace(-1, 1, N, device=x_1TN.device) / N**0.5).sum()
 
 
 def largest_gap(actual: Tensor, expected: Tensor) -> float:
