@@ -48,11 +48,12 @@ def main() -> None:
 
 
 def write(key: str, figures: dict[str, Any]) -> Path:
-    """Write one key, and keep the other."""
+    """Write one key with its origin, and keep the other with its own; an older one has that of the file."""
     path = record.RESULTS / "streaming.json"
     written = json.loads(path.read_text()) if path.exists() else {}
-    others = {name: value for name, value in written.items() if name in ("ratios", "large") and name != key}
-    return record.write("streaming", others | {key: figures})
+    origin = {name: written[name] for name in ("date", "commit", "machine", "versions") if name in written}
+    others = {name: origin | written[name] for name in ("ratios", "large") if name in written and name != key}
+    return record.write("streaming", others | {key: record.origin() | figures})
 
 
 def load(

@@ -30,13 +30,14 @@ GROUPS = {  # platform/shape/workload -> description
 }
 LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is the length of a ratio of 1
 MEMORY_STYLE = ".p{fill:#8250df}.a{fill:#bf8700}.w{fill:#8c959f}"
-MEMORY_SCALE, GIB = 18.5, 2**30  # px for a GiB
+MEMORY_SCALE, GIB = 17.5, 2**30  # px for a GiB
 PARTS = {  # class of the bar -> its name, and the parts of the estimate that it shows
     "b": ("weights of the base", ("weights",)),
     "p": ("adapter and optimizer", ("adapter", "optimizer")),
     "a": ("activations", ("activations", "recomputation")),
     "w": ("workspace, CUDA context", ("workspace", "loss", "reserve")),
 }
+FITTED = 'textLength="648" lengthAdjust="spacingAndGlyphs"'  # into the picture, whatever the reader's font is
 STYLE = """
 .f{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
 .b{fill:#0969da}.r{stroke:#1f2328}.o{stroke:#59636e}.h{font-weight:600}.s{fill:#59636e}
@@ -75,7 +76,7 @@ def draw(results: dict[str, Any]) -> str:
         top += 4
     note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. "
     note += "2 CPU cores with AMX; not run on a GPU."
-    drawn.append(_text(16, top + 18, note, "s", 'textLength="648" lengthAdjust="spacingAndGlyphs"'))
+    drawn.append(_text(16, top + 18, note, "s", FITTED))
     return _svg(drawn, top + 34, "Training speed against peers")
 
 
@@ -99,8 +100,8 @@ def draw_memory(results: dict[str, Any]) -> str:
             raise ValueError(f"PARTS has no bar for {', '.join(parts)}")
         drawn.append(_text(x + 8, top + BAR / 2 + 4.5, f"{sum(row['parts'].values()) / GIB:.1f} GiB", "h"))
         top += ROW
-    note = "LoRA, rank 16, bfloat16, one document of 2,048 tokens. By the memory planner, not measured on a GPU."
-    drawn.append(_text(16, top + 16, note, "s"))
+    note = "LoRA of rank 16, one document of 2,048 tokens. By the memory planner, not measured on a GPU."
+    drawn.append(_text(16, top + 16, note, "s", FITTED))
     return _svg(drawn, top + 32, "Memory of a training step of Mistral 7B, by part and technique", STYLE + MEMORY_STYLE)
 
 
