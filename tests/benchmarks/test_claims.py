@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -32,6 +33,21 @@ def test_the_ratios_in_the_text_are_those_that_were_measured(begins, parts):
     stated = re.findall(r"(\d+\.\d+)x", row.split("|")[2])
     measured = [PARTS[part]["tokens_per_s"]["ratio"]["median"] for part in parts]
     assert stated == [f"{x:.{len(text.partition('.')[2])}f}" for x, text in zip(measured, stated, strict=True)]
+
+
+def test_the_figures_of_the_real_model_are_those_that_were_measured():
+    parts = json.loads((RESULTS / "peers_no_amx.json").read_text())["parts"]
+    peers = {"trl": "TRL", "hf_peft": "Hugging Face + PEFT"}
+    workloads = {"wikisql": "WikiSQL", "gsm8k": "GSM8K"}
+    measured = set()
+    for key, part in parts.items():
+        _, _, workload, *dtype, peer, _ = key.split("/")
+        speed, shares = part["tokens_per_s"], part["utilisation"]
+        cells = [f"{dtype[0] if dtype else 'bfloat16'}, {workloads[workload]}", peers[peer]]
+        cells += [f"{median(speed[side]):.0f}" for side in ("ours", "theirs")]
+        cells += [f"{speed['ratio']['median']:.2f}x", *(f"{median(shares[side]):.0%}" for side in ("ours", "theirs"))]
+        measured.add(f"| {' | '.join(cells)} |")
+    assert {line for line in TABLE if re.match(r"\| (float32|bfloat16), ", line)} == measured
 
 
 def test_all_figures_are_of_the_same_kind_of_machine():
