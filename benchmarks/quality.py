@@ -243,8 +243,8 @@ def recorded() -> dict[str, Any]:
 
 
 def tables(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return a table for each task."""
-    return {task: table(task, runs) for task in TASKS}
+    """Return a table for each task that has runs."""
+    return {task: table(task, runs) for task in TASKS if any(key.startswith(f"{task}/") for key in runs)}
 
 
 def table(task: str, runs: Mapping[str, Mapping[str, Any]]) -> str:

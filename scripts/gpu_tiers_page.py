@@ -35,7 +35,7 @@ the loss falls far and then stays above zero. `dualtune validate --write-data PA
 strong base model, the loss may never fall by 30 %."""
 REAL = """The same criteria on a real model that comes as a Python package, SmolLM2-135M-Instruct, on a CPU:
 `dualtune validate --tier quick --model smollm2 --device cpu`, with `--steps` where a run is shortened. The device
-memory and the seconds of a GPU are no measure for a CPU: they are in parentheses."""
+memory and the seconds of a GPU are no measure for a CPU: they are in parentheses, and the machine had other work."""
 TWINS = """On a CPU each tier has a twin: the same criteria on the small model that is part of dualtune, with another
 learning rate, fewer steps for some tiers, and another memory limit. Twins show that the tiers and their criteria work;
 their seconds say nothing about a GPU, or about the speed of dualtune."""

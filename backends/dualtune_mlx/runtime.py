@@ -30,9 +30,9 @@ NEEDED = (
     "get_active_memory", "get_cache_memory", "get_peak_memory", "grad", "inf", "int16", "int32", "int64", "int8",
     "isfinite", "issubdtype", "load", "log", "logaddexp", "logsumexp", "maximum", "metal.is_available",
     "metal.start_capture", "metal.stop_capture", "minimum", "nan", "new_stream", "pad", "power", "put_along_axis",
-    "quantized_matmul", "random.normal", "random.seed", "repeat", "reset_peak_memory", "round", "set_cache_limit",
-    "set_default_device", "set_memory_limit", "set_wired_limit", "sigmoid", "slice_update", "softmax", "split",
-    "sqrt", "square", "stack", "stop_gradient", "stream", "synchronize", "take_along_axis", "tri", "uint16",
+    "quantized_matmul", "random.key", "random.normal", "random.seed", "repeat", "reset_peak_memory", "round",
+    "set_cache_limit", "set_default_device", "set_memory_limit", "set_wired_limit", "sigmoid", "slice_update",
+    "softmax", "split", "sqrt", "square", "stack", "stop_gradient", "stream", "synchronize", "take_along_axis", "tri", "uint16",
     "uint32", "uint8", "value_and_grad", "vjp", "where", "zeros", "zeros_like",
 )  # fmt: skip
 

@@ -44,6 +44,17 @@ def test_the_figures_beside_the_documents_are_ours(script):
     assert script("page_tables").filled(page, module.tables(found)) == page
 
 
+def test_the_quality_page_says_what_was_measured(script):
+    module = script("quality")
+    runs, page = module.recorded(), module.PAGE.read_text(encoding="utf-8")
+    assert script("page_tables").filled(page, module.tables(runs)) == page
+    for peer in module.PEERS:  # what the page says of them: three seeds, the same held-out loss within a thousandth
+        gaps = [
+            abs(runs[f"wikisql/{peer}/{seed}"]["loss"] / runs[f"wikisql/lora/{seed}"]["loss"] - 1) for seed in (1, 2, 3)
+        ]
+        assert max(gaps) < 1e-3, peer
+
+
 def test_predicted_times_are_what_the_formulas_say_today(script):
     module = script("predict")
     found = json.loads((RESULTS / "predict.json").read_text(encoding="utf-8"))

@@ -39,7 +39,9 @@ def test_every_result_is_used():
     """By a page, or by a script or a test besides the script that writes it."""
     folders = ((ROOT, "*.md"), *((ROOT / name, "**/*.md") for name in ("docs", "benchmarks")))
     folders += tuple((ROOT / name, "**/*.py") for name in ("benchmarks", "scripts", "tests"))
-    used = {"tiers_cpu"}  # scripts/gpu_tiers_page.py reads tiers_*.json
+    used = {
+        path.stem for path in RESULTS if path.stem.startswith("tiers_")
+    }  # all are read by scripts/gpu_tiers_page.py
     for path in (path for folder, pattern in folders for path in folder.glob(pattern)):
         text = path.read_text(encoding="utf-8").partition("<!-- measured -->")[0]
         used |= {name for name in re.findall(r"(\w+)\.json\b", text) if path.name != f"{name}.py"}

@@ -103,8 +103,13 @@ def test_the_recording_says_what_the_demo_says_today(demo):
 def test_the_short_config_of_the_readme_learns_a_small_data_set(backend, open_backend, tmp_path):
     """320 short rows were two updates; every default is what a newcomer gets."""
     readme = (ASSETS.parents[1] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"A config can be as short as this:\n\n```yaml\n(.*?)```", readme, re.S)
-    places = {"model.name": ASSETS / "model", "data.train": ASSETS / "data" / "train.jsonl", "run.dir": tmp_path / "a"}
+    (text,) = re.findall(r"A config can be three lines.*?```yaml\n(.*?)```", readme, re.S)
+    places = {
+        "model.name": ASSETS / "model",
+        "model.quantization": "auto",
+        "data.train": ASSETS / "data" / "train.jsonl",
+        "run.dir": tmp_path / "a",
+    }
     config = parse_config(text, overrides=[f"{key}={place}" for key, place in places.items()])
     backend = open_backend(backend)
     result = run(config, backend)
