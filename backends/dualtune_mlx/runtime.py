@@ -32,8 +32,8 @@ NEEDED = (
     "metal.start_capture", "metal.stop_capture", "minimum", "nan", "new_stream", "pad", "power", "put_along_axis",
     "quantized_matmul", "random.key", "random.normal", "random.seed", "repeat", "reset_peak_memory", "round",
     "set_cache_limit", "set_default_device", "set_memory_limit", "set_wired_limit", "sigmoid", "slice_update",
-    "softmax", "split", "sqrt", "square", "stack", "stop_gradient", "stream", "synchronize", "take_along_axis", "tri", "uint16",
-    "uint32", "uint8", "value_and_grad", "vjp", "where", "zeros", "zeros_like",
+    "softmax", "split", "sqrt", "square", "stack", "stop_gradient", "stream", "synchronize", "take_along_axis", "tri",
+    "uint16", "uint32", "uint8", "value_and_grad", "vjp", "where", "zeros", "zeros_like",
 )  # fmt: skip
 
 
