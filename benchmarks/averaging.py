@@ -13,7 +13,6 @@ one again, which must agree.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -53,10 +52,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # read by torch, which is not imported yet
     import page_tables
     import record
+    from origins import read
 
     if args.table:
-        found = json.loads((record.RESULTS / "averaging.json").read_text(encoding="utf-8"))
-        return print(page_tables.write(page_tables.RESULTS / "averaging.md", {"arms": table(found)}))
+        return print(page_tables.write(page_tables.RESULTS / "averaging.md", {"arms": table(read("averaging"))}))
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         base = base_config(Path(name), args.shared.resolve())

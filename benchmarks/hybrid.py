@@ -4,14 +4,13 @@
     python benchmarks/hybrid.py --table    # writes those of results/hybrid.md, from the recorded result
 
 LoRA of rank 8; torch on the CPU in float32 with one thread. The real model is that of `train --demo smollm2`, which
-learns the demo's SQL with LoRA of rank 16. The arms, their controls and the intervals are those of the
-command. Each case is recorded when it is done, beside those that were recorded before.
+learns the demo's SQL with LoRA of rank 16. The arms, their controls and the intervals are those of the command. Each
+case is recorded when it is done, beside those that were recorded before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 
 import page_tables
 import record
+from origins import read
 from stories_gsm8k import base_config
 
 from dualtune.cli.hybrid import table
@@ -45,13 +45,14 @@ REAL = {
     "train": {"steps": 48, "documents_per_step": 4, "learning_rate": 1e-3},
     "hybrid": {"warmup_steps": 12, "full_steps": 8},
 }
+REAL_CASE = "sql-real"
 TO_TUNE = "wikisql-tuned"  # that of GSM8K was found before; the slow cases have a quarter of GSM8K's
 CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "gsm8k-tuned": (TUNED, (*ENGINES, *AVERAGES)),
     "gsm8k-slow": (SLOW, ENGINES),
     "wikisql-tuned": (TUNED, tuple(ARMS)),
     "wikisql-slow": (SLOW, ENGINES),
-    "sql-real": (REAL, ENGINES),
+    REAL_CASE: (REAL, ENGINES),
 }
 
 
@@ -64,8 +65,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         return print(page_tables.write(page_tables.RESULTS / "hybrid.md", recorded_tables()))
-    backend, real = open_backend(choose("cpu")), fetch_model()
-    for case in args.cases.split(","):
+    backend, cases = open_backend(choose("cpu")), args.cases.split(",")
+    real = fetch_model() if REAL_CASE in cases else Path()  # before each case gets a cache of its own
+    for case in cases:
         settings, arms = CASES[case]
         origin = record.origin()  # now, because the code may change while this runs
         with tempfile.TemporaryDirectory() as name:
@@ -76,8 +78,8 @@ def main() -> None:
                 config, (), backend, arms=arms, seeds=args.seeds, tune=case == TO_TUNE,
                 tell=lambda what: print(what, file=sys.stderr, flush=True),
             )  # fmt: skip
-        cases = recorded() | {case: {**origin, "settings": settings, "table": as_table(found), **found.as_json()}}
-        print(record.write("hybrid", {"cases": cases}))
+        result = {**origin, "settings": settings, "table": as_table(found), **found.as_json()}
+        print(record.write("hybrid", {"cases": recorded() | {case: result}}))
         (record.RESULTS / f"hybrid_{case}.svg").write_text(plot(found), encoding="utf-8")
     return None
 
@@ -100,18 +102,17 @@ def recorded() -> dict[str, Any]:
     path = record.RESULTS / "hybrid.json"
     if not path.is_file():
         return {}
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read("hybrid")
     origin = {key: result[key] for key in ("date", "commit", "machine", "versions")}
     return {name: origin | case for name, case in result["cases"].items()}
 
 
 def recorded_tables() -> dict[str, str]:
-    """Return the tables of the page, with that of hybrid_calibration.py."""
+    """Return the tables of the page, of each case that is recorded, with that of hybrid_calibration.py."""
     from hybrid_calibration import table
 
-    cases = recorded()
-    calibrated = json.loads((record.RESULTS / "hybrid_calibration.json").read_text(encoding="utf-8"))
-    return {case.replace("-", "_"): cases[case]["table"] for case in CASES} | {"calibration": table(calibrated)}
+    cases = {case.replace("-", "_"): result["table"] for case, result in recorded().items()}
+    return cases | {"calibration": table(read("hybrid_calibration"))}
 
 
 def as_table(found: Comparison) -> str:

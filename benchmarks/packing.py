@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 
 import page_tables
 import record
-from peers_inputs import SHAPES, TOKENIZER, WORKLOADS, save_model
+from origins import read
+from peers_inputs import TOKENIZER, WORKLOADS, save_model
 
 import dualtune
 from dualtune.config import Config, load_config
@@ -73,19 +74,25 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", default=[*CASES])
     args = parser.parse_args()
     if args.table:
-        found = json.loads((record.RESULTS / "packing.json").read_text(encoding="utf-8"))
-        return print(page_tables.write(PAGE, tables(found)))
-    cases: dict[str, Any] = {}
+        return print(page_tables.write(PAGE, tables(read("packing"))))
+    cases = measured(args.cases, args.shared, lambda *place: measure(*place, args.rounds))
+    return print(record.write("packing", {"rounds": args.rounds, "steps": STEPS, "cases": cases}))
+
+
+def measured(
+    names: Sequence[str], shared: Path, measure: Callable[[Case, Path, Path], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what `measure` says of each case, given a temporary folder and the data; without data, of the others."""
+    cases: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DUALTUNE_CACHE"] = str(Path(folder) / "cache")
-        for name in args.cases:
-            case = CASES[name]
-            if case.workload is not None and not (args.shared / TOKENIZER).is_dir():
-                print(f"{name}: left out, there is no {args.shared / TOKENIZER}")
+        for name in names:
+            if CASES[name].workload is not None and not (shared / TOKENIZER).is_dir():
+                print(f"{name}: left out, there is no {shared / TOKENIZER}")
                 continue
-            cases[name] = measure(case, Path(folder), args.shared.resolve(), args.rounds)
+            cases[name] = measure(CASES[name], Path(folder), shared.resolve())
             print(name, json.dumps(cases[name], indent=2), flush=True)
-    return print(record.write("packing", {"rounds": args.rounds, "steps": STEPS, "cases": cases}))
+    return cases
 
 
 def configs(case: Case, folder: Path, shared: Path) -> dict[str, Config]:
@@ -98,7 +105,7 @@ def configs(case: Case, folder: Path, shared: Path) -> dict[str, Config]:
         }
     else:
         workload = WORKLOADS[case.workload]
-        model = save_model(folder / SHAPE, shared / TOKENIZER, SHAPES[SHAPE], "float32")
+        model = save_model(folder / SHAPE, shared / TOKENIZER, SHAPE, "float32")
         rows = {"train": str(shared / workload.rows), "columns": workload.columns, "loss_on": workload.loss_on}
         base = {
             "model": {"name": str(model), "dtype": "float32"},

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -27,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 
 import page_tables
 import record
-from packing import CASES, Case, configs
+from origins import read
+from packing import Case, configs, measured
 
 from dualtune.engine.backend import get_backend
 from dualtune.show.run import run
@@ -103,14 +102,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
     if args.table:
-        found = json.loads((record.RESULTS / "policy_cost.json").read_text(encoding="utf-8"))
-        return print(page_tables.write(PAGE, tables(found)))
-    cases: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["DUALTUNE_CACHE"] = str(Path(folder) / "cache")
-        for name in args.cases:
-            cases[name] = measure(CASES[name], Path(folder), args.shared.resolve(), args.steps)
-            print(name, json.dumps(cases[name], indent=2), flush=True)
+        return print(page_tables.write(PAGE, tables(read("policy_cost"))))
+    cases = measured(args.cases, args.shared, lambda *place: measure(*place, args.steps))
     return print(record.write("policy_cost", {"steps": args.steps, "cases": cases}))
 
 

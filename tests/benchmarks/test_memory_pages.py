@@ -72,6 +72,11 @@ def test_a_table_is_that_of_the_recorded_result(script, name):
     assert script("page_tables").filled(page, module.tables(found)) == page and found["cases"]
 
 
+def test_the_tables_of_predictive_training_are_those_of_the_recorded_cases(script):
+    page = (RESULTS / "hybrid.md").read_text(encoding="utf-8")
+    assert script("page_tables").filled(page, script("hybrid").recorded_tables()) == page
+
+
 def test_gpt2_has_the_published_number_of_parameters(script):
     """OpenAI's gpt2, gpt2-medium, gpt2-large and gpt2-xl on the hub, and the shape of 40 layers."""
     module = script("validation_results")
