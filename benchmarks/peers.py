@@ -333,9 +333,9 @@ def main() -> None:
 
 def result_name(platform: str) -> str:
     """CPUs with and without AMX have a result each: their products differ so much that no figures compare."""
-    cpu = record.origin()["machine"]["cpu"]
-    units = cpu.rpartition("(")[2].rstrip(")").split(", ") if cpu else ["amx_bf16"]
-    return "peers" if platform == "cuda" or "amx_bf16" in units else "peers_no_amx"
+    units = record.bfloat16_units()
+    has_amx = units is None or "amx_bf16" in units  # not known of other systems
+    return "peers" if platform == "cuda" or has_amx else "peers_no_amx"
 
 
 def without_paths(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from checkpoint_overhead import SHAPE
 from safetensors import safe_open
 
 from dualtune.config import Config, parse_config
-from dualtune.data.documents import Data
+from dualtune.data.documents import Data, Documents
 from dualtune.data.order import Order
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.bench.measure import read_shape, training_flops
@@ -110,22 +110,27 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
     found, _ = Data(config).train_and_eval(Tokenizer(model, config.data.template))
     if len(found) != len(rows):
         raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; must be one each")
-    labels = [np.where(document.loss_mask, document.tokens, -100) for document in found]
-    for document in labels:
-        document[0] = -100  # nothing precedes it; in a packed row, a peer would predict it from another document
     order = by_length(found.lengths) if workload.by_length else list(range(len(rows)))
-    pairs = zip(found, labels, strict=True)
-    texts = [json.dumps({"input_ids": d.tokens.tolist(), "labels": ids.tolist()}) + "\n" for d, ids in pairs]
     return Inputs(
         model,
         adapter,
         write_lines(place / "rows.jsonl", unshuffled([rows[i] for i in order], config)),
-        write_lines(place / "documents.jsonl", texts),
+        write_lines(place / "documents.jsonl", tokens_of(found)),
         order,
         by_step(found.lengths[order]),
         by_step(found.targets[order]),
         flops_of(model, adapter, found.lengths[order].reshape(-1, DOCUMENTS_PER_STEP)),
     )
+
+
+def tokens_of(documents: Documents) -> list[str]:
+    """A line for each document, as the peers read them."""
+    lines: list[str] = []
+    for document in documents:
+        labels = np.where(document.loss_mask, document.tokens, -100)
+        labels[0] = -100  # nothing precedes it; in a packed row, a peer would predict it from another document
+        lines.append(json.dumps({"input_ids": document.tokens.tolist(), "labels": labels.tolist()}) + "\n")
+    return lines
 
 
 def configure(model: Path, rows: Path, workload: Workload) -> Config:

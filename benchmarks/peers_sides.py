@@ -43,13 +43,12 @@ class Clock:
 
 
 def hf_peft(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Settings: micro_batch, documents; attn_implementation; autocast to bfloat16, or float32 adapters as they are."""
+    """Settings: micro_batch, documents; dtype; attn_implementation; autocast to bfloat16, or adapters in float32."""
     import torch
 
     settings, optimizer = job["settings"], job["optimizer"]
     device = job["device"]
-    dtype = settings.get("dtype", "bfloat16")
-    model = peft_model(job, {"dtype": dtype, "attn_implementation": settings["attn_implementation"]})
+    model = peft_model(job, {key: settings[key] for key in ("dtype", "attn_implementation")})
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = {"lr": optimizer["lr"], "betas": optimizer["betas"], "eps": optimizer["eps"]}

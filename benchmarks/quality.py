@@ -24,12 +24,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import page_tables
 import psutil
 import record
-from peers_inputs import SPEC, save_adapter
-from peers_settings import python_of
+from peers import OPTIMIZER
+from peers_inputs import SPEC, save_adapter, tokens_of, write_lines
+from peers_settings import hf, python_of
 
 from dualtune.config import parse_config
 from dualtune.data.documents import Data
@@ -42,7 +42,6 @@ from dualtune.model.package import fetch_model
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "quality.md"
 SIDES = Path(__file__).with_name("peers_sides.py")
-OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
 CONTROL = "lora"
 STEPS, DOCUMENTS = 40, 4  # documents of a step
 PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 throughout, nothing recomputed
@@ -50,7 +49,7 @@ PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 th
         "model": {"dtype": "float32"},
         "arguments": {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": DOCUMENTS},
     },
-    "hf_peft": {"dtype": "float32", "micro_batch": DOCUMENTS, "attn_implementation": "sdpa", "autocast": False},
+    "hf_peft": hf(DOCUMENTS, "sdpa", dtype="float32"),
 }
 PREDICTIVE = {"enabled": True, "warmup_steps": 12, "full_steps": 8, "gate": "none"}  # for runs as short as these
 # What an arm changes in the config of equal settings.
@@ -167,14 +166,10 @@ class Bench:
         config = parse_config(json.dumps(self.config(peer, seed)))
         documents, _ = Data(config).train_and_eval(Tokenizer(self.model, config.data.template))
         order = Order(config, documents.lengths)
-        lines = [
-            {"input_ids": each.tokens.tolist(), "labels": np.where(each.loss_mask, each.tokens, -100).tolist()}
-            for each in documents
-        ]
-        (run_dir / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         job = {
             "model": str(self.model), "adapter": str(self._initial(seed)),
-            "documents": str(run_dir / "documents.jsonl"), "documents_per_step": DOCUMENTS, "steps": STEPS,
+            "documents": str(write_lines(run_dir / "documents.jsonl", tokens_of(documents))),
+            "documents_per_step": DOCUMENTS, "steps": STEPS,
             "order": [int(i) for step in range(order.num_steps) for i in order.step(step).documents],
             "seed": seed, "optimizer": OPTIMIZER, "quantization": "none", "device": "cpu", "settings": PEERS[peer],
             "scratch": str(run_dir), "result": str(run_dir / "result.json"), "save": str(run_dir / "adapter"),

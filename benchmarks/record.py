@@ -49,13 +49,24 @@ def _git(*arguments: str) -> str:
 
 def _cpu() -> str | None:
     """Its name, and what makes products in bfloat16 fast; None where there is no /proc."""
+    units = bfloat16_units()
+    if units is None:
+        return None
+    return f"{_cpu_facts().get('model name', 'unknown')} ({', '.join(units) or 'neither avx512_bf16 nor amx_bf16'})"
+
+
+def bfloat16_units() -> list[str] | None:
+    """What makes products in bfloat16 fast on this CPU; None where there is no /proc."""
+    facts = _cpu_facts()
+    return [unit for unit in ("avx512_bf16", "amx_bf16") if unit in facts.get("flags", "").split()] if facts else None
+
+
+def _cpu_facts() -> dict[str, str]:
     try:
         pairs = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
     except OSError:
-        return None
-    facts = {name.strip(): value.strip() for name, value in pairs}
-    units = [unit for unit in ("avx512_bf16", "amx_bf16") if unit in facts.get("flags", "").split()]
-    return f"{facts.get('model name', 'unknown')} ({', '.join(units) or 'neither avx512_bf16 nor amx_bf16'})"
+        return {}
+    return {name.strip(): value.strip() for name, value in pairs}
 
 
 def _gpu() -> str | None:

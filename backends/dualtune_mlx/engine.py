@@ -31,7 +31,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors, init_adapter
+from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import canonical_names, check_places
@@ -198,9 +198,8 @@ class MlxEngine:
         return self._to_numpy(self._params)
 
     def neutral_state(self) -> Tensors:
-        spec, shapes = self._request.adapter, {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        choice = {"method": spec.method, "init": spec.init}
-        return init_adapter(shapes, spec.rank, self._request.seed, **choice, weight=self._frozen)
+        shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
+        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

@@ -16,7 +16,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from dualtune.model.adapter import AdapterSpec, init_adapter, tensor_name
+from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune_mlx.methods import linear_layers, linear_shape
 
 
@@ -29,7 +29,7 @@ class LoRALayer(nn.Module):
 
     def __init__(self, base: nn.Module, spec: AdapterSpec, name: str, seed: int = 0) -> None:
         super().__init__()
-        start = init_adapter({name: linear_shape(base)}, spec.rank, seed, init=spec.init)
+        start = spec.initial({name: linear_shape(base)}, seed)
         self.base = base.freeze()
         self.scale = spec.scale
         self.dropout = nn.Dropout(spec.dropout)

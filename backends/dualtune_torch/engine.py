@@ -31,7 +31,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors, init_adapter
+from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
@@ -254,9 +254,8 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
-        spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        choice = {"method": spec.method, "init": spec.init}
-        return init_adapter(shapes, spec.rank, self._request.seed, **choice, weight=self._frozen)
+        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
+        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

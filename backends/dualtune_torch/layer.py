@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualtune.base.errors import ConfigError
-from dualtune.model.adapter import AdapterSpec, init_adapter, tensor_name
+from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune_torch.kernels.lora_backward import lora_backward
 from dualtune_torch.weights.frozen import FrozenLinear, as_stored, is_linear, shape_of, weight_of
 
@@ -33,7 +33,7 @@ class LoRALayer(nn.Module):
 
     def __init__(self, base: FrozenLinear, spec: AdapterSpec, name: str, seed: int = 0) -> None:
         super().__init__()
-        start = init_adapter({name: shape_of(base)}, spec.rank, seed, init=spec.init)
+        start = spec.initial({name: shape_of(base)}, seed)
         self.base = base.requires_grad_(False)
         self.scale, self.dropout = spec.scale, spec.dropout
         A_rI, B_Or = (torch.from_numpy(start[tensor_name(name, part)]) for part in ("A", "B"))

@@ -13,7 +13,15 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns, in_short_time
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, say_json, set_option
+from dualtune.cli.options import (
+    backend_for,
+    config_argument,
+    dtype_option,
+    json_option,
+    platform_option,
+    say_json,
+    set_option,
+)
 from dualtune.cli.screen import Phases, phases, tell
 from dualtune.cli.suggest import CommandWithOthers
 from dualtune.cli.terminal import say
@@ -89,10 +97,7 @@ GPU_HEADS, CPU_HEADS = (32, 8), (4, 1)  # query heads, and those of keys and val
     help=f"Heads of keys and values.  [default: {GPU_HEADS[1]}; {CPU_HEADS[1]} on a CPU]",
 )  # fmt: skip
 @click.option("--head-size", type=click.IntRange(min=1), default=128, show_default=True, help="Features of a head.")
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
-    help="As model.dtype.",
-)  # fmt: skip
+@dtype_option
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How many times each is timed."
 )

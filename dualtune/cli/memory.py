@@ -15,6 +15,7 @@ from dualtune.cli.options import (
     config_argument,
     json_file_option,
     json_option,
+    machine_option,
     platform_option,
     say_json,
     set_option,
@@ -73,10 +74,7 @@ def ablate(
 
 @command.command("strategies")
 @config_argument
-@click.option(
-    "--machine", "name", default="this", show_default=True, metavar="NAME",
-    help="The machine to plan for, such as rtx-4090-24.",
-)  # fmt: skip
+@machine_option
 @platform_option
 @set_option
 @json_option

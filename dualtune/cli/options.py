@@ -60,6 +60,10 @@ system_option = click.option(
 no_system_option = click.option(
     "--no-system", is_flag=True, help="Send no system message, even if the adapter was trained with one."
 )
+machine_option = click.option(
+    "--machine", "name", default="this", show_default=True, metavar="NAME",
+    help="The machine to plan for, such as h100-80.",
+)  # fmt: skip
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )

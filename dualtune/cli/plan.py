@@ -11,7 +11,7 @@ import click
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.redaction import redact
 from dualtune.base.text import in_bytes, in_columns
-from dualtune.cli.options import config_argument, json_option, platform_option, say_json, set_option
+from dualtune.cli.options import config_argument, json_option, machine_option, platform_option, say_json, set_option
 from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
@@ -29,10 +29,7 @@ UNKNOWN_RATE = "no rate is known for this machine"
 @click.command("plan")
 @config_argument
 @platform_option
-@click.option(
-    "--machine", "name", default="this", show_default=True, metavar="NAME",
-    help="The machine to plan for, such as h100-80.",
-)  # fmt: skip
+@machine_option
 @set_option
 @json_option
 @click.pass_context

@@ -6,7 +6,7 @@ compared with a run in which every technique is off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -50,7 +50,8 @@ def strategies(
     """Return the strategies for a run. Without documents or limits, no step is predicted: only copies have a time."""
     plain = replace(ask, checkpointing=KEEP_ALL, resident_layers=None, optimizer=_unpacked(ask))
     run = _Run(decoder, plain, documents, limits)
-    return [*_of_the_optimizer(run), *_of_the_activations(run), *_presets(run)]
+    alone = [*_of_the_optimizer(run), *_of_the_activations(run)]
+    return [*alone, *_presets(run, alone)]
 
 
 def _unpacked(ask: Ask) -> RuleName:
@@ -177,15 +178,14 @@ def _of_the_activations(run: _Run) -> Iterator[Strategy]:
     )  # fmt: skip
 
 
-def _presets(run: _Run) -> Iterator[Strategy]:
+def _presets(run: _Run, alone: Sequence[Strategy]) -> Iterator[Strategy]:
     """Yield the presets. Between the ends the planner chooses, because what is needed depends on model and machine."""
     yield Strategy("preset disabled", {"memory.checkpointing": "none"}, 0, (0.0, 0.0), STEP, "all of these are off")
     yield _not_offered(
         "preset conservative, aggressive", "memory.checkpointing=auto recomputes as little as fits, and dualtune plan "
         "lists what else is needed",
     )  # fmt: skip
-    offered = [one for one in [*_of_the_optimizer(run), *_of_the_activations(run)] if one.during == STEP]
-    settings = {key: value for one in offered for key, value in one.settings.items()}
+    settings = {key: value for one in alone if one.during == STEP for key, value in one.settings.items()}
     checkpointing = FULL_CHECKPOINTING if "memory.checkpointing" in settings else KEEP_ALL
     everything = replace(
         run.ask, checkpointing=replace(checkpointing, offload=settings.get("memory.offload") == "activations"),

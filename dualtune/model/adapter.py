@@ -59,6 +59,10 @@ class AdapterSpec:
     def method_spec(self) -> Method:
         return METHODS[self.method]
 
+    def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
+        """Return a fresh adapter of this spec: see `init_adapter`."""
+        return init_adapter(shapes, self.rank, seed, method=self.method, init=self.init, weight=weight)
+
 
 def divisor(rank: int, scaling: Scaling) -> float:
     """Return the divisor of alpha in the scale: the rank, or its square root (rsLoRA, arXiv 2312.03732)."""

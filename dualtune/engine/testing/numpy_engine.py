@@ -39,7 +39,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
-from dualtune.model.adapter import Tensors, init_adapter, tensor_name
+from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.targets import select_modules
 
@@ -234,8 +234,7 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
-        spec = self._request.adapter
-        return init_adapter(self._shapes, spec.rank, self._request.seed, init=spec.init)
+        return self._request.adapter.initial(self._shapes, self._request.seed)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
