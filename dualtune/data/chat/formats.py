@@ -83,12 +83,25 @@ class Example:
     prompt: str | None = None  # plain form: what the model sees…
     completion: str | None = None  # …and what it generates
     rejected: tuple[Message, ...] | str | None = None  # the worse answer, instead of the last message or completion
+    label: int = 0  # 1: a desirable answer, -1: an undesirable one, 0: neither
     is_text: bool = False  # plain text: no turns, every token is a target, split if too long
     notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `row_values.py`
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.line}"
+
+
+def answers(example: Example) -> tuple[Example, ...]:
+    """Return the two answers of a preference, each with its prompt: chosen, rejected. Any other example as it is."""
+    rejected = example.rejected
+    if rejected is None:
+        return (example,)
+    chosen = replace(example, rejected=None)
+    if isinstance(rejected, str):
+        messages = (*example.messages[:-1], replace(example.messages[-1], content=rejected))
+        return chosen, replace(chosen, messages=messages, completion=rejected)
+    return chosen, replace(chosen, messages=(*example.messages[:-1], *rejected))
 
 
 @dataclass(frozen=True, slots=True)
