@@ -199,7 +199,7 @@ class PreferenceConfig(Section):
     gamma: Literal["auto"] | NotNegative = "auto"
     """The margin that simpo asks for between the two answers; auto is half of beta."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The fraction of pairs whose answers are taken to be swapped, for cpo, and the losses sigmoid and robust of dpo."""
+    """The fraction of pairs whose answers are taken to be swapped, for cpo and the losses sigmoid and robust of dpo."""
     sft_weight: Literal["auto"] | NotNegative = "auto"
     """The weight of the loss of sft on the chosen answers; auto is 1 for orpo and cpo, 0 for dpo and simpo."""
     desirable_weight: Positive = 1.0
