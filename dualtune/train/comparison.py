@@ -111,8 +111,8 @@ class Comparison:
 
 
 def evaluate_answers(
-    engine: Engine, documents: Documents, comparison: Comparison, recovery: Recovery, step: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
+    engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
+    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *, comparison: Comparison,
 ) -> EvalRecord:  # fmt: skip
     """Return the objective's loss and metrics over all evaluation data at once; the options are those of `evaluate`."""
     team, sums = team or Team(), None
@@ -159,7 +159,11 @@ def comparison_of(
         return Comparison(objective, None, None)
     is_start = config.adapter.init_from is not None and config.preference.reference != "base"
     state = engine.adapter_state() if is_start else None
-    with contextlib.nullcontext() if is_start or config.adapter.init_from is None else using(engine, engine.neutral_state()):
+    with (
+        contextlib.nullcontext()
+        if is_start or config.adapter.init_from is None
+        else using(engine, engine.neutral_state())
+    ):
         key = _key(engine, backend, base, state, config)
         train, eval_ = (_sums(engine, documents, key, team, show) for documents in parts)
     return Comparison(objective, train, eval_)

@@ -365,16 +365,14 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     if (before := log.history.evals.get(step)) is not None:  # the rows are the same in all processes
         job.guards.on_eval(before)  # from before the run was stopped
         return
+    measure = partial(evaluate_answers, comparison=job.comparison) if job.comparison is not None else evaluate
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):
-            options = (step, lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team)
-            if job.comparison is None:
-                evaluation = evaluate(job.engine, prepared.data.eval, job.recovery, *options)
-            else:
-                evaluation = evaluate_answers(
-                    job.engine, prepared.data.eval, job.comparison, job.recovery, *options
-                )
+            evaluation = measure(
+                job.engine, prepared.data.eval, job.recovery, step,
+                lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
+            )  # fmt: skip
     except Exception:  # on any error, also a stop request: do not lose the steps so far
         job.saver.save(step)
         raise

@@ -110,7 +110,8 @@ class TrainingStep:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
         sums = dict[int, float]()
         if not self._attempt(
-            self.batches, lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch, dropout=True), batch))
+            self.batches,
+            lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch, dropout=True), batch)),
         ):
             return None
         data = self._prepared.data

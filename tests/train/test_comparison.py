@@ -14,6 +14,7 @@ from dualtune.train import comparison
 from dualtune.train.comparison import evaluate_answers
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import Hook
+from dualtune.train.preference import Loss
 from dualtune.train.prepare import prepare
 from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
@@ -71,20 +72,33 @@ def test_the_gradient_of_a_step_is_that_of_the_objective(compare, objective):
     few = _Few(prepared.data.train, ids)
     reference = None if compared.train is None else compared.train[ids]
 
-    def value(state):
+    def value(state, of=compared.objective):
         with using(engine, state):
             recovery = Recovery(None, engine, prepared.data.layout)
-            return evaluate_answers(engine, few, replace(compared, eval=reference), recovery).eval_loss
+            changed = replace(compared, objective=of, eval=reference)
+            return evaluate_answers(engine, few, recovery, comparison=changed).eval_loss
 
     assert loss.value == pytest.approx(value(start), rel=1e-5)
     for name, at in start.items():
         direction = rng.normal(size=at.shape).astype(np.float32)
         direction *= 0.02 / np.linalg.norm(direction)
-        if objective == "kto":  # nothing flows through the estimate of KL, which depends on the weights too
-            continue
-        ends = [value(start | {name: at + sign * direction}) for sign in (1, -1)]
+        # KTO's estimate of KL depends on the weights too, but is a constant of the loss.
+        of = _Linear(loss.slopes_NA) if objective == "kto" else compared.objective
+        ends = [value(start | {name: at + sign * direction}, of) for sign in (1, -1)]
         assert (gradient[name] * direction).sum() == pytest.approx((ends[0] - ends[1]) / 2, rel=0.02, abs=1e-6)
     assert max(abs(x).max() for x in gradient.values()) > 1e-4
+
+
+class _Linear:
+    """The tangent of an objective."""
+
+    answers = 2
+
+    def __init__(self, slopes_NA):
+        self._slopes_NA = slopes_NA
+
+    def __call__(self, scores):
+        return Loss(float((self._slopes_NA * scores.logps_NA).sum()), self._slopes_NA, {})
 
 
 class _Few:
@@ -127,9 +141,11 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(compare, weights_of, rows
     killed = lab.run("killed", **settings)
     assert weights_of(killed.run_dir) == weights_of(straight.run_dir)
     for rows, expected in zip(rows_of(killed.run_dir), rows_of(straight.run_dir), strict=True):
-        kept = [{key: row[key] for key in row if not key.endswith(("time", "_s", "_min", "bytes"))} for row in rows]
-        assert kept == [{key: row[key] for key in kept[0]} if False else {k: row[k] for k in kept[i]}
-                        for i, row in enumerate(expected)]  # fmt: skip
+        assert list(map(_without_clock, rows)) == list(map(_without_clock, expected))
+
+
+def _without_clock(row):
+    return {key: value for key, value in row.items() if not key.endswith(("time", "_s", "_min", "_bytes"))}
 
 
 @pytest.mark.parametrize("lab", ["torch"], indirect=True)
@@ -140,7 +156,9 @@ def test_a_run_goes_on_on_another_backend(compare, open_backend, rows_of):
     with pytest.raises(KeyboardInterrupt):
         run(lab.config("moved", **settings), mlx, [Stop()])
     moved = run(lab.config("moved", **settings), torch)
-    for rows, expected, key in zip(rows_of(moved.run_dir), rows_of(straight.run_dir), ("loss", "eval_loss"), strict=True):
+    for rows, expected, key in zip(
+        rows_of(moved.run_dir), rows_of(straight.run_dir), ("loss", "eval_loss"), strict=True
+    ):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], abs=RESUMED_LOSS)
     assert [row["step"] for row in rows_of(moved.run_dir)[0]] == list(range(1, 9))
 
@@ -164,6 +182,7 @@ def test_what_a_row_says(compare, rows_of):
 @on_numpy
 def test_the_reference_is_computed_once_for_the_same_base_and_data(compare, monkeypatch, weights_of):
     lab, passes = compare("dpo"), []
+    monkeypatch.setenv("DUALTUNE_CACHE", str(lab.tmp_path / "cache"))
     computed = comparison._computed
     monkeypatch.setattr(comparison, "_computed", lambda *args: passes.append(args) or computed(*args))
     first = lab.run("first", train__objective="dpo", **RUN)

@@ -125,6 +125,7 @@ def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
         backend.synchronize()
         backend.reset_peak_memory()
         on_loaded()
+        comparison = load_comparison(prepared, engine)
         batches = [prepared.batches(step) for step in range(1 + work.steps)]
         clock = time.process_time if kind == "cpu" else time.perf_counter
         step_s: list[float] = []
@@ -132,7 +133,7 @@ def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
         for step, batches_of_step in enumerate(batches):
             interrupt.poll()
             start = clock()
-            loss = _take(prepared, engine, policy, step, batches_of_step)
+            loss = _take(prepared, engine, policy, comparison, step, batches_of_step)
             step_s.append(clock() - start)
         all_batches = [batch for batches_of_step in batches for batch in batches_of_step]
         peak = _peak(prepared, engine, policy, all_batches)
