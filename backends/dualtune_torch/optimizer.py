@@ -160,7 +160,7 @@ class Averaged:
     @torch.no_grad()
     def step(self, lr: float, is_good: Tensor) -> None:
         before = self._flat.detach().clone()
-        self._inner.step(lr * factor, is_good)
+        self._inner.step(lr, is_good)
         # Without an update both differences are exactly zero, and a factor of one keeps the offset bitwise.
         factor = torch.where(is_good, 1 - self._share(), 1.0)
         self._offset.add_(before.sub_(self._flat)).mul_(factor)
