@@ -33,7 +33,7 @@ from dualtune.engine.card import card_of
 from dualtune.model.adapter import Tensors
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.preference import OBJECTIVES, Objective, Scores, objective_of
+from dualtune.train.preference import OBJECTIVES, Objective, Scores, installed_objective, objective_of
 from dualtune.train.recovery import Recovery
 from dualtune.train.team import Team
 
@@ -46,8 +46,6 @@ def configured_objective(config: Config) -> Objective | None:
     if name == "sft":
         return None
     if name not in OBJECTIVES:
-        from dualtune.train.preference import installed_objective
-
         return installed_objective(name)(config)
     keys = (key for key in PREFERENCE_KEYS[name] if key != "reference")
     return objective_of(name, **{key: getattr(config.preference, key) for key in keys})
@@ -90,7 +88,7 @@ def with_slopes(batch: Batch, slopes: Mapping[int, float]) -> Batch:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """The objective of a run, and the reference's Σ w·log p of each document, float64 [documents]."""
 
     objective: Objective
@@ -112,7 +110,7 @@ class Comparison:
 
 def evaluate_answers(
     engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *, comparison: Comparison,
+    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *, comparison: AnswerComparison,
 ) -> EvalRecord:  # fmt: skip
     """Return the objective's loss and metrics over all evaluation data at once; the options are those of `evaluate`."""
     team, sums = team or Team(), None
@@ -150,13 +148,13 @@ def _shared_sums(
 def comparison_of(
     engine: Engine, backend: Backend, config: Config, objective: Objective, parts: tuple[Documents, Documents],
     base: Mapping[str, Any], team: Team, show: Show = lambda what, share: None,
-) -> Comparison:  # fmt: skip
+) -> AnswerComparison:  # fmt: skip
     """Return the objective with its reference for training and evaluation data. The engine is new: as a run starts it.
 
     `base` is what tells the base model from others. Raises DiskError if the cache cannot be written.
     """
     if not objective.needs_reference:
-        return Comparison(objective, None, None)
+        return AnswerComparison(objective, None, None)
     is_start = config.adapter.init_from is not None and config.preference.reference != "base"
     state = engine.adapter_state() if is_start else None
     with (
@@ -166,7 +164,7 @@ def comparison_of(
     ):
         key = _key(engine, backend, base, state, config)
         train, eval_ = (_sums(engine, documents, key, team, show) for documents in parts)
-    return Comparison(objective, train, eval_)
+    return AnswerComparison(objective, train, eval_)
 
 
 # They are computed in rows of one document, grouped by length alone: whatever the rows of a run are, a cache that was

@@ -21,7 +21,7 @@ from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.naming import Naming
-from dualtune.train.comparison import Comparison, evaluate_answers
+from dualtune.train.comparison import AnswerComparison, evaluate_answers
 from dualtune.train.evaluation import evaluate, using_result
 from dualtune.train.guards import Guards
 from dualtune.train.hooks import (
@@ -186,7 +186,7 @@ class Job:
     """A run that trains: engine and policy, and what watches, guards and saves them, each made of those before it."""
 
     def __init__(
-        self, prepared: Prepared, run_dir: RunDir, engine: Engine, comparison: Comparison | None, policy: StepPolicy,
+        self, prepared: Prepared, run_dir: RunDir, engine: Engine, comparison: AnswerComparison | None, policy: StepPolicy,
         hooks: Sequence[Hook], display: Display, pause_after: int | None,
     ) -> None:  # fmt: skip
         """`pause_after`: the step after which the run is saved and stopped, to be resumed later."""

@@ -14,7 +14,7 @@ from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.naming import Naming
 from dualtune.train.activation_cache import check_layers, use_cache
-from dualtune.train.comparison import Comparison, comparison_of
+from dualtune.train.comparison import AnswerComparison, comparison_of
 from dualtune.train.hooks import Event
 from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
@@ -57,7 +57,9 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     return engine
 
 
-def load_comparison(prepared: Prepared, engine: Engine, show: Show = lambda what, share: None) -> Comparison | None:
+def load_comparison(
+    prepared: Prepared, engine: Engine, show: Show = lambda what, share: None
+) -> AnswerComparison | None:
     """Return the objective of preference training with its reference, by a new engine; None for sft."""
     if prepared.objective is None:
         return None

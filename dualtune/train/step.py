@@ -15,7 +15,7 @@ import numpy as np
 
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
-from dualtune.train.comparison import Comparison, answer_sums, with_slopes
+from dualtune.train.comparison import AnswerComparison, answer_sums, with_slopes
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
 from dualtune.train.policy import Update
@@ -40,7 +40,7 @@ class TrainingStep:
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
         max_steps: int = 1, phase: Phase = lambda name: contextlib.nullcontext(),
         watch: Watch = lambda batches: batches, show: Callable[[Engine], None] = lambda engine: None,
-        recovery: Recovery | None = None, comparison: Comparison | None = None,
+        recovery: Recovery | None = None, comparison: AnswerComparison | None = None,
     ) -> None:  # fmt: skip
         """`comparison`: the objective of preference training with its reference; None: the loss of sft.
 
@@ -106,7 +106,7 @@ class TrainingStep:
                     batches = self._trained_batches(self._comparison.objective)
                     self._has_gradient = self._attempt(self._watch(batches), partial(self._add_compared, slopes))
 
-    def _slopes(self, comparison: Comparison) -> dict[int, float] | None:
+    def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
         sums = dict[int, float]()
         if not self._attempt(

@@ -174,4 +174,4 @@ def row_of(batch: Batch, b: int) -> Batch:
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     """Return the arrays of a batch by name; without weights if it has none."""
     arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: values for name, values in arrays.items() if values is not None}
+    return {name: values for name, values in arrays.items() if isinstance(values, np.ndarray)}
