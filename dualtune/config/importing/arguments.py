@@ -53,6 +53,13 @@ def lora(file: ForeignFile, rank: str, alpha: str, dropout: str) -> Settings:
     return settings
 
 
+def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
+    """Translate the learning rate of B over that of A. LoRA+ has one for embeddings too, which are not trained here."""
+    if embedding in file:
+        file.skip(embedding, "no embedding is trained")
+    return {"train.lora_plus_ratio": file.note(file.number(ratio), ratio)} if ratio in file else {}
+
+
 def held_out(file: ForeignFile, share: str) -> Settings:
     """Translate the share of the rows to evaluate on, which other trainers also take as a number of rows."""
     value = file.number(share)
