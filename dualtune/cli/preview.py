@@ -135,9 +135,9 @@ def _show_pair(chosen: ShownDocument, rejected: ShownDocument) -> None:
     both = zip(chosen.tokens, rejected.tokens, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and not pair[0].is_target, both))
     say(_marked(replace(chosen, tokens=chosen.tokens[:shared])).removesuffix("\n"))
-    answers = [replace(document, tokens=document.tokens[shared:]) for document in (chosen, rejected)]
-    say(side_by_side(*(_counts(document) for document in (chosen, rejected)), COLUMN))
-    say(side_by_side(*(_marked(answer).removesuffix("\n") for answer in answers), COLUMN))
+    say(side_by_side(_counts(chosen), _counts(rejected), COLUMN))
+    left, right = (_marked(replace(d, tokens=d.tokens[shared:])).removesuffix("\n") for d in (chosen, rejected))
+    say(side_by_side(left, right, COLUMN))
     say("")
 
 
