@@ -110,7 +110,8 @@ class AnswerComparison:
 
 def evaluate_answers(
     engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
-    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *, comparison: AnswerComparison,
+    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *,
+    comparison: AnswerComparison,
 ) -> EvalRecord:  # fmt: skip
     """Return the objective's loss and metrics over all evaluation data at once; the options are those of `evaluate`."""
     team, sums = team or Team(), None

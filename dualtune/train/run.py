@@ -186,8 +186,8 @@ class Job:
     """A run that trains: engine and policy, and what watches, guards and saves them, each made of those before it."""
 
     def __init__(
-        self, prepared: Prepared, run_dir: RunDir, engine: Engine, comparison: AnswerComparison | None, policy: StepPolicy,
-        hooks: Sequence[Hook], display: Display, pause_after: int | None,
+        self, prepared: Prepared, run_dir: RunDir, engine: Engine, comparison: AnswerComparison | None,
+        policy: StepPolicy, hooks: Sequence[Hook], display: Display, pause_after: int | None,
     ) -> None:  # fmt: skip
         """`pause_after`: the step after which the run is saved and stopped, to be resumed later."""
         saved = prepared.checkpoint

@@ -343,8 +343,8 @@ def _train(prepared: Prepared, take: Take, spans: Spans, num_steps: int, tell: C
 
 
 def _take(
-    prepared: Prepared, engine: Engine, policy: StepPolicy, comparison: AnswerComparison | None, spans: Spans, step: int,
-    batches_of: Callable[[int], list[Batch]],
+    prepared: Prepared, engine: Engine, policy: StepPolicy, comparison: AnswerComparison | None, spans: Spans,
+    step: int, batches_of: Callable[[int], list[Batch]],
 ) -> None:  # fmt: skip
     @contextmanager
     def phase(name: str) -> Generator[None]:

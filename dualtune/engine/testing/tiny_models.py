@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def with_other_padding(batch: Batch) -> Batch:
 
 def row_of(batch: Batch, b: int) -> Batch:
     """Return one row of a batch, as a batch."""
-    return Batch(**{name: values[b : b + 1] for name, values in _arrays(batch).items()})
+    return replace(batch, **{name: values[b : b + 1] for name, values in _arrays(batch).items()}, documents=())
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
