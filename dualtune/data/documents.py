@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from bisect import bisect_right
@@ -303,7 +304,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self._indices)
 
-    @property
+    @functools.cached_property
     def answers(self) -> int:
         """How many documents in a row belong together: 2 where answers are compared, or 1.
 
@@ -313,6 +314,15 @@ class Documents:
         if len(kinds) > 1:
             raise ConfigError(f"data: {kinds[2]} has answers to compare, {kinds[1]} has not; train on one kind of rows")
         return next(iter(kinds), 1)
+
+    def wanted(self) -> Documents:
+        """Return the documents of the answers that are to be learned: the chosen ones, or those labelled desirable."""
+        documents, is_wanted = copy.copy(self), np.arange(len(self)) % self.answers == 0
+        is_wanted &= self.labels >= 0
+        for name in ("sources", "_indices", "lengths", "targets"):
+            setattr(documents, name, getattr(self, name)[is_wanted])
+        documents.answers = 1
+        return documents
 
     @property
     def labels(self) -> np.ndarray:

@@ -125,6 +125,20 @@ def evaluate_answers(
     return EvalRecord(step=step, eval_loss=loss.value, eval_targets=documents.num_targets, metrics=metrics)
 
 
+def evaluate_against(
+    engine: Engine, documents: Documents, recovery: Recovery, objective: Objective, reference: Tensors,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalRecord:  # fmt: skip
+    """Return the objective's loss and metrics of an adapter, with that of the reference loaded for a while."""
+    sums: dict[int, float] | None = None
+    if objective.needs_reference:
+        with using(engine, reference):
+            while sums is None:
+                sums = _shared_sums(engine, documents, recovery, 0, show, Team())
+    known = None if sums is None else np.array([sums[i] for i in range(len(documents))])
+    return evaluate_answers(engine, documents, recovery, show=show, comparison=AnswerComparison(objective, None, known))
+
+
 MIN_PAIRS = 10  # to speak of a correlation
 
 
