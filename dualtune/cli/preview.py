@@ -56,7 +56,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         settings = load_config(config, overrides)
         data, tokenizer, train, eval_ = _read(settings, quiet=as_json)
         shown.begin("measuring", "the documents")
-        order = Order(settings, train.lengths, train.sources, train.weights)
+        order = Order(settings, train.lengths, train.sources, train.weights, train.answers)
         documents = first_documents(train, order, tokenizer, rows)
         statistics = survey(settings, train, eval_, order, layout_of(settings))
         notes = warnings(statistics, settings, data.train, train, tokenizer, eval_)

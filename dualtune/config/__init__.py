@@ -9,6 +9,7 @@ from dualtune.config.schema import (
     HybridConfig,
     MemoryConfig,
     ModelConfig,
+    PreferenceConfig,
     RunConfig,
     TrainConfig,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "HybridConfig",
     "MemoryConfig",
     "ModelConfig",
+    "PreferenceConfig",
     "RunConfig",
     "SourceConfig",
     "TrainConfig",

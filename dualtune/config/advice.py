@@ -16,8 +16,8 @@ NO_SUCH_KEY = {
         "Other constants are fixed; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
             "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps momentum optim_args optimizer_config"
         ),
-        "Preference training (DPO and similar) is not supported yet": (
-            "beta dpo dpo_beta kto orpo ref_model reward_model rl simpo"
+        "Reward models are not trained; preferences are learned without one: see 'train.objective'": (
+            "reward_model reward_model_path"
         ),
         "The same command resumes a stopped run; to resume from elsewhere, use `dualtune train --resume PATH`": (
             "auto_resume resume resume_from resume_from_checkpoint"
@@ -60,10 +60,10 @@ NO_SUCH_KEY = {
     for name in names.split()
 }
 
-NO_SUCH_VALUE: dict[str, str] = dict.fromkeys(
-    ("dpo", "kto", "orpo", "rl", "rlhf"),
-    "Preference training (DPO and similar) is not supported yet: pairs are read and checked, but not trained on",
-)
+NO_SUCH_VALUE: dict[str, str] = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "Preference training is chosen by 'train.objective'"),
+    **dict.fromkeys(("grpo", "ppo", "rl", "rlhf"), "Training on the model's own samples is not supported yet"),
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Names of our keys in other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth). They do not
@@ -108,6 +108,16 @@ FOREIGN_KEYS = {
         "train.optimizer": "optim optimizers",
         "train.weight_decay": "wd",
         "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clipping max_norm",
+        "train.objective": "dpo kto orpo pref_loss rl rl_type simpo train_mode",
+        "preference": "dpo_config pref",
+        "preference.beta": "dpo_beta pref_beta rl_beta",
+        "preference.loss": "loss_type",
+        "preference.gamma": "simpo_gamma",
+        "preference.label_smoothing": "dpo_label_smoothing",
+        "preference.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
+        "preference.desirable_weight": "kto_chosen_weight kto_desirable_weight",
+        "preference.undesirable_weight": "kto_rejected_weight kto_undesirable_weight",
+        "preference.reference": "ref_model reference_model reference_model_path",
         "memory.checkpointing": "activation_checkpointing grad_checkpoint gradient_checkpointing",
         "memory.offload": "cpu_offload",
         "memory.limit": "max_memory memory_limit",

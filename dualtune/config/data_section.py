@@ -23,7 +23,9 @@ from dualtune.config.values import (
     refuse,
 )
 
-Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]
+Format = Literal[
+    "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired_preference"
+]
 Consecutive = Literal["join", "keep", "refuse"]
 Columns = Annotated[dict[str, Name | None], Field(json_schema_extra={"format": "columns"})]
 
@@ -105,7 +107,7 @@ class DataConfig(Section):
     """The evaluation data, or the fraction of the training rows to hold out for it; with 0 or null
     nothing is evaluated; auto is the valid file in the data directory if there is one, else 0.1."""
     format: Format = "auto"
-    """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
+    """The format of a row; auto detects it from the column names, unpaired_preference by a label that is a boolean."""
     columns: Columns = {}  # noqa: RUF012  pydantic copies it
     """Columns that have other names in the file, such as {prompt: question}; null leaves one out: {reasoning: null}."""
     roles: Roles = {}  # noqa: RUF012  pydantic copies it

@@ -25,6 +25,7 @@ from dualtune.config.values import (
     MethodName,
     ModuleNames,
     Name,
+    NotNegative,
     PathText,
     Positive,
     Prompts,
@@ -182,6 +183,32 @@ class TrainConfig(Section):
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
+    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto"] | Name = "sft"
+    """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
+    one with a label; else the name of an installed objective."""
+
+
+class PreferenceConfig(Section):
+    """Preference training; auto is the value that the objective's paper recommends."""
+
+    loss: Literal["auto", "sigmoid", "hinge", "ipo", "robust", "apo_zero"] = "auto"
+    """The loss of dpo as a function of the margin between the two answers; auto is sigmoid."""
+    beta: Literal["auto"] | Positive = "auto"
+    """How much a log-probability counts: the strength of the tie to the reference (dpo, kto), or of the comparison
+    beside the loss of sft (orpo); auto is 0.1, and 2 for simpo."""
+    gamma: Literal["auto"] | NotNegative = "auto"
+    """The margin that simpo asks for between the two answers; auto is half of beta."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The fraction of pairs whose answers are taken to be swapped, for cpo and the losses sigmoid and robust of dpo."""
+    sft_weight: Literal["auto"] | NotNegative = "auto"
+    """The weight of the loss of sft on the chosen answers; auto is 1 for orpo and cpo, 0 for dpo and simpo."""
+    desirable_weight: Positive = 1.0
+    """The weight of kto's desirable answers."""
+    undesirable_weight: Positive = 1.0
+    """The weight of kto's undesirable answers."""
+    reference: Literal["auto", "base", "start"] = "auto"
+    """The model that dpo and kto stay close to: base is without adapter, start has that of adapter.init_from; auto is
+    start where there is one."""
 
 
 class CheckpointedLayers(Section):
@@ -316,6 +343,7 @@ class Config(BaseModel):
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     memory: MemoryConfig = MemoryConfig()
     hybrid: HybridConfig = HybridConfig()
     guards: GuardsConfig = GuardsConfig()
@@ -341,6 +369,17 @@ def sections() -> dict[str, type[Section]]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Values of a config that are valid separately but not together.
+
+# The keys of the section `preference` that each objective uses.
+PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
+    "orpo": ("beta", "sft_weight"),
+    "simpo": ("beta", "gamma", "sft_weight"),
+    "cpo": ("beta", "label_smoothing", "sft_weight"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "reference"),
+}
+_SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
 _ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "init")
@@ -380,6 +419,7 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
     if train.activation_cache != "none":
         yield from _impossible_with_cache(config)
+    yield from _impossible_preference(config)
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
 
@@ -413,6 +453,32 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if isinstance(over, int) and train.steps is not None and over > train.steps:
         rule = f"must be at most train.steps ({train.steps})"
         yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_preference(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield keys of `preference` that the objective does not use, and what does not go with comparing answers."""
+    preference, name = config.preference, config.train.objective
+    objective: KeyPath = ("train", "objective")
+    used = PREFERENCE_KEYS.get(name, tuple(type(preference).model_fields))  # an installed one may use any
+    for key, field in type(preference).model_fields.items():
+        if key not in used and (value := getattr(preference, key)) != field.default:
+            users = ", ".join(one for one, keys in PREFERENCE_KEYS.items() if key in keys)
+            rule = f"but train.objective: {name} does not use it; remove it, or choose an objective that does: {users}"
+            yield ("preference", key), objective, f"got {value}, {rule}"
+    if "label_smoothing" in used and preference.label_smoothing and preference.loss not in _SMOOTHED:
+        rule = f"but preference.loss: {preference.loss} has no label smoothing; allowed: 0, or loss: sigmoid, robust"
+        yield ("preference", "label_smoothing"), ("preference", "loss"), f"got {preference.label_smoothing:g}, {rule}"
+    if preference.reference == "start" and config.adapter.init_from is None:
+        rule = "but the run starts from no adapter; set adapter.init_from, or reference: base"
+        yield ("preference", "reference"), ("adapter", "init_from"), f"got start, {rule}"
+    if name == "sft":
+        return
+    if config.data.loss_on == "all":
+        rule = f"but train.objective: {name} compares answers, not prompts; allowed: assistant, last"
+        yield ("data", "loss_on"), objective, f"got all, {rule}"
+    if config.hybrid.enabled:
+        rule = f"but predictive training judges its steps by the loss of sft, and train.objective is {name}"
+        yield ("hybrid", "enabled"), objective, f"got true, {rule}; allowed: false"
 
 
 def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -95,6 +95,7 @@ def as_list(value: object) -> object:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1e-9, le=1e9)]  # as `dualtune.base.fields.positive` reads one from an adapter
 Share = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]

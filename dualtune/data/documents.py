@@ -53,13 +53,6 @@ class OpenedSource:
         assert source.format is not None and source.columns is not None  # filled in by DataConfig
         return source.format, source.columns, source.roles or {}, source.consecutive or "join"
 
-    def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
-        """Yield the examples to train on. Raises ConfigError for preference pairs."""
-        for example in self.examples(tell):
-            if isinstance(example, Example) and example.rejected is not None:
-                raise ConfigError(f"{example.where}: preference pairs are read and checked, but not trained on yet")
-            yield example
-
 
 def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[OpenedSource], list[OpenedSource]]:
     """Open the training and evaluation sources. `eval_path` replaces the configured evaluation data."""
@@ -153,7 +146,7 @@ class Dedup:
             with Repeats(NEAR if self._mode == "near" else None) as repeats:
                 for opened in self._sources:
                     starts.append(len(repeats))
-                    for example in opened.trainable():
+                    for example in opened.examples():
                         interrupt.poll()
                         if isinstance(example, Example):
                             repeats.add(example)
@@ -242,6 +235,29 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenized rows of sources as documents.
 
+# The rows that an objective learns from, and how to get others. An installed objective checks them itself.
+PLAIN, PAIR, LABELLED = "prompts with answers", "preferences (chosen, rejected)", "answers with a label"
+NEEDED = {"sft": PLAIN, "dpo": PAIR, "orpo": PAIR, "simpo": PAIR, "cpo": PAIR, "kto": LABELLED}
+_ADVICE = {
+    PLAIN: "sft learns them", PAIR: "dpo, orpo, simpo and cpo learn them", LABELLED: "kto learns them"
+}  # fmt: skip
+
+
+def check_objective(objective: str, example: Example) -> None:
+    """Raise ConfigError if the objective does not learn from rows like this one."""
+    kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
+    if (needed := NEEDED.get(objective, kind)) == kind:
+        return
+    columns = (
+        ". For sft on the chosen answers alone set data.format: prompt_completion and "
+        "data.columns: {completion: chosen}"
+    )
+    raise ConfigError(
+        f"train.objective: {objective} needs {needed}, but {example.where} has {kind}; {_ADVICE[kind]}"
+        f"{columns if (objective, kind) == ('sft', PAIR) else ''}"
+    )
+
+
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
 REASONS = {  # also keys in `--json`, so these words stay
     State.NO_TARGET: "no token to learn",
@@ -284,6 +300,22 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def answers(self) -> int:
+        """How many documents in a row belong together: 2 where answers are compared, or 1.
+
+        Raises ConfigError if some sources have rows to compare and others not.
+        """
+        kinds = {store.answers: ", ".join(store.files) for store in self.stores if (store.index["length"] > 0).any()}
+        if len(kinds) > 1:
+            raise ConfigError(f"data: {kinds[2]} has answers to compare, {kinds[1]} has not; train on one kind of rows")
+        return next(iter(kinds), 1)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Return int64 [N]: 1 for a document of a desirable answer, -1 of an undesirable one, else 0."""
+        return self._column("label").astype(np.int64)
 
     def __getitem__(self, index: int) -> Document:
         return self.stores[int(self.sources[index])].document(int(self._indices[index]))
@@ -372,7 +404,10 @@ class Documents:
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them targets ({share:.0%})"
+        kinds = {(1, False): "documents", (2, False): "pairs", (2, True): "answers with a label"}
+        kind = kinds[self.answers, bool(self.labels.any())]
+        text = f"{len(self) // self.answers} {kind}, {self.num_tokens} tokens"
+        text += f", {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"
         if self.num_split:
@@ -414,7 +449,9 @@ class Data:
         self._config = config
         self.train, self._eval = open_sources(config, eval_path)
         for opened in (*self.train, *self._eval):
-            next(opened.trainable(), None)  # detects the format from the first row
+            first = next((example for example in opened.examples() if isinstance(example, Example)), None)
+            if first is not None:  # which shows the format of all rows
+                check_objective(config.train.objective, first)
         # The evaluation data of the run, whatever data are evaluated now.
         self._dedup = Dedup(config.data.dedup, self.train, lambda: open_sources(config)[1])
 
@@ -454,7 +491,7 @@ class Data:
     def held_out_examples(self, documents: Documents) -> list[Example]:
         """Return the examples that these held-out documents come from, in order."""
         lines = documents.lines()
-        rows = chain.from_iterable(opened.trainable() for opened in self._eval) if self._eval else self._training()
+        rows = chain.from_iterable(opened.examples() for opened in self._eval) if self._eval else self._training()
         return [e for e in rows if isinstance(e, Example) and (e.path, e.line) in lines]
 
     def training_examples(self, held_out: Documents) -> Iterator[Example]:
@@ -466,7 +503,7 @@ class Data:
 
     def _training(self) -> Iterator[Example | BadRow]:
         for number, opened in enumerate(self.train):
-            yield from self._dedup.sift(number, opened.trainable())
+            yield from self._dedup.sift(number, opened.examples())
 
     def _store(
         self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda name, share: None,
@@ -492,7 +529,7 @@ class Data:
         }
 
         def build(writer: Writer, bad: BadRows) -> None:
-            examples = opened.trainable(lambda share: show(files.name, min(share, 0.99)))
+            examples = opened.examples(lambda share: show(files.name, min(share, 0.99)))
             if number is not None:
                 examples = self._dedup.sift(number, examples, writer.left_out)
             for row in bad.sift(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)):

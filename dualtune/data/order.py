@@ -49,14 +49,18 @@ class Order:
     resolved here, and the attribute `tokens_per_step` is the resulting number. With several sources, an epoch takes
     weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch and the other in the
     second, 2 takes each document twice. Documents of source -1 occur in no epoch.
+
+    `answers` documents in a row belong together, as the two of a pair: they count as one document in all of the above,
+    and a step has all of them, side by side.
     """
 
     def __init__(
         self, config: Config, lengths: Sequence[int] | np.ndarray, sources: np.ndarray | None = None,
-        weights: Sequence[float] = (1.0,),
+        weights: Sequence[float] = (1.0,), answers: int = 1,
     ) -> None:  # fmt: skip
-        self._lengths = np.asarray(lengths, np.int64)
-        sources = np.zeros(len(self._lengths), np.int64) if sources is None else sources
+        self._answers = answers
+        self._lengths = np.asarray(lengths, np.int64).reshape(-1, answers).sum(1)
+        sources = np.zeros(len(self._lengths), np.int64) if sources is None else sources[::answers]
         self._sources = [(np.flatnonzero(sources == s), weight) for s, weight in enumerate(weights)]
         _check_size(config, sum(weight * len(documents) for documents, weight in self._sources))
         self._seed = config.run.seed
@@ -75,7 +79,9 @@ class Order:
             number = bisect.bisect_right(self._starts, index) - 1
             epoch, within = self._epoch(number), index - self._starts[number]
         start, end = epoch.bounds[within : within + 2]
-        return Step(float(number + end / len(epoch.documents)), epoch.documents[start:end])
+        units = epoch.documents[start:end]
+        documents = (self._answers * units[:, None] + np.arange(self._answers)).ravel()
+        return Step(float(number + end / len(epoch.documents)), documents)
 
     def _plan_until(self, index: int) -> None:
         is_far = False

@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.formats import Example, answers, num_shared
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The text of a row as a set of shingles, how similar two sets are, and sketches that find candidates among many.
@@ -48,10 +48,11 @@ _POWERS = np.array([pow(0x9E3779B97F4A7C15, k, 1 << 64) for k in range(SHINGLE)]
 
 def text_of(example: Example) -> str:
     """Return the text of a row with its tool calls, but without its system message, which many rows share."""
-    rejected = example.rejected or ()
-    answers = [rejected] if isinstance(rejected, str) else [_text(message) for message in rejected]
     turns = [_text(message) for message in example.messages if message.role != "system"]
-    return "\n".join((turns or [example.prompt or "", example.completion or ""]) + answers)
+    texts = turns or [example.prompt or "", example.completion or ""]
+    if worse := example.rejected:
+        texts += [_text(message) for message in worse.messages[num_shared(example.messages, worse.messages) :]]
+    return "\n".join(texts)
 
 
 def _text(message: Message) -> str:
@@ -63,11 +64,15 @@ def digest_of(example: Example) -> bytes:
     """Return 16 bytes that are equal for rows with the same conversation, in whatever format, key order or file.
 
     The conversation is every message with its role, loss weight and tool calls, and the tools; or else the plain text.
+    Of a pair it is both conversations, of an unpaired preference also the label.
     """
-    rejected = [_parts(message) if isinstance(message, Message) else message for message in example.rejected or ()]
-    plain = None if example.messages else [example.prompt, example.completion, example.is_text]
-    parts = [[_parts(message) for message in example.messages], list(example.tools), plain, rejected]
+    parts = [_conversation(answer) for answer in answers(example)]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _conversation(example: Example) -> list[Any]:
+    plain = None if example.messages else [example.prompt, example.completion, example.is_text]
+    return [[_parts(message) for message in example.messages], list(example.tools), plain, example.label]
 
 
 def _parts(message: Message) -> list[Any]:

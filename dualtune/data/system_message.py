@@ -22,7 +22,7 @@ def shared_system_message(sources: Sequence[OpenedSource]) -> str | None:
     counts = Counter(
         next((message.content for message in example.messages[:1] if message.role == "system"), "")
         for source in sources
-        for example in islice(source.trainable(), FIRST_ROWS)
+        for example in islice(source.examples(), FIRST_ROWS)
         if isinstance(example, Example)
     )
     text, number = counts.most_common(1)[0] if counts else ("", 0)

@@ -47,7 +47,13 @@ class SourceSample:
     lengths: tuple[int, ...] = ()  # tokens of its first documents
     targets: int = 0  # in these
     longest: int | None = None  # tokens of its longest document; None: not known
+    answers: int = 1  # documents of a row: 2 if answers are compared
     is_evaluated: bool = False  # data to evaluate on, not to train on
+
+
+def answers_in(samples: list[SourceSample]) -> int:
+    """Return the number of documents of a row: 2 if answers are compared."""
+    return max((sample.answers for sample in samples), default=1)
 
 
 def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[SourceSample]]:
@@ -98,7 +104,8 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
-    sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest)
+    answers = max((row.answers for row in tokenized), default=1)
+    sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest, answers)
     # One bad row ends a run, unless the config says otherwise; only good rows have tokens to speak of.
     if bad and config.data.on_bad_row == "error":
         text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
@@ -110,7 +117,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
 
 
 def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
-    examples = islice(opened.trainable(), FIRST_ROWS)
+    examples = islice(opened.examples(), FIRST_ROWS)
     if tokenizer is None:
         return examples
     return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
@@ -118,7 +125,7 @@ def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) ->
 
 def _longest(config: Config, opened: OpenedSource, tokenizer: Tokenizer) -> int | None:
     """Return the tokens of the longest document, by tokenizing the rows with the most characters."""
-    examples = (example for example in opened.trainable() if isinstance(example, Example))
+    examples = (example for example in opened.examples() if isinstance(example, Example))
     rows = heapq.nlargest(LONGEST_ROWS, examples, key=lambda example: len(repr(example)))
     tokenized = tokenize_rows(iter(rows), tokenizer, config.data.loss_on, config.data.max_length)
     return max(
@@ -156,7 +163,10 @@ def _tokens_row(
 def step_rows(config: Config, samples: list[SourceSample]) -> list[Check]:
     """Return rows on the size of an optimizer step and on the number of steps."""
     order, lengths = _estimated(config, samples)
-    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, samples, order, lengths)]
+    return [
+        Check("step", "ok", _step(config, order, lengths, answers_in(samples))),
+        _steps(config, samples, order, lengths),
+    ]
 
 
 def _estimated(config: Config, samples: list[SourceSample]) -> tuple[Order | None, np.ndarray]:
@@ -174,11 +184,13 @@ def _estimated(config: Config, samples: list[SourceSample]) -> tuple[Order | Non
     sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
     if not len(sources):
         return None, np.array(lengths)
-    documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
-    return Order(config, documents, sources, [sample.weight for sample in samples]), documents
+    answers = answers_in(samples)
+    documents = np.resize(np.array(lengths or [config.data.max_length]), answers * len(sources))
+    weights = [sample.weight for sample in samples]
+    return Order(config, documents, np.repeat(sources, answers), weights, answers), documents
 
 
-def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
+def _step(config: Config, order: Order | None, lengths: np.ndarray, answers: int) -> str:
     """Describe one optimizer step: with the known lengths of documents, or else with the longest that are allowed."""
     train, length, layout = config.train, config.data.max_length, layout_of(config)
     tokens = MOST_TOKENS if train.tokens_per_step == "auto" else train.tokens_per_step
@@ -189,7 +201,7 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
         text = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
         micro_batches, condition = len(plan(lengths, ids, layout)), ""
     else:
-        number = train.documents_per_step or max(1, tokens // length)
+        number = (train.documents_per_step or 0) * answers or max(1, tokens // length)
         more = "" if train.documents_per_step else " or more"
         text = f"{_counted(number, 'document')}{more} of at most {length} tokens"
         micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
@@ -212,9 +224,10 @@ def with_lengths_of(config: Config, samples: list[SourceSample]) -> tuple[Config
     if order is None or len(longest) < len(samples):
         return config, config
     own = [sample for sample in samples if sample.is_evaluated]
-    num_held_out = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - len(lengths)
-    eval_tokens = num_held_out * lengths.mean()
-    eval_tokens += sum((sample.num_rows or 0) * sum(sample.lengths) / max(1, len(sample.lengths)) for sample in own)
+    num_rows = answers_in(samples) * sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated)
+    eval_tokens = (num_rows - len(lengths)) * lengths.mean()
+    for sample in own:
+        eval_tokens += sample.answers * (sample.num_rows or 0) * sum(sample.lengths) / max(1, len(sample.lengths))
     cells = largest_micro_batch(order, lengths, layout_of(config))
     evaluated = with_real_lengths(config, max(longest), max(cells, math.ceil(eval_tokens)))
     return with_real_lengths(config, max(longest), cells), evaluated
@@ -231,7 +244,7 @@ def typical_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
     num_known = sum(len(sample.lengths) for sample in samples)
     if order is None or not num_known:
         tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
-        number = config.train.documents_per_step or max(1, tokens // longest)
+        number = (config.train.documents_per_step or 0) * answers_in(samples) or max(1, tokens // longest)
         source = f"data.max_length, {longest} tokens for every document, because the data are not known"
         return step_documents(np.full(number, longest), layout, source)
     steps = [order.step(index).documents for index in range(min(order.num_steps, SEEN_STEPS))]

@@ -20,7 +20,7 @@ from dualtune.engine.backend import Batch, Engine
 from dualtune.model.optimizer import OptimizerSpec, averaging, rule_of
 
 
-class Objective(Protocol):
+class TokenObjective(Protocol):
     def __call__(self, logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
         """Return the loss of a micro-batch and −∂loss/∂logprobs_BT.
 
@@ -43,7 +43,7 @@ def sft(logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
     return -float((weights_BT * logprobs_BT).sum(dtype=np.float64)), weights_BT
 
 
-def add_gradient(engine: Engine, batch: Batch, objective: Objective, *, divisor: float) -> float:
+def add_gradient(engine: Engine, batch: Batch, objective: TokenObjective, *, divisor: float) -> float:
     """Add the gradient of objective / divisor for this micro-batch, and return the objective's value.
 
     The engine runs the forward pass twice with the same dropout masks, because the weights must match the

@@ -177,7 +177,7 @@ def prepare(
 
         # The documents decide the number of steps, and the steps decide what the config leaves open.
         probes = probe_documents(len(train), make_policy(settled).num_probes, settled.run.seed)
-        order = Order(settled, train.lengths, without(train.sources, probes), train.weights)
+        order = Order(settled, train.lengths, without(train.sources, probes), train.weights, train.answers)
         planned = with_tokens(settled, order.tokens_per_step)
         planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
         _check_steps(planned, order.num_steps)

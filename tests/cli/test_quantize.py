@@ -29,7 +29,7 @@ def test_each_format_has_the_loss_that_eval_measures_on_the_first_rows(config, o
     assert [each.quantization for each in found.formats] == ["none", "nf4"] and found.rows == 20
     for each in found.formats:
         model = load_model(backend, config.model.name, quantization=each.quantization)
-        documents = tokenize(islice(Data(config).train[0].trainable(), 20), model.tokenizer, "assistant", 64)
+        documents = tokenize(islice(Data(config).train[0].examples(), 20), model.tokenizer, "assistant", 64)
         assert each.loss == evaluate(model.engine, documents, layout_of(config)).eval_loss
         assert found.targets == documents.num_targets
     plain, nf4 = (each.loss for each in found.formats)

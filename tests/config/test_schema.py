@@ -53,6 +53,7 @@ DEFAULTS = {
         "activation_cache": "none",
         "max_grad_norm": 0.3,
         "policy": "auto",
+        "objective": "sft",
     },
     "memory": {
         "checkpointing": "auto",
@@ -60,6 +61,16 @@ DEFAULTS = {
         "resident_layers": "all",
         "sharding": "auto",
         "limit": "auto",
+    },
+    "preference": {
+        "loss": "auto",
+        "beta": "auto",
+        "gamma": "auto",
+        "label_smoothing": 0,
+        "sft_weight": "auto",
+        "desirable_weight": 1,
+        "undesirable_weight": 1,
+        "reference": "auto",
     },
     "hybrid": {
         "enabled": False,

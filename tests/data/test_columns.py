@@ -104,7 +104,7 @@ def test_a_call_in_a_message_may_be_openai_s_older_one():
 def test_messages_beside_a_choice_are_its_prompt(answers, messages):
     example = read(answers | {"messages": messages})
     assert [(m.role, m.content) for m in example.messages] == PAIR
-    assert [m.content for m in example.rejected] == ["5."]
+    assert [m.content for m in example.rejected.messages] == ["2+2?", "5."]
 
 
 @pytest.mark.parametrize(("row", "reason"), [

@@ -8,8 +8,10 @@ import pytest
 
 from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
 from dualtune.data.chat.formats import Example, Message
-from dualtune.data.documents import Data, tokenize
-from dualtune.data.tokens.tokenize import State, _fitted
+from dualtune.data.documents import Data, Documents, tokenize
+from dualtune.data.sources.rows import BadRow
+from dualtune.data.tokens.store import stored_in_memory
+from dualtune.data.tokens.tokenize import State, _fitted, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 BOS, EOS, IM_END = 1, 2, 4  # of the byte tokenizer
@@ -118,7 +120,7 @@ def test_the_end_token_behind_a_marked_turn_is_learned_with_it(with_template):
 
 
 def test_a_document_whose_only_learned_token_is_its_first_has_nothing_to_predict():
-    state, kept = _fitted(np.array([7], np.int32), np.array([True]), 8, split=False)
+    state, kept = _fitted([(np.array([7], np.int32), np.array([True]))], 8, split=False)
     assert (state, kept) == (State.NO_TARGET, [])
 
 
@@ -288,10 +290,65 @@ def test_several_sources_are_taken_together_and_know_where_they_are_from(make_co
     assert [train[i].where.startswith(str(b)) for i in range(10)] == (train.sources == 1).tolist()
 
 
-def test_preference_pairs_are_not_trained_on_yet(make_config, write_rows):
-    path = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(ConfigError, match="preference pairs are read and checked, but not trained on yet"):
-        Data(make_config(path))
+# --- answers that are compared ---------------------------------------------------------------------------------------
+
+PAIRS = [{"prompt": f"Question {n}?", "chosen": f" right {n}", "rejected": f" wrong {n} again"} for n in range(6)]
+LABELLED = [{"prompt": f"Q{n}", "completion": f" a{n}", "label": n % 2 == 0} for n in range(5)]
+
+
+def test_an_objective_needs_rows_of_its_kind(make_config, write_rows, wording):
+    pairs, plain = write_rows(PAIRS, "pairs.jsonl"), write_rows([{"prompt": "a", "completion": "b"}], "plain.jsonl")
+    for path, objective in ((pairs, "sft"), (pairs, "kto"), (plain, "dpo")):
+        with pytest.raises(ConfigError) as error:
+            Data(make_config(path, {"train.objective": objective}))
+        wording(str(error.value).replace(f"{path.parent}/", ""))
+
+
+def test_a_pair_is_two_documents_side_by_side(make_config, write_rows, bare):
+    path = write_rows(PAIRS)
+    train, held_out_ = Data(make_config(path, {"train.objective": "dpo", "data.eval": 0.3})).train_and_eval(bare)
+    assert (train.answers, len(train), len(held_out_)) == (2, 8, 4)  # both answers of a row are held out together
+    for part in (train, held_out_):
+        rows = [int(part[i].where.rpartition(":")[2]) for i in range(len(part))]
+        assert rows[0::2] == rows[1::2]
+        for i, row in enumerate(rows):
+            document = part[i]
+            learned = bare.decode(document.tokens[document.loss_mask & (document.tokens != bare.eos_id)].tolist())
+            assert learned == PAIRS[row - 1]["rejected" if i % 2 else "chosen"]
+
+
+def test_a_pair_is_dropped_whole(make_config, write_rows, bare):
+    """A prompt that is too long leaves one answer without targets, or both."""
+    rows = [*PAIRS, {"prompt": "word " * 90, "chosen": "b", "rejected": "c"}]
+    config = make_config(write_rows(rows), {"train.objective": "dpo", "data.max_length": 64})
+    train, _ = Data(config).train_and_eval(bare)
+    assert (len(train), train.dropped) == (12, {"no trainable token within max_length": 1})
+    one_sided = [([1, 2, 3], [0, 0, 1]), ([1, 2, 3, 4], [0, 0, 0, 1])]
+    texts = [(np.array(ids, np.int32), np.array(mask, bool)) for ids, mask in one_sided]
+    assert _fitted(texts, 3, split=False) == (State.TOO_LONG, [])
+
+
+def test_a_row_with_a_label_comes_with_the_answer_of_the_next_row(bare):
+    rows = [Example("f", n + 1, prompt=row["prompt"], completion=row["completion"], label=1 if row["label"] else -1)
+            for n, row in enumerate(LABELLED)]  # fmt: skip
+    tokenized = list(tokenize_rows([*rows[:2], BadRow("f", 9, "is odd"), *rows[2:]], bare, "assistant", 64))
+    assert isinstance(tokenized.pop(2), BadRow)  # in its place
+    documents = Documents([stored_in_memory(tokenized)], [np.ones(5, bool)])
+    texts = [bare.decode(documents[i].tokens[1:-1].tolist()) for i in range(10)]
+    assert texts[0::2] == [f"Q{n} a{n}" for n in range(5)]
+    assert texts[1::2] == [f"Q{n} a{(n + 1) % 5}" for n in range(5)]
+    learned = [bare.decode(documents[i].tokens[documents[i].loss_mask][:-1].tolist()) for i in range(10)]
+    assert learned == [text.partition(" ")[1] + text.partition(" ")[2] for text in texts]
+    assert documents.labels.tolist() == [1, 1, -1, -1, 1, 1, -1, -1, 1, 1]
+
+
+def test_rows_that_are_compared_do_not_mix_with_others(make_config, write_rows, bare):
+    pairs, plain = write_rows(PAIRS, "a.jsonl"), write_rows([{"prompt": "a", "completion": "b"}], "b.jsonl")
+    stores = [Data(make_config(p, {"train.objective": o})).train_and_eval(bare)[0].stores[0]
+              for p, o in ((pairs, "dpo"), (plain, "sft"))]  # fmt: skip
+    mixed = Documents(stores, [np.ones(6, bool), np.ones(1, bool)])
+    with pytest.raises(ConfigError, match="answers to compare"):
+        mixed.answers  # noqa: B018
 
 
 # --- long texts ------------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 import itertools
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dualtune.base.errors import DataError
-from dualtune.data.chat.formats import FORMATS, Example, Message, to_examples
+from dualtune.data.chat.formats import FORMATS, LABELS, Example, Message, answers, num_shared, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))
@@ -49,6 +50,10 @@ def pair(prompt, completion, question=None, system=None, **rest):
     return made(said(question or prompt, completion, system), prompt=prompt, completion=completion, **rest)
 
 
+def choice(chosen, rejected):
+    return replace(chosen, rejected=rejected)
+
+
 def convert(*rows, format="auto", columns=None):
     raw = [row if isinstance(row, BadRow) else RawRow("f", n, row) for n, row in enumerate(rows, start=1)]
     return list(to_examples(raw, format, columns or {}))
@@ -74,6 +79,8 @@ BE_BRIEF, ASK, SAY = system("Be brief."), user("2+2?"), assistant("4.")
 NOT_LEARNED = Message("assistant", "Hi.", train=False)
 OPENED = (Message("user", "Hello."), NOT_LEARNED, Message("user", "2+2?"), Message("assistant", "4."))
 OPENING = [user("Hello."), assistant("Hi."), ASK]
+WORSE = (*OPENED[:-1], Message("assistant", "5."))
+HH = "\n\nHuman: Hello.\n\nAssistant: Hi.\n\nHuman: 2+2?\n\nAssistant:"
 
 GOLDEN = [  # format, row, the example that it must become
     ("messages", {"messages": [BE_BRIEF, ASK, SAY]}, made(CHAT)),
@@ -95,15 +102,37 @@ GOLDEN = [  # format, row, the example that it must become
     ("alpaca", {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."},
      pair(f"Be brief.\n\n{WITH_INPUT}\n\n### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n", "4",
           "Add.\n\n2+2", "Be brief.")),
-    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, pair("2+2=", "4", rejected="5")),
-    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "system": "Be brief."},
-     pair("Be brief.\n\n2+2=", "4", "2+2=", "Be brief.", rejected="5")),
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, choice(pair("2+2=", "4"), pair("2+2=", "5"))),
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "system": "Be brief.", "tools": [SCHEMA]},
+     choice(pair("Be brief.\n\n2+2=", "4", "2+2=", "Be brief.", tools=(SCHEMA,)),
+            pair("Be brief.\n\n2+2=", "5", "2+2=", "Be brief.", tools=(SCHEMA,)))),
     ("preference", {"chosen": [*OPENING, SAY], "rejected": [*OPENING, assistant("5.")]},
-     made(OPENED, rejected=(Message("assistant", "5."),))),
+     choice(made(OPENED), made(WORSE))),
     ("preference", {"prompt": OPENING, "chosen": [SAY], "rejected": [assistant("5.")]},
-     made(OPENED, rejected=(Message("assistant", "5."),))),
+     choice(made(OPENED), made(WORSE))),
     ("preference", {"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")], "messages": [ASK, SAY],
-                    "system": "Be brief."}, made(CHAT, rejected=(Message("assistant", "5."),))),
+                    "system": "Be brief."}, choice(made(CHAT), made((*CHAT[:-1], WORSE[-1])))),
+    # LLaMA-Factory's two forms, Intel/orca_dpo_pairs, argilla's, Anthropic/hh-rlhf and Dahoas/full-hh-rlhf.
+    ("preference", {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4."},
+                    "rejected": {"from": "gpt", "value": "5."}}, choice(made(CHAT[1:]), made((CHAT[1], WORSE[-1])))),
+    ("preference", {"instruction": "Add.", "input": "2+2", "history": [["Hello.", "Hi."]],
+                    "chosen": "4", "rejected": "5"},
+     choice(*(made((*OPENED[:2], *said("Add.\n\n2+2", n))) for n in "45"))),
+    ("preference", {"system": "Be brief.", "question": "2+2=", "chosen": "4", "rejected": "5"},
+     choice(*(pair("Be brief.\n\n2+2=", n, "2+2=", "Be brief.") for n in "45"))),
+    ("preference", {"input": "2+2=", "chosen": "4", "rejected": "5"}, choice(pair("2+2=", "4"), pair("2+2=", "5"))),
+    ("preference", {"instruction": "2+2=", "chosen_response": "4", "rejected_response": "5"},
+     choice(pair("2+2=", "4"), pair("2+2=", "5"))),
+    ("preference", {"chosen": f"{HH} 4.", "rejected": f"{HH} 5."},
+     choice(made(OPENED, prompt=HH, completion=" 4."), made(WORSE, prompt=HH, completion=" 5."))),
+    ("preference", {"prompt": HH, "response": " 4.", "chosen": " 4.", "rejected": " 5."},
+     choice(made(OPENED, prompt=HH, completion=" 4."), made(WORSE, prompt=HH, completion=" 5."))),
+    ("unpaired_preference", {"prompt": "2+2=", "completion": "4", "label": True}, replace(pair("2+2=", "4"), label=1)),
+    ("unpaired_preference", {"prompt": OPENING, "completion": [SAY], "label": False}, made(OPENED, label=-1)),
+    ("unpaired_preference", {"messages": [*OPENING, SAY], "label": True}, made(OPENED, label=1)),
+    ("unpaired_preference", {"conversations": [*OPENING, SAY], "label": False}, made(OPENED, label=-1)),
+    ("unpaired_preference", {"instruction": "Add.", "response": "4", "kto_tag": True},
+     replace(pair(f"{ALPACA}\n\n### Instruction:\nAdd.\n\n### Response:\n", "4", "Add."), label=1)),
     ("text", {"text": "Once."}, made(prompt="", completion="Once.", is_text=True)),
 ]  # fmt: skip
 
@@ -165,7 +194,11 @@ BAD_ROWS = [
     ({"prompt": "p", "chosen": "a", "rejected": [SAY]}, "'chosen' and 'rejected' must both be strings or both lists"),
     ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "'chosen' and 'rejected' are the same"),
     ({"chosen": [ASK, SAY], "rejected": [user("3+3?"), SAY]},
-     "'chosen' and 'rejected' may differ only in their last message"),
+     "'chosen' and 'rejected' must answer the same question: they begin with different ones"),
+    ({"chosen": [ASK, SAY], "rejected": [ASK, SAY, ASK, SAY]}, "rejected: goes on after the whole of 'chosen', so "),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": "high", "score_rejected": 2},
+     "score_chosen: got 'high', a number is needed; data.columns: {score_chosen: null} leaves it out"),
+    ({"chosen": f"{HH} 4.", "rejected": HH}, "rejected with its prompt: message 4: the assistant's answer is blank"),
     ({"chosen": [ASK, SAY], "rejected": [ASK]}, "rejected: must end with an assistant message, got a user message"),
     ({"prompt": "3+3?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")]},
      "chosen: is a whole conversation, but does not contain the messages of 'prompt'"),
@@ -193,6 +226,72 @@ HALF = "a\ud800"
 ])  # fmt: skip
 def test_half_a_surrogate_pair_is_refused_wherever_a_text_is(row, at):
     assert reason(row) == f"{at}: contains an unpaired surrogate (\\ud800), which is not valid text"
+
+
+# --- preferences -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_may_differ_from_any_message_on_and_all_that_follows_is_trained_on():
+    chosen = [*OPENING, assistant("4.", weight=2), user("Sure?"), assistant("Yes.")]
+    rejected = [*OPENING, assistant("5."), user("Why?"), assistant("So.", train=False), user("?"), assistant("Oh.")]
+    better, worse = answers(converted({"chosen": chosen, "rejected": rejected}))
+    assert [m.train for m in better.messages] == [True, False, True, True, True, True]
+    assert [m.train for m in worse.messages] == [True, False, True, True, True, False, True, True]
+    assert [m.weight for m in better.messages] == [1, 1, 1, 2, 1, 1]
+    assert num_shared(better.messages, worse.messages) == 3
+    assert (better.rejected, worse.rejected) == (None, None)
+    # A weight in what both begin with is no difference: it is not trained on.
+    heavy = [user("Hello."), assistant("Hi.", weight=3), *chosen[2:]]
+    assert num_shared(*(e.messages for e in answers(converted({"chosen": heavy, "rejected": rejected})))) == 3
+
+
+def test_a_pair_of_calls_is_compared_by_the_calls():
+    calls = [assistant(None, tool_calls=[{"name": "add", "arguments": {"a": a}}]) for a in (2, 3)]
+    pair = {"prompt": [ASK], "chosen": [calls[0], tool("4"), SAY], "rejected": [calls[1], tool("5"), SAY]}
+    better, worse = answers(converted(pair))
+    assert [[m.role for m in e.messages] for e in (better, worse)] == [["user", "assistant", "tool", "assistant"]] * 2
+    assert num_shared(better.messages, worse.messages) == 1
+    later = {"prompt": [ASK, calls[0]], "chosen": [tool("4"), SAY], "rejected": [tool("4"), assistant("5.")]}
+    better, worse = answers(converted(later))
+    assert [m.train for m in better.messages] == [True, False, True, True]
+
+
+def test_an_example_that_is_no_pair_is_its_own_answer():
+    example = converted(chat(ASK, SAY))
+    assert answers(example) == (example,)
+
+
+@pytest.mark.parametrize(("scores", "notice"), [
+    ((8.5, 7), None), ((7, 7.0), "equal_scores"), (("6", "7"), "reversed_scores"), ((None, 7), None),
+])  # fmt: skip
+@pytest.mark.parametrize("names", [("score_chosen", "score_rejected"), ("chosen-rating", "rejected-rating")])
+def test_scores_that_do_not_prefer_the_chosen_answer_are_told(scores, notice, names):
+    row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"} | dict(zip(names, scores, strict=True))
+    assert converted(row).notices == ({notice} if notice else set())
+
+
+@pytest.mark.parametrize(("label", "expected"), [
+    (True, 1), (1, 1), (1.0, 1), ("True", 1), (" desirable ", 1), (False, -1), (0, -1), (-1, -1), ("no", -1),
+])  # fmt: skip
+def test_a_label_may_be_spelled_in_many_ways_if_the_format_is_named(label, expected):
+    row = {"prompt": "2+2=", "completion": "4", "label": label}
+    assert converted(row, format="unpaired_preference").label == expected
+
+
+@pytest.mark.parametrize("label", [1, 0, "true", "spam", 0.7])
+def test_only_true_and_false_make_a_label_of_a_column_of_that_name(label):
+    assert converted({"prompt": "2+2=", "completion": "4", "label": label}) == pair("2+2=", "4")
+    assert converted({"prompt": "2+2=", "completion": "4", "label": True}, columns={"label": None}).label == 0
+
+
+def test_a_label_that_judges_nothing_is_refused():
+    for label in (0.7, "spam", 2):
+        got = reason({"prompt": "2+2=", "completion": "4", "label": label}, format="unpaired_preference")
+        assert got == f"label: got {label!r}, allowed: {', '.join(LABELS)}"
+    assert reason({"label": True, "x": 1}, format="unpaired_preference") == (
+        "has a label, and needs beside it 'messages' or 'conversations' or 'prompt' and 'completion' or "
+        "'instruction' and 'output'; its keys are: label, x"
+    )
 
 
 # --- the stream ------------------------------------------------------------------------------------------------------

@@ -150,3 +150,16 @@ def test_two_threads_may_ask_at_once():
     order = order_of(lengths, tokens_per_step=64)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda i: order.step(i).documents.tolist(), range(0, 900, 7))) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=20), st.integers(1, 200))
+def test_a_pair_counts_as_one_document_and_stays_together(pairs, tokens):
+    lengths, config = (
+        np.ravel(pairs),
+        parse_config(f"{{model: {{name: m}}, data: {{train: t}}, train: {{tokens_per_step: {tokens}}}}}"),
+    )
+    paired, single = Order(config, lengths, answers=2), Order(config, [a + b for a, b in pairs])
+    assert paired.num_steps == single.num_steps
+    for step in range(paired.num_steps):
+        documents = single.step(step).documents
+        assert paired.step(step).documents.tolist() == [i for unit in documents for i in (2 * unit, 2 * unit + 1)]

@@ -56,7 +56,7 @@ def test_equal_conversations_are_equal_in_every_format():
         ("messages", {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}),
         ("sharegpt", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}),
     ]
-    assert {name for name, _ in one} | {"text", "preference"} == set(FORMATS)
+    assert {name for name, _ in one} | {"text", "preference", "unpaired_preference"} == set(FORMATS)
     rows = [example for name, fields in one for example in examples([fields], name)]
     assert found_in(rows, near=None) == {i: Repeat(0, 1.0, is_exact=True) for i in range(1, 5)}
 
@@ -89,6 +89,8 @@ def test_tool_calls_and_worse_answers_are_part_of_the_text():
     better, worse = PARAGRAPHS["en"], [PARAGRAPHS["zh"], PARAGRAPHS["ar"]]
     rows = [{"prompt": "?", "chosen": better, "rejected": answer} for answer in (*worse, worse[0])]
     assert found_in(examples(rows, "preference")) == {2: Repeat(0, 1.0, is_exact=True)}
+    rows = [{"prompt": "?", "completion": better, "label": label} for label in (True, False, True)]
+    assert found_in(examples(rows, "unpaired_preference"), near=None) == {2: Repeat(0, 1.0, is_exact=True)}
 
 
 def test_the_first_or_the_longest_is_kept_and_protected_rows_always():

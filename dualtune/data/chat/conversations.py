@@ -111,11 +111,13 @@ def read_history(value: Any, reading: RowReading) -> tuple[Message, ...]:
 
 
 def _as_turns(value: Any, key: str) -> list[Any]:
-    """Return a list of messages; an object of lists, as Arrow makes of a list of objects, is transposed."""
+    """Return a list of messages, also of one message; an object of lists, as Arrow makes of it, is transposed."""
     value = from_json(value, key)
     columns = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    if not {"role", "from"} & columns.keys() or not all(isinstance(column, list) for column in columns.values()):
+    if not {"role", "from"} & columns.keys():
         return as_list(value, key)
+    if not all(isinstance(column, list) for column in columns.values()):
+        return [value]
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1:
         sizes = ", ".join(f"{size} of '{name}'" for name, size in lengths.items())

@@ -1,13 +1,14 @@
 """Convert rows in any supported format to examples.
 
-| format            | keys (optional ones in brackets)                                                     |
-|-------------------|--------------------------------------------------------------------------------------|
-| preference        | chosen, rejected [prompt or messages]: strings, or lists of messages                  |
-| messages          | messages: [{role, content}, …]                                                        |
-| sharegpt          | conversations: [{from, value}, …]                                                     |
-| prompt_completion | prompt, completion [context, history, reasoning]: two strings or lists of messages    |
-| alpaca            | instruction, output (or response) [input (or context), history, reasoning]            |
-| text              | text                                                                                  |
+| format              | keys (optional ones in brackets)                                                    |
+|---------------------|-------------------------------------------------------------------------------------|
+| preference          | chosen, rejected [prompt or messages, input, history]: strings, or lists of messages |
+| unpaired_preference | label, and the keys of any format below but text                                    |
+| messages            | messages: [{role, content}, …]                                                      |
+| sharegpt            | conversations: [{from, value}, …]                                                   |
+| prompt_completion   | prompt, completion [context, history, reasoning]: two strings or lists of messages  |
+| alpaca              | instruction, output (or response) [input (or context), history, reasoning]          |
+| text                | text                                                                                |
 
 All but text may have system (or system_prompt, system_message), and tools or OpenAI's older functions.
 
@@ -21,13 +22,19 @@ null, which leaves it out. Other columns that seem to hold a part of the convers
 A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
 with `system` and a blank line before the prompt; the plain form cannot include tools. If the messages come in two
 parts, only the second part is trained on.
+
+A preference is a pair of examples (`answers`). What both conversations begin with is not trained on; from the first
+message that differs, every assistant message is. An unpaired preference is one example with a label, which judges what
+follows the last question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -46,8 +53,10 @@ from dualtune.data.chat.conversations import (
     with_reasoning,
 )
 from dualtune.data.chat.row_values import (
+    EQUAL_SCORES,
     KEYS_OF_REASONING,
     REASONING,
+    REVERSED_SCORES,
     SYSTEM_NAMES,
     Columns,
     check_columns,
@@ -56,6 +65,7 @@ from dualtune.data.chat.row_values import (
     is_scalar,
     left_out,
     listed,
+    shown,
     unread,
 )
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
@@ -70,6 +80,13 @@ ALPACA_INPUT_PROMPT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
+EQUAL_PAIR = "'chosen' and 'rejected' are the same"  # why such a row is bad
+# What the label of an unpaired preference may be, in lower case: 1 for a desirable answer, -1 for an undesirable one.
+LABELS = {
+    **dict.fromkeys(("true", "1", "yes", "desirable", "chosen", "accepted", "good", "positive"), 1),
+    **dict.fromkeys(("false", "0", "-1", "no", "undesirable", "rejected", "bad", "negative"), -1),
+}
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of a conversation as one text, as in HH-RLHF
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +99,25 @@ class Example:
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions, for the template
     prompt: str | None = None  # plain form: what the model sees…
     completion: str | None = None  # …and what it generates
-    rejected: tuple[Message, ...] | str | None = None  # the worse answer, instead of the last message or completion
+    rejected: Example | None = None  # the same question with the worse answer
+    label: int = 0  # of an unpaired preference: 1 desirable, -1 undesirable; 0 otherwise
     is_text: bool = False  # plain text: no turns, every token is a target, split if too long
     notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `row_values.py`
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.line}"
+
+
+def answers(example: Example) -> tuple[Example, ...]:
+    """Return what is trained on in a row: the chosen and the rejected example of a pair, else the example itself."""
+    return (example,) if example.rejected is None else (replace(example, rejected=None), example.rejected)
+
+
+def num_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Return how many messages two conversations begin with that say the same; their loss weights may differ."""
+    said = ([(m.role, m.content, m.extra) for m in messages] for messages in (chosen, rejected))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*said, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +127,8 @@ class Format:
     optional: tuple[str, ...] = ()
     # Other names of a key, used where a row has none of its own name.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SYSTEM_NAMES)
+    layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
+    is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # by the values of `keys`, where it is detected
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -105,6 +136,16 @@ class Format:
 
     def column(self, key: str, fields: Mapping[str, Any], columns: Columns) -> str:
         return column_of(key, self.all_keys, self.aliases, fields, columns)
+
+    def has_keys(self, fields: Mapping[str, Any], columns: Columns) -> bool:
+        """Return whether a row has what this format needs."""
+        needed = (fields.get(self.column(key, fields, columns)) for key in self.keys)
+        if left_out(columns) & set(self.keys) or any(value is None for value in needed):
+            return False
+        return not self.layouts or self.layout(fields, columns) is not self
+
+    def layout(self, fields: Mapping[str, Any], columns: Columns) -> Format:
+        return next((layout for layout in self.layouts if layout.has_keys(fields, columns)), self)
 
 
 def to_examples(
@@ -151,8 +192,8 @@ def _formats_of(row: RawRow, columns: Columns) -> list[str]:
     return [
         name
         for name, format in FORMATS.items()
-        if not left_out(columns) & set(format.keys)
-        and all(row.fields.get(format.column(key, row.fields, columns)) is not None for key in format.keys)
+        if format.has_keys(row.fields, columns)
+        and format.is_told({key: row.fields[format.column(key, row.fields, columns)] for key in format.keys})
     ]
 
 
@@ -165,7 +206,7 @@ def _check_columns(columns: Columns, name: str | None = None) -> None:
 
 
 def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> Example | BadRow:
-    format, without = FORMATS[name], left_out(columns)
+    format, without = FORMATS[name].layout(row.fields, columns), left_out(columns)
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
         for key in format.keys:
@@ -177,8 +218,9 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
             if key in format.keys or (key not in without and has_value(row.fields, place))
         }
         example = format.convert(row, fields, reading)
-        texts = [message.content for message in example.messages] or [example.completion or ""]
-        thoughts = [str(message.extra.get(key, "")) for message in example.messages for key in KEYS_OF_REASONING]
+        messages = [message for answer in answers(example) for message in answer.messages]
+        texts = [message.content for message in messages] or [example.completion or ""]
+        thoughts = [str(message.extra.get(key, "")) for message in messages for key in KEYS_OF_REASONING]
         read = {place for key, place in places.items() if key != REASONING or key in columns} | without
         kinds = reading.notices | unread(row.fields, read, texts, thoughts)
         return replace(example, notices=frozenset(kinds)) if kinds else example
@@ -235,30 +277,53 @@ def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Exampl
 
 
 def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    prompt_is_chat = "messages" in fields or isinstance(fields.get("prompt"), list | dict)
-    if _are_strings(fields, "chosen", "rejected") and not prompt_is_chat:
-        if "prompt" not in fields:
+    texts = {key: fields[key] for key in ("chosen", "rejected") if _is_string(fields[key])}
+    if len(texts) == 2 and (transcripts := _transcripts(fields)):
+        chosen, rejected = _of_transcripts(row, fields, transcripts, reading)
+    elif _are_strings(fields, "chosen", "rejected") and not _has_messages(fields):
+        if "prompt" not in fields and "input" not in fields:
             raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
-        prompt, rejected = text_of(fields["prompt"], "prompt", reading), _answer(fields, "rejected", reading)
-        example = replace(_pair(row, fields, prompt, prompt, "chosen", reading), rejected=rejected)
-        if example.completion == rejected:
-            raise RowError("'chosen' and 'rejected' are the same")
-        return example
-    chosen, rejected = (_whole(fields, key, reading) for key in ("chosen", "rejected"))
+        prompt = _question(fields, reading)
+        chosen, rejected = (_pair(row, fields, prompt, prompt, key, reading) for key in ("chosen", "rejected"))
+        earlier = len(chosen.messages) - 1
+        chosen, rejected = (_trained_from(earlier, example) for example in (chosen, rejected))
+    else:
+        chosen, rejected = _conversations(row, fields, reading)
     if chosen == rejected:
-        raise RowError("'chosen' and 'rejected' are the same")
-    if chosen[:-1] != rejected[:-1]:
-        raise RowError("'chosen' and 'rejected' may differ only in their last message")
+        raise RowError(EQUAL_PAIR)
+    _compare_scores(fields, reading)
+    return replace(chosen, rejected=rejected)
+
+
+def _conversations(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> tuple[Example, Example]:
+    """Return the examples of two conversations, or of the messages that answer one prompt."""
+    chosen, rejected = (_whole(fields, key, reading) for key in ("chosen", "rejected"))
     key, prompt = _prompt_messages(fields, reading)
     if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in (chosen[-1], rejected[-1]):
         raise RowError("messages: ends with an answer that is neither that of 'chosen' nor of 'rejected'; remove one")
-    tools = _tools(fields, reading)
-    chosen, rejected = (asked_nulls(messages, tools, reading) for messages in (chosen, rejected))
-    return Example(row.path, row.line, chosen, tools, rejected=rejected[-1:])
+    shared = num_shared(chosen, rejected)
+    if shared == len(chosen) == len(rejected):
+        raise RowError(EQUAL_PAIR)
+    if shared in (len(chosen), len(rejected)):
+        short, long = ("chosen", "rejected") if shared == len(chosen) else ("rejected", "chosen")
+        raise RowError(f"{long}: goes on after the whole of '{short}', so there is nothing to compare it with")
+    roles = {message.role for message in chosen[:shared]}
+    if "user" not in roles and "user" in (chosen[shared].role, rejected[shared].role):
+        raise RowError("'chosen' and 'rejected' must answer the same question: they begin with different ones")
+    return tuple(  # pyright: ignore[reportReturnType]  two, as its argument
+        _chat(
+            row,
+            fields,
+            _not_trained_on(messages[:shared]) + messages[shared:],
+            reading,
+            f"{key} with its prompt: message",
+        )
+        for key, messages in (("chosen", chosen), ("rejected", rejected))
+    )
 
 
 def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Message, ...]:
-    """Return the whole conversation. The value holds only the answer to the prompt, or the messages before it too."""
+    """Return the whole conversation. The value holds only what follows the prompt, or the messages before it too."""
     if _is_string(fields[key]):
         messages = (Message("assistant", _answer(fields, key, reading)),)
     else:
@@ -268,19 +333,21 @@ def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Me
     prompt_key, prompt = _prompt_messages(fields, reading)
     if prompt_key == "messages" and prompt[-1].role == "assistant":  # one of the two conversations, once more
         prompt = prompt[:-1]
-    if messages[0].role == "assistant":
+    said = {(message.role, message.content.strip()) for message in messages}
+    if messages[0].role in ("assistant", "tool"):
         messages = prompt + messages
-    elif any(message not in messages for message in prompt):
+    elif any((message.role, message.content.strip()) not in said for message in prompt):
         raise RowError(f"{key}: is a whole conversation, but does not contain the messages of '{prompt_key}'")
-    messages = _with_system(fields, _not_trained_on(messages[:-1]) + messages[-1:], reading)
-    return arranged(messages, reading, f"{key} with its prompt: message", _first(fields))
+    if "history" in fields:
+        messages = read_history(fields["history"], reading) + messages
+    return messages
 
 
 def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[str, tuple[Message, ...]]:
     """Return the key that holds the prompt of a preference, and its messages."""
     prompt: tuple[Message, ...] = ()
-    if _is_string(fields.get("prompt")):
-        prompt = (Message("user", text_of(fields["prompt"], "prompt", reading)),)
+    if _is_string(fields.get("prompt", "")) and ("prompt" in fields or "input" in fields):
+        prompt = (Message("user", _question(fields, reading)),)
     elif "prompt" in fields:
         prompt = read_messages(fields["prompt"], "prompt", reading, "prompt: message")
     if "messages" not in fields:
@@ -291,10 +358,91 @@ def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[st
     return "messages", messages
 
 
+def _has_messages(fields: Mapping[str, Any]) -> bool:
+    return "messages" in fields or isinstance(fields.get("prompt"), list | dict)
+
+
+def _question(fields: Mapping[str, Any], reading: RowReading) -> str:
+    """Return the prompt, with what it is about after it."""
+    return "\n\n".join(text_of(fields[key], key, reading) for key in ("prompt", "input") if key in fields)
+
+
+def _transcripts(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return both conversations if they are told in one text each; `prompt` may hold their beginning."""
+    prompt = fields.get("prompt", "")
+    if not isinstance(prompt, str) or "messages" in fields or "input" in fields:
+        return None
+    chosen, rejected = (f"{prompt}{fields[key]}" for key in ("chosen", "rejected"))
+    return (chosen, rejected) if _SPEAKER.match(chosen) and _SPEAKER.match(rejected) else None
+
+
+def _of_transcripts(
+    row: RawRow, fields: Mapping[str, Any], texts: tuple[str, str], reading: RowReading
+) -> tuple[Example, Example]:
+    """Return the examples of two texts; their plain form is the text, if they differ in nothing but the last answer."""
+    spoken = {key: _spoken(text) for key, text in zip(("chosen", "rejected"), texts, strict=True)}
+    rest = {key: value for key, value in fields.items() if key != "prompt"}
+    pair = _conversations(row, {**rest, **spoken}, reading)
+    ends = [list(_SPEAKER.finditer(text))[-1].end() for text in texts]
+    prompts = {text[:end] for text, end in zip(texts, ends, strict=True)}
+    if len(prompts) > 1 or "system" in fields or "history" in fields:
+        return pair
+    (prompt,) = prompts
+    return tuple(  # pyright: ignore[reportReturnType]  two, as its argument
+        replace(example, prompt=prompt, completion=text[len(prompt) :])
+        for example, text in zip(pair, texts, strict=True)
+    )
+
+
+def _spoken(text: str) -> list[dict[str, str]]:
+    """Return the messages of a conversation that is told in one text: "Human: … Assistant: …"."""
+    marks = list(_SPEAKER.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [{"role": mark[1], "content": text[mark.end() : end].strip()} for mark, end in zip(marks, ends, strict=True)]
+
+
+def _compare_scores(fields: Mapping[str, Any], reading: RowReading) -> None:
+    """Tell if the scores of the two answers, where a row has them, do not say that the chosen one is better."""
+    scores = [_score(fields[key], key) for key in ("score_chosen", "score_rejected") if key in fields]
+    if len(scores) == 2 and scores[0] <= scores[1]:
+        reading.notices.add(EQUAL_SCORES if scores[0] == scores[1] else REVERSED_SCORES)
+
+
+def _score(value: Any, key: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise RowError(
+            f"{key}: got {shown(value)}, a number is needed; data.columns: {{{key}: null}} leaves it out"
+        ) from error
+
+
+def _judged(layout: Format) -> Format:
+    """Return the format of rows with a label beside the keys of another format."""
+
+    def convert(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+        example = layout.convert(row, fields, reading)
+        label = LABELS.get(str(fields["label"]).strip().lower().removesuffix(".0"))
+        if label is None:
+            raise RowError(f"label: got {shown(fields['label'])}, allowed: {', '.join(LABELS)}")
+        question = max((i for i, message in enumerate(example.messages) if message.role == "user"), default=0)
+        return replace(_trained_from(question, example), label=label)
+
+    return Format(convert, (*layout.keys, "label"), layout.optional, {**layout.aliases, "label": ("kto_tag",)})
+
+
+def _without_layout(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+    needed = " or ".join(" and ".join(f"'{key}'" for key in layout.keys[:-1]) for layout in _JUDGED)
+    raise RowError(f"has a label, and needs beside it {needed}; its keys are: {listed(row.fields)}")
+
+
+def _is_boolean(fields: Mapping[str, Any]) -> bool:
+    """Return whether the label can be nothing but a judgement: numbers and words may be classes."""
+    return isinstance(fields["label"], bool)
+
+
 _COMMON = ("system", "tools", "functions")
-# In order of detection: the most specific keys first.
-FORMATS = {
-    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "messages", *_COMMON)),
+_PLAIN = {
     "messages": Format(_messages, ("messages",), _COMMON),
     "sharegpt": Format(partial(_messages, key="conversations"), ("conversations",), _COMMON),
     "prompt_completion": Format(
@@ -304,6 +452,26 @@ FORMATS = {
         _alpaca, ("instruction", "output"), ("input", *_COMMON, "history", REASONING),
         {**SYSTEM_NAMES, "output": ("response",), "input": ("context",)},
     ),
+}  # fmt: skip
+_JUDGED = tuple(_judged(format) for format in _PLAIN.values())
+# In order of detection: the most specific keys first.
+FORMATS = {
+    "preference": Format(
+        _preference, ("chosen", "rejected"),
+        ("prompt", "messages", "input", *_COMMON, "history", "score_chosen", "score_rejected"),
+        {
+            **SYSTEM_NAMES,
+            "chosen": ("chosen_response",), "rejected": ("rejected_response",),
+            "prompt": ("question", "instruction"), "messages": ("conversations",),
+            "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating"),
+            "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating"),
+        },
+    ),
+    "unpaired_preference": Format(
+        _without_layout, ("label",), tuple(dict.fromkeys(key for f in _JUDGED for key in f.all_keys if key != "label")),
+        {key: names for f in _JUDGED for key, names in f.aliases.items()}, _JUDGED, _is_boolean,
+    ),
+    **_PLAIN,
     "text": Format(_text, ("text",)),
 }  # fmt: skip
 
@@ -376,6 +544,11 @@ def _first(fields: Mapping[str, Any]) -> int:
 
 def _not_trained_on(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(replace(message, train=False) if message.role == "assistant" else message for message in messages)
+
+
+def _trained_from(first: int, example: Example) -> Example:
+    """Return the example without training on the messages before this one."""
+    return replace(example, messages=_not_trained_on(example.messages[:first]) + example.messages[first:])
 
 
 def _is_string(value: Any) -> bool:

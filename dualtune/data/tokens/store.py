@@ -44,6 +44,7 @@ INDEX = np.dtype(
         ("line", "<i8"),
         ("state", "<i4"),
         ("control", "<i4"),  # 1: the row's content contains a control token
+        ("label", "<i4"),  # 1: a desirable answer, -1: an undesirable one, 0: neither
         ("digest", "V16"),  # BLAKE2b of the stored tokens, and of the weights if there are any
     ]
 )
@@ -88,6 +89,7 @@ class TokenStore:
     index: np.ndarray  # INDEX [documents and dropped rows]
     files: tuple[str, ...]
     num_rows: int  # examples
+    answers: int  # documents of each row that is compared: 2 for a preference; 1: rows are not compared
     num_bad: int  # bad rows, which were skipped
     bad: tuple[str, ...]  # the first bad rows, with their reasons
     path: Path | None = None  # None: in memory
@@ -124,16 +126,19 @@ class Writer:
         self._start = 0
         self._files: dict[str, int] = {}
         self.num_rows = 0
+        self.answers = 1
         self.left_out: Counter[str] = Counter()  # duplicates that were not added: kind -> rows
         self.notices: Counter[str] = Counter()
 
     def add(self, row: TokenizedRow) -> None:
         """Append a row. Raises DiskError if it cannot be written."""
         self.num_rows = row.number + 1
+        self.answers = max(self.answers, row.answers)
         self.notices.update(row.notices)
         entries = np.zeros(max(1, len(row.documents)), INDEX)
         entries["row"], entries["line"], entries["state"] = row.number, row.line, row.state
         entries["row_length"], entries["control"] = row.num_tokens, row.control_token is not None
+        entries["label"] = row.label
         entries["file"] = self._files.setdefault(row.path, len(self._files))
         try:
             for entry, (tokens, mask) in zip(entries, row.documents, strict=False):
@@ -159,7 +164,7 @@ class Writer:
 
     def table(self) -> dict[str, Any]:
         counts = {"left_out": self.left_out, "notices": self.notices}
-        return {"files": list(self._files), "num_rows": self.num_rows, **counts}
+        return {"files": list(self._files), "num_rows": self.num_rows, "answers": self.answers, **counts}
 
 
 def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
@@ -172,7 +177,9 @@ def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
     weighed = None
     if writer.weights is not None:
         weighed = np.frombuffer(weights.getvalue().ljust(flat.nbytes, b"\0"), "<f4")
-    return TokenStore(flat, entries, files, writer.num_rows, 0, (), weights=weighed, notices=writer.notices)
+    return TokenStore(
+        flat, entries, files, writer.num_rows, writer.answers, 0, (), weights=weighed, notices=writer.notices
+    )
 
 
 def _digest(raw: np.ndarray, weights: np.ndarray | None) -> bytes:
@@ -276,7 +283,7 @@ def _read(directory: Path) -> TokenStore | None:
             return None
         file = directory / INDEX_FILE
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
-        counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
+        counts = (table["num_rows"], table["answers"], table["num_bad"], tuple(table["bad"]))
         weights = TokenFile(directory / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
         left_out, notices = table.get("left_out", {}), table.get("notices", {})  # an older dualtune counted neither
         files, tokens = tuple(table["files"]), TokenFile(directory / TOKENS)

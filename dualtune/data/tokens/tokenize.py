@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice, pairwise, product
 
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.formats import Example, answers
 from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example
@@ -48,6 +48,8 @@ class TokenizedRow:
     num_tokens: int  # before truncation
     state: State
     documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
+    answers: int = 1  # 2: the documents are the two answers of a preference, or those of `with_other_answers`
+    label: int = 0  # 1: a desirable answer, -1: an undesirable one
     control_token: str | None = None  # the first one in the content
     notices: frozenset[str] = frozenset()  # kinds of `row_values.py` and `masks.py`
 
@@ -56,20 +58,31 @@ class TokenizedRow:
 class _Ready:
     """A rendered row that is ready to be tokenized."""
 
-    rendered: Rendered
+    example: Example
+    rendered: tuple[Rendered, ...]  # one, or the two answers of a preference
     number: int
-    is_text: bool
 
 
 def tokenize_rows(
     examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
 ) -> Iterator[TokenizedRow | BadRow]:
-    """Tokenize a stream in order. A chunk is tokenized (in Rust, on all cores) while the next one is rendered."""
+    """Tokenize a stream in order. A chunk is tokenized (in Rust, on all cores) while the next one is rendered.
+
+    A preference gives two documents, the chosen answer and the rejected one, each with the prompt. A row with a label
+    gives two as well: see `with_other_answers`.
+    """
+    return with_other_answers(_tokenize(examples, tokenizer, loss_on, max_length), max_length)
+
+
+def _tokenize(
+    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
+) -> Iterator[TokenizedRow | BadRow]:
     ready = _render(examples, tokenizer, loss_on)
     with ThreadPoolExecutor(1, "dualtune-tokenize") as pool:
         waiting: tuple[list[_Ready | BadRow], Future[list[Tokens]]] | None = None
         while chunk := list(islice(ready, ENCODE_ROWS)):
-            encoding = pool.submit(_encode, [row.rendered for row in chunk if isinstance(row, _Ready)], tokenizer)
+            texts = [text for row in chunk if isinstance(row, _Ready) for text in row.rendered]
+            encoding = pool.submit(_encode, texts, tokenizer)
             if waiting:
                 yield from _finish(*waiting, tokenizer, loss_on, max_length)
             waiting = chunk, encoding
@@ -85,11 +98,11 @@ def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on:
             continue
         interrupt.poll()
         try:
-            rendered = render_example(example, tokenizer, loss_on)
+            rendered = tuple(render_example(answer, tokenizer, loss_on) for answer in answers(example))
         except RowError as reason:
             yield BadRow(example.path, example.line, str(reason))
             continue
-        yield _Ready(rendered, number, example.is_text)
+        yield _Ready(example, rendered, number)
         number += 1
 
 
@@ -116,21 +129,66 @@ def _finish(
         if isinstance(row, BadRow):
             yield row
             continue
-        rendered = row.rendered
-        tokens, mask = _with_mask(rendered, *next(encoded), tokenizer)
-        state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
-        # What a person should know of the row, before truncation: a turn without an end, a text without a beginning.
-        notices = rendered.notices
-        stop = tokenizer.stop_text
-        has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)
-        has_ends = has_ends or _earlier_end(tokens, mask, tokenizer.stop_ids)
-        if loss_on != "all" and rendered.is_chat and not has_ends:
-            notices |= {NO_END}
-        if not rendered.is_chat and tokenizer.bos_id not in (None, *tokens[:1].tolist()):
-            notices |= {NO_BOS}
-        yield TokenizedRow(
-            rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token, notices
+        tokens = [_with_mask(rendered, *next(encoded), tokenizer) for rendered in row.rendered]
+        # What a person should know of the row, before truncation.
+        notices = frozenset[str]().union(
+            *(_notices(*part, tokenizer, loss_on) for part in zip(row.rendered, tokens, strict=True))
         )
+        state, documents = _fitted(tokens, max_length, split=row.example.is_text)
+        first, length = row.rendered[0], max(len(ids) for ids, _ in tokens)
+        control = next(filter(None, (rendered.control_token for rendered in row.rendered)), None)
+        answers, label = len(tokens), row.example.label
+        yield TokenizedRow(
+            first.path, first.line, row.number, length, state, documents, answers, label, control, notices
+        )
+
+
+def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: str) -> frozenset[str]:
+    """Return the kinds of what is said about a text: a turn without an end, a text without a beginning."""
+    notices, stop = rendered.notices, tokenizer.stop_text
+    has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)
+    has_ends = has_ends or _earlier_end(*tokens, tokenizer.stop_ids)
+    if loss_on != "all" and rendered.is_chat and not has_ends:
+        notices |= {NO_END}
+    if not rendered.is_chat and tokenizer.bos_id not in (None, *tokens[0][:1].tolist()):
+        notices |= {NO_BOS}
+    return notices
+
+
+def with_other_answers(rows: Iterable[TokenizedRow | BadRow], max_length: int) -> Iterator[TokenizedRow | BadRow]:
+    """Add to each row with a label its prompt with the answer of the next such row; the last row gets the first's.
+
+    Such an answer says nothing about the prompt, so its log-probabilities estimate how far the model has moved from the
+    reference in general (KTO: Ethayarajh et al., arXiv 2402.01306, section 4.1). All other rows pass unchanged.
+    """
+    first: TokenizedRow | None = None
+    waiting: list[TokenizedRow | BadRow] = []  # a row with a label, and what came after it
+    for row in rows:
+        if not (isinstance(row, TokenizedRow) and row.label and row.documents):
+            if waiting:
+                waiting.append(row)
+            else:
+                yield row
+            continue
+        if waiting:
+            yield from _with_other(waiting, row, max_length)
+        first, waiting = first or row, [row]
+    if waiting:
+        assert first is not None
+        yield from _with_other(waiting, first, max_length)
+
+
+def _with_other(
+    waiting: Sequence[TokenizedRow | BadRow], other: TokenizedRow, max_length: int
+) -> Iterator[TokenizedRow | BadRow]:
+    row, *rest = waiting
+    assert isinstance(row, TokenizedRow)
+    (tokens, mask), (others, other_mask) = row.documents[0], other.documents[0]
+    start, other_start = (int(np.flatnonzero(targets)[0]) for targets in (mask, other_mask))
+    mixed = np.concatenate([tokens[:start], others[other_start:]])[:max_length]
+    mixed_mask = np.concatenate([mask[:start], other_mask[other_start:]])[:max_length]
+    yield replace(row, documents=[row.documents[0], (mixed, mixed_mask)], answers=2)
+    yield from rest
 
 
 def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
@@ -187,15 +245,18 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
     return cut, np.concatenate([offsets[:first], *moved, offsets[after:]])
 
 
-def _fitted(tokens: np.ndarray, mask: np.ndarray, max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
-    if not mask[1:].any():  # nothing precedes the first token, so it cannot be predicted
+def _fitted(texts: Sequence[Tokens], max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
+    """Return the documents of a row. Of a preference both answers are dropped if one has no target."""
+    # Nothing precedes the first token, so it cannot be predicted.
+    if not all(mask[1:].any() for _, mask in texts):
         return State.NO_TARGET, []
-    if len(tokens) <= max_length:
-        return State.WHOLE, [(tokens, mask)]
+    if all(len(tokens) <= max_length for tokens, _ in texts):
+        return State.WHOLE, [*texts]
     if split:
         # Windows overlap by one token, so that each token but the first is a target exactly once.
+        ((tokens, mask),) = texts
         starts = range(0, len(tokens) - 1, max_length - 1)
         return State.SPLIT, [(tokens[at : at + max_length], mask[at : at + max_length]) for at in starts]
-    if not mask[1:max_length].any():
+    if not all(mask[1:max_length].any() for _, mask in texts):
         return State.TOO_LONG, []
-    return State.CUT, [(tokens[:max_length], mask[:max_length])]
+    return State.CUT, [(tokens[:max_length], mask[:max_length]) for tokens, mask in texts]

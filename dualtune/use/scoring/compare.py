@@ -241,7 +241,7 @@ def compare_formats(
     what was measured. A format that this device or model cannot have gives a problem and no loss. DataError if no
     row has a target.
     """
-    trainable = chain.from_iterable(source.trainable() for source in Data(config).train)
+    trainable = chain.from_iterable(source.examples() for source in Data(config).train)
     examples = list(islice((row for row in trainable if isinstance(row, Example)), rows))
     losses: list[FormatLoss] = []
     dtype, targets = "", 0
