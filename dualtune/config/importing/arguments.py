@@ -53,6 +53,11 @@ def lora(file: ForeignFile, rank: str, alpha: str, dropout: str) -> Settings:
     return settings
 
 
+def dora(file: ForeignFile, switch: str) -> Settings:
+    """Translate the switch of DoRA, for a file with an adapter."""
+    return {"adapter.method": file.note("dora", switch)} if file.flag(switch) else {}
+
+
 def held_out(file: ForeignFile, share: str) -> Settings:
     """Translate the share of the rows to evaluate on, which other trainers also take as a number of rows."""
     value = file.number(share)

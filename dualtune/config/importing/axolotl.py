@@ -17,6 +17,7 @@ from dualtune.config.importing.arguments import (
     OTHER_TRACKERS,
     PATTERN,
     Arguments,
+    dora,
     held_out,
     lora,
     variables_in,
@@ -218,11 +219,11 @@ def _method(file: ForeignFile) -> Settings:
         if key in file and not is_off(file.get(key)):
             raise file.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
     if "adapter" not in file:
-        file.skip_all(f"{_LORA} {_TARGETS}", "without an adapter it has no meaning")
+        file.skip_all(f"{_LORA} peft_use_dora {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if file.get("adapter") not in ("lora", "qlora"):
         raise file.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
-    return {}
+    return dora(file, "peft_use_dora")
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -338,8 +339,8 @@ _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding sp
 
 RULES = (
     renamed("base_model", "model.name", ForeignFile.model),
-    translated("adapter rl reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
-               "lora and qlora; without an adapter, full; preferences, rewards and streamed data are refused"),
+    translated("adapter peft_use_dora rl reward_model process_reward_model pretraining_dataset", "adapter.method",
+               _method, "lora and qlora; without an adapter, full; preferences, rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
@@ -386,7 +387,6 @@ RULES = (
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     absent("loraplus_lr_ratio loraplus_lr_embedding", "each LoRA matrix has the same learning rate"),
-    absent("peft_use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     absent("peft_layers_to_transform peft_layers_pattern", "name the layers: layers.3.self_attn.q_proj",

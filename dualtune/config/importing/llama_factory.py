@@ -16,6 +16,7 @@ from dualtune.config.importing.arguments import (
     NO_PREFERENCES,
     OF_SOURCES,
     Arguments,
+    dora,
     held_out,
     lora,
     module_names,
@@ -53,7 +54,7 @@ def _method(file: ForeignFile) -> Settings:
         raise file.wrong("stage", reason)
     if (kind := file.get("finetuning_type")) not in ("lora", "full"):
         raise file.wrong("finetuning_type", "only lora and full can be translated")
-    return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else {}
+    return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else dora(file, "use_dora")
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -234,7 +235,7 @@ def _mixture(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
-    translated("stage finetuning_type do_train", "adapter.method", _method,
+    translated("stage finetuning_type do_train use_dora", "adapter.method", _method,
                "`sft` and `pt`, `lora` and `full`; rewards and preferences (rm, ppo, dpo, kto) are refused"),
     translated("bf16 fp16 pure_bf16", "model.dtype", _dtype),
     translated("quantization_bit quantization_method quantization_type double_quantization", "model.quantization",
@@ -264,7 +265,6 @@ RULES = (
            NO_PREFERENCES),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
     absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
-    absent("use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("pissa_* loraplus_* create_new_adapter", "LoRA starts at zero, with one learning rate for both matrices"),
     absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
            "this kind of training is not supported yet"),
