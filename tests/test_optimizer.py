@@ -13,6 +13,7 @@ from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model import optimizer
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
+from dualtune.train.objective import optimizer_spec
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import restore
 
@@ -53,12 +54,43 @@ def test_a_spec_knows_its_names():
         OptimizerSpec("sgd", {"beta1": 0.5})
 
 
+def test_lora_plus_is_peft_s(make_config):
+    """Ten steps of AdamW with decay, from a config; full fine-tuning has no B."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from peft.optimizers import create_loraplus_optimizer
+
+    config = make_config("no.jsonl", {"train.lora_plus_ratio": 16.0, "train.weight_decay": 0.1})
+    spec, lr = optimizer_spec(config, 10), 0.03
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(5, 3)), peft.LoraConfig(r=2, target_modules=["0"]))
+    kind = torch.optim.AdamW
+    theirs = create_loraplus_optimizer(model, kind, lr=lr, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1)
+    rng = np.random.default_rng(0)
+    pairs = {n.replace(".default", ""): p for n, p in model.double().named_parameters() if p.requires_grad}
+    ours = {n: rng.normal(size=p.shape) for n, p in pairs.items()}
+    assert [spec.lr_factor(n) for n in sorted(ours)] == [1.0, 16.0]
+    slots = {n: {slot: np.zeros_like(w) for slot in spec.slots} for n, w in ours.items()}
+    for n, parameter in pairs.items():
+        parameter.data = torch.from_numpy(ours[n].copy())
+    for step in range(1, 11):
+        for n, parameter in pairs.items():
+            g = rng.normal(size=parameter.shape)
+            parameter.grad = torch.from_numpy(g)
+            ours[n], slots[n] = spec.update(ours[n], g, slots[n], step=step, lr=lr * spec.lr_factor(n))
+        theirs.step()
+    for n, parameter in pairs.items():
+        np.testing.assert_allclose(ours[n], parameter.detach().numpy(), rtol=1e-12)
+    for off in (None, 1.0):
+        assert optimizer_spec(make_config("no.jsonl", {"train.lora_plus_ratio": off}), 10).lr_factors == {}
+    with pytest.raises(ConfigError, match=r"train.lora_plus_ratio: got 16, but adapter.method: full has no B"):
+        make_config("no.jsonl", {"train.lora_plus_ratio": 16.0, "adapter.method": "full"})
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_backends_update_alike(name, open_backend, tiny_llama):
-    """Four steps, two of them clipped and one skipped, in which a weight was NaN."""
-    states = []
+    """Four steps, two of them clipped and one skipped, in which a weight was NaN; B has another rate than A."""
+    states, spec = [], OptimizerSpec(name, DECAY, lr_factors={"lora_B.weight": 3.0})
     for backend in ("torch", "mlx"):
-        request = LoadRequest(tiny_llama, "float32", "auto", "pretrained", SPEC, OptimizerSpec(name, DECAY), seed=1)
+        request = LoadRequest(tiny_llama, "float32", "auto", "pretrained", SPEC, spec, seed=1)
         engine = open_backend(backend).load(request)
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         before = engine.adapter_state()

@@ -78,9 +78,10 @@ class MlxEngine:
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
         if weights is not None:
             check_places(self._layers, self._places, "mlx-lm")
-        # The adapter lies in one flat array, which the optimizer updates as a whole.
+        # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
         fresh = self.neutral_state()
-        self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
+        order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
+        self._layout = FlatLayout({name: fresh[name].shape for name in order})
         self.adapter_shapes = self._layout.shapes
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
@@ -178,8 +179,9 @@ class MlxEngine:
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
-        shrink = 1 - lr * self._request.optimizer.settings["weight_decay"]
-        numbers = (mx.array(number) for number in (lr, shrink, max_norm))
+        rates = lr * self._optimizer.lr_factors
+        shrink = 1 - rates * self._request.optimizer.settings["weight_decay"]
+        numbers = (mx.array(np.asarray(number, np.float32)) for number in (rates, shrink, max_norm))
         state = (self._params, self._slots, self._step)
         loss, self._loss = added_up(self._loss), mx.array(0.0)
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
@@ -342,7 +344,7 @@ class MlxEngine:
         return np.array(weight_of(self._layers[path].base))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
-        return {name: np.array(array) for name, array in self._layout.named(flat).items()}
+        return {name: np.array(array) for name, array in sorted(self._layout.named(flat).items())}
 
     def _from_numpy(self, tensors: Tensors) -> mx.array:
         return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})

@@ -7,14 +7,14 @@ formulas fit arrays of any shape: applied tensor by tensor they are the plain ve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
 from dualtune.engine.backend import CLIP_EPS
-from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Settings
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Run, Settings
 from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
 
@@ -27,7 +27,8 @@ class FlatLayout:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
-        self._ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()]).tolist()
+        self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        self._ends = np.cumsum([*self.sizes.values()]).tolist()
 
     def flat(self, arrays: Mapping[str, mx.array]) -> mx.array:
         parts = [arrays[name].reshape(-1) for name in self.shapes]
@@ -109,9 +110,11 @@ RULES: Mapping[RuleName, ArrayUpdateRule] = {
 class FlatOptimizer:
     """An optimizer of one flat array, whose slots are as the formula has them: float32."""
 
-    def __init__(self, spec: OptimizerSpec, layout: FlatLayout) -> None:
+    lr_factors: np.ndarray = np.ones(())  # of the learning rate: one, or [runs]
+
+    def __init__(self, spec: OptimizerSpec, sizes: Sequence[int]) -> None:
         self._names, self._settings, self._rule = spec.entry.slots, spec.settings, RULES[spec.name]
-        self._sizes = [math.prod(shape) for shape in layout.shapes.values()]
+        self._sizes = sizes
 
     def zero_slots(self) -> Arrays:
         """Return the arrays that hold the slots, before the first update."""
@@ -179,7 +182,8 @@ class Averaged(FlatOptimizer):
 
     def __init__(self, inner: FlatOptimizer, layout: FlatLayout, average: Averaging) -> None:
         self._inner, self._average = inner, average
-        self._size = sum(math.prod(shape) for shape in layout.shapes.values())
+        self.lr_factors = inner.lr_factors
+        self._size = sum(layout.sizes.values())
 
     def zero_slots(self) -> Arrays:
         return {**self._inner.zero_slots(), OFFSET: mx.zeros(self._size)}
@@ -212,7 +216,59 @@ def _without_offset(slots: Arrays) -> tuple[mx.array, Arrays]:
     return slots[OFFSET], {slot: array for slot, array in slots.items() if slot != OFFSET}
 
 
+class InRuns(FlatOptimizer):
+    """An optimizer for each run of the flat array, with the run's own learning rate. Each run has its own slots."""
+
+    def __init__(self, spec: OptimizerSpec, runs: Sequence[Run]) -> None:
+        self._inner = [_of_run(spec, run.sizes) for run in runs]
+        self.lr_factors = np.array([run.lr_factor for run in runs])
+        self._ends = np.cumsum([sum(run.sizes) for run in runs]).tolist()
+
+    def zero_slots(self) -> Arrays:
+        return _numbered([inner.zero_slots() for inner in self._inner])
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        """`lr` and `shrink` have a value for each run."""
+        runs = zip(self._inner, self._split(params), self._split(grads), strict=True)
+        new = [
+            inner.update(w, _of_number(slots, i), g, step=step, lr=lr[i], shrink=shrink[i], is_good=is_good)
+            for i, (inner, w, g) in enumerate(runs)
+        ]
+        return mx.concatenate([w for w, _ in new]), _numbered([after for _, after in new])
+
+    def read(self, slots: Arrays) -> Arrays:
+        parts = [inner.read(_of_number(slots, i)) for i, inner in enumerate(self._inner)]
+        return {slot: mx.concatenate([part[slot] for part in parts]) for slot in parts[0]}
+
+    def load(self, values: Arrays, step: int) -> Arrays:
+        parts = {slot: self._split(flat) for slot, flat in values.items()}
+        return _numbered(
+            [inner.load({slot: part[i] for slot, part in parts.items()}, step) for i, inner in enumerate(self._inner)]
+        )
+
+    def _split(self, flat: mx.array) -> list[mx.array]:
+        return cast(list[mx.array], mx.split(flat, self._ends[:-1]))
+
+
+def _numbered(runs: Sequence[Arrays]) -> Arrays:
+    """Return the slots of all runs, named such as `1.m`."""
+    return {f"{i}.{name}": array for i, slots in enumerate(runs) for name, array in slots.items()}
+
+
+def _of_number(slots: Arrays, i: int) -> Arrays:
+    return {name.removeprefix(f"{i}."): array for name, array in slots.items() if name.startswith(f"{i}.")}
+
+
 def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout) -> FlatOptimizer:
     """Return the optimizer of a flat array with this layout."""
-    inner = (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, layout)
+    runs = spec.runs(layout.sizes)
+    is_one = all(run.lr_factor == 1 for run in runs)
+    inner = _of_run(spec, [*layout.sizes.values()]) if is_one else InRuns(spec, runs)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)
+
+
+def _of_run(spec: OptimizerSpec, sizes: Sequence[int]) -> FlatOptimizer:
+    return (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, sizes)

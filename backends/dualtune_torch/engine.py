@@ -126,7 +126,8 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        return flat_optimizer(self._adapter.flat, self._adapter.sizes, self._request.optimizer)
+        sizes = dict(zip(self._adapter.shapes, self._adapter.sizes, strict=True))
+        return flat_optimizer(self._adapter.flat, sizes, self._request.optimizer)
 
     @property
     def _optimizer(self) -> FlatOptimizer:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Settings
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
 
@@ -183,13 +184,56 @@ class Averaged:
         yield self._offset
 
 
-def flat_optimizer(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
-    """Return the optimizer of a flat tensor that consists of tensors of these sizes."""
+class InRuns:
+    """An optimizer for each run of a flat tensor, with the run's own learning rate."""
+
+    def __init__(self, flat: Tensor, runs: Sequence[Run], spec: OptimizerSpec) -> None:
+        assert flat.grad is not None
+        self.count = torch.zeros((), device=flat.device)
+        self._lengths = [sum(run.sizes) for run in runs]
+        parts = flat.detach().split(self._lengths)
+        for part, grad in zip(parts, flat.grad.split(self._lengths), strict=True):
+            part.grad = grad
+        self._inner = [(run.lr_factor, _of_run(part, run.sizes, spec)) for part, run in zip(parts, runs, strict=True)]
+
+    def step(self, lr: float, is_good: Tensor) -> None:
+        for factor, inner in self._inner:
+            inner.count.copy_(self.count)
+            inner.step(lr * factor, is_good)
+        self.count += is_good
+
+    def read(self, slot: str) -> Tensor:
+        return torch.cat([inner.read(slot) for _, inner in self._inner])
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        flat = torch.empty(sum(self._lengths))
+        fill(flat)
+        for part, (_, inner) in zip(flat.split(self._lengths), self._inner, strict=True):
+            inner.count.copy_(self.count)
+            inner.load(slot, partial(_copy, part))
+
+    def tensors(self) -> Iterator[Tensor]:
+        for _, inner in self._inner:
+            yield from inner.tensors()
+
+
+def _copy(values: Tensor, into: Tensor) -> None:
+    into.copy_(values)
+
+
+def flat_optimizer(flat: Tensor, sizes: Mapping[str, int], spec: OptimizerSpec) -> FlatOptimizer:
+    """Return the optimizer of a flat tensor that consists of tensors of these sizes, by name."""
+    runs = spec.runs(sizes)
+    is_one = all(run.lr_factor == 1 for run in runs)
+    optimizer = _of_run(flat, [*sizes.values()], spec) if is_one else InRuns(flat, runs, spec)
+    return optimizer if spec.average is None else Averaged(optimizer, flat, spec.average)
+
+
+def _of_run(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
     match spec.name:
         case "adamw_8bit":
-            optimizer = EightBitAdamW(flat, sizes, spec)
+            return EightBitAdamW(flat, sizes, spec)
         case "schedule_free":
-            optimizer = ScheduleFreeAdamW(flat, spec)
+            return ScheduleFreeAdamW(flat, spec)
         case "adamw" | "sgd":
-            optimizer = FusedOptimizer(flat, spec)
-    return optimizer if spec.average is None else Averaged(optimizer, flat, spec.average)
+            return FusedOptimizer(flat, spec)

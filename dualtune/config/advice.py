@@ -31,9 +31,6 @@ NO_SUCH_KEY = {
         "Code from a model's repository is never run, so there is nothing to trust": (
             "trust_remote_code tokenizer_trust_remote_code"
         ),
-        "Each LoRA matrix has the same learning rate; LoRA+ is not supported yet": (
-            "lora_plus loraplus_lr_ratio loraplus_ratio"
-        ),
         "LoRA matrices are trained, or all parameters ('adapter.method: full'); single modules are not supported yet": (
             "bias lora_bias modules_to_save unfreeze trainable_modules"
         ),
@@ -106,6 +103,7 @@ FOREIGN_KEYS = {
         "train.schedule": "lr_schedule lr_scheduler lr_scheduler_type scheduler",
         "train.warmup": "warmup_ratio warmup_steps",
         "train.optimizer": "optim optimizers",
+        "train.lora_plus_ratio": "lora_plus loraplus_lr_ratio loraplus_ratio",
         "train.weight_decay": "wd",
         "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clipping max_norm",
         "train.objective": "dpo kto orpo pref_loss rl rl_type simpo train_mode",

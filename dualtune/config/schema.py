@@ -170,6 +170,8 @@ class TrainConfig(Section):
     8; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
+    lora_plus_ratio: Factor | None = None
+    """The learning rate of the adapter's B divided by that of A, which is learning_rate (LoRA+): null is 1."""
     average: Literal["none", "ema", "tail"] = "none"
     """Which average of the weights is evaluated and written: tail the mean of those after the last steps, ema an
     exponential moving average; the training itself does not change."""
@@ -511,6 +513,9 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         if value != type(config.adapter).model_fields[key].default:
             shown = value if isinstance(value, str | int | float) else ", ".join(value)
             yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
+    if config.train.lora_plus_ratio not in (None, 1.0):
+        rule = "but adapter.method: full has no B; remove the key"
+        yield ("train", "lora_plus_ratio"), method, f"got {config.train.lora_plus_ratio:g}, {rule}"
     if config.adapter.init_from is not None:
         rule = "but adapter.method: full has no adapter; merge it, and set model.name to the result"
         yield ("adapter", "init_from"), method, f"got {config.adapter.init_from!r}, {rule}"

@@ -26,6 +26,7 @@ BACKEND_KEYS = (
     "train.optimizer",
     "train.schedule",
     "train.average",
+    "train.lora_plus_ratio",
     "train.activation_cache",
     "memory.checkpointing",
     "memory.offload",
@@ -35,6 +36,7 @@ BACKEND_KEYS = (
     "hybrid.offload",
     "run.deterministic",
 )
+WITH_NUMBERS = {"memory.resident_layers": "all", "train.lora_plus_ratio": None}  # the value that is no number
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
 OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(
     {"train.schedule": frozenset({"constant", "linear", "cosine"})}
@@ -66,7 +68,7 @@ def check_value(backend: Honours, key: str, value: Any) -> None:
 def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
     value = SIZE if key == "memory.limit" and value != "auto" else value
-    value = NUMBER if key == "memory.resident_layers" and value != "all" else value
+    value = NUMBER if key in WITH_NUMBERS and value != WITH_NUMBERS[key] else value
     section, field = key.split(".")
     default = Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
     allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({default}))

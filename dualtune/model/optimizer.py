@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from dualtune.base.errors import ConfigError
 
@@ -161,16 +162,26 @@ OPTIMIZERS: Mapping[RuleName, Optimizer] = MappingProxyType(
 SECOND_MOMENTS = frozenset({"v", "root_v"})  # slots that are means of squares, or their roots: never negative
 
 
+class Run(NamedTuple):
+    """Neighbours in a buffer of tensors that have the same learning rate."""
+
+    lr_factor: float
+    sizes: tuple[int, ...]  # values of each tensor
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """What updates the weights: an entry of the table, its hyperparameters, and an average on top of it.
 
+    A tensor's learning rate is that of the step times its factor, in every place where the formula has it, so also in
+    the weight decay: as in PEFT's `create_loraplus_optimizer`.
     ConfigError for an unknown entry or hyperparameter.
     """
 
     name: RuleName = "adamw"
     changes: Settings = field(default_factory=dict[str, float])  # of hyperparameters: where they are not the defaults
     average: Averaging | None = None
+    lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])  # by the end of a tensor's name; else 1
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -203,10 +214,22 @@ class OptimizerSpec:
         """Whether the weights that are trained are those that the run evaluates and writes."""
         return self.entry.result is None and self.average is None
 
+    def lr_factor(self, name: str) -> float:
+        """Return the factor of the learning rate of the tensor with this name."""
+        return next((factor for end, factor in self.lr_factors.items() if name.endswith(end)), 1.0)
+
+    def runs(self, sizes: Mapping[str, int]) -> list[Run]:
+        """Return the runs of a buffer that holds tensors of these sizes, by name, in this order."""
+        by_factor = groupby(sizes.items(), lambda item: self.lr_factor(item[0]))
+        return [Run(factor, tuple(size for _, size in items)) for factor, items in by_factor]
+
     def update(
         self, w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return (w, slots) of one tensor after update number `step`, counted from 1: see `UpdateRule`."""
+        """Return (w, slots) of one tensor after update number `step`, counted from 1: see `UpdateRule`.
+
+        `lr` is the learning rate of this tensor.
+        """
         new, after = self.entry.update(w, g, slots, step=step, lr=lr, settings=self.settings)
         if self.average is not None:
             after[OFFSET] = self.average.update(slots[OFFSET], new - w, step)

@@ -17,6 +17,7 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
 from dualtune.engine.backend import Batch, Engine
+from dualtune.model.methods import METHODS
 from dualtune.model.optimizer import OptimizerSpec, averaging, rule_of
 
 
@@ -120,4 +121,15 @@ def optimizer_spec(config: Config, num_steps: int) -> OptimizerSpec:
     changes = {"weight_decay": train.weight_decay}
     if rule == "schedule_free":
         changes["warmup_steps"] = float(steps_of(train.warmup, num_steps))
-    return OptimizerSpec(rule, changes, averaging(train.average, steps_of(train.average_over, num_steps), num_steps))
+    average = averaging(train.average, steps_of(train.average_over, num_steps), num_steps)
+    return OptimizerSpec(rule, changes, average, lora_plus(config.adapter.method, train.lora_plus_ratio))
+
+
+def lora_plus(method: str, ratio: float | None) -> dict[str, float]:
+    """Return the learning-rate factors of LoRA+ (Hayou et al., arXiv 2402.12354, equation 6): `ratio` for B.
+
+    And for what else a method has besides A, as in PEFT's `create_loraplus_optimizer`.
+    """
+    if ratio in (None, 1.0):
+        return {}
+    return {parameter.peft: ratio for parameter in METHODS[method].parameters if parameter.part != "A"}

@@ -59,8 +59,8 @@ _NUMBERS = (  # of `training` in dualtune.json
     ("best_eval_loss", "best evaluation loss"),
     ("best_step", "step of the best evaluation loss"),
 )
-_SETTINGS = ("train.optimizer", "train.learning_rate", "train.schedule", "train.warmup", "train.weight_decay",
-             "data.max_length", "data.loss_on", "model.dtype", "model.quantization")  # fmt: skip
+_SETTINGS = ("train.optimizer", "train.learning_rate", "train.lora_plus_ratio", "train.schedule", "train.warmup",
+             "train.weight_decay", "data.max_length", "data.loss_on", "model.dtype", "model.quantization")  # fmt: skip
 _USAGE = """## Use it
 
 ```python

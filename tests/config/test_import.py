@@ -99,6 +99,7 @@ def test_a_plain_axolotl_config(translate):
         ({"gradient_checkpointing": "offload"},
          {"memory.checkpointing": "full", "memory.offload": "activations"}),
         ({"peft_init_lora_weights": True}, {"adapter.init": "kaiming"}),
+        ({"loraplus_lr_ratio": 16, "loraplus_lr_embedding": 1e-6}, {"train.lora_plus_ratio": 16}),
         ({"output_dir": "out", "seed": 7}, {"run.dir": "out", "run.seed": 7}),
         ({"logging_steps": 5, "eval_steps": 20, "save_steps": 30, "save_total_limit": 2},
          {"run.log_every": 5, "run.eval_every": 20, "run.save_every": 30, "run.keep": 2}),

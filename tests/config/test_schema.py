@@ -48,6 +48,7 @@ DEFAULTS = {
         "warmup": 0.03,
         "optimizer": "adamw",
         "weight_decay": 0.01,
+        "lora_plus_ratio": None,
         "average": "none",
         "average_over": 0.4,
         "activation_cache": "none",

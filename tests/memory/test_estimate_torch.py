@@ -196,7 +196,7 @@ def test_the_temporaries_of_an_update_are_those_of_the_plan(spec, arrays, monkey
 
     flat = torch.zeros(3 * UPDATE_CHUNK["cpu"], requires_grad=True)
     flat.grad, is_good = torch.ones_like(flat), torch.tensor(True)
-    optimizer = flat_optimizer(flat, [flat.numel()], spec)
+    optimizer = flat_optimizer(flat, {"w": flat.numel()}, spec)
     optimizer.step(1e-3, is_good)
     peak = peak_of(lambda: optimizer.step(1e-3, is_good))
     assert peak == pytest.approx(arrays * 4 * UPDATE_CHUNK["cpu"], rel=1e-3)

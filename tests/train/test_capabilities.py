@@ -60,6 +60,21 @@ def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make
         assert open_backend(name).capabilities()["train.optimizer"] == {*get_args(OptimizerName)}
 
 
+def test_a_number_is_refused_by_a_backend_without_the_key(make_config):
+    """And what is no number describes every backend."""
+    card = Card(name="mine", devices=(Device("cpu", "float32"),))
+    for value, line in ((16.0, "a number such as 2, the backend 'mine' honours: null"), (None, None)):
+        config = make_config("no.jsonl", {"train.lora_plus_ratio": value}, model="no/model/here")
+        if line is None:
+            check_capabilities(card, config)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            check_capabilities(card, config)
+        assert str(caught.value) == f"train.lora_plus_ratio: got {line}"
+    for name in ("numpy", "torch", "mlx"):
+        check_capabilities(card_of(name), make_config("no.jsonl", {"train.lora_plus_ratio": 16.0}))
+
+
 def test_an_unknown_backend_and_an_unknown_device():
     with pytest.raises(ConfigError, match=r"backend: got 'jax', allowed: mlx, numpy, torch"):
         get_backend("jax")

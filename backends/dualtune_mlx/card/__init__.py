@@ -29,6 +29,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
+        "train.lora_plus_ratio": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
         "memory.offload": ("auto", "none"),

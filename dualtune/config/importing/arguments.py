@@ -58,6 +58,13 @@ def dora(file: ForeignFile, switch: str) -> Settings:
     return {"adapter.method": file.note("dora", switch)} if file.flag(switch) else {}
 
 
+def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
+    """Translate the learning rate of B over that of A. LoRA+ has one for embeddings too, which are not trained here."""
+    if embedding in file:
+        file.skip(embedding, "no embedding is trained")
+    return {"train.lora_plus_ratio": file.note(file.number(ratio), ratio)} if ratio in file else {}
+
+
 def held_out(file: ForeignFile, share: str) -> Settings:
     """Translate the share of the rows to evaluate on, which other trainers also take as a number of rows."""
     value = file.number(share)

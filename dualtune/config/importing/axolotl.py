@@ -20,6 +20,7 @@ from dualtune.config.importing.arguments import (
     dora,
     held_out,
     lora,
+    lora_plus,
     variables_in,
 )
 from dualtune.config.importing.table import (
@@ -386,7 +387,8 @@ RULES = (
         "data.loss_on": "all" if file.flag("train_on_inputs") else "assistant"}, "false is `assistant`, true is `all`"),
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
-    absent("loraplus_lr_ratio loraplus_lr_embedding", "each LoRA matrix has the same learning rate"),
+    translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
+               lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
     absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     absent("peft_layers_to_transform peft_layers_pattern", "name the layers: layers.3.self_attn.q_proj",

@@ -19,6 +19,7 @@ from dualtune.config.importing.arguments import (
     dora,
     held_out,
     lora,
+    lora_plus,
     module_names,
     nf4_only,
 )
@@ -265,7 +266,9 @@ RULES = (
            NO_PREFERENCES),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
     absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
-    absent("pissa_* loraplus_* create_new_adapter", "LoRA starts at zero, with one learning rate for both matrices"),
+    translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
+               lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
+    absent("pissa_* create_new_adapter", "LoRA starts at zero"),
     absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
            "this kind of training is not supported yet"),
     absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",

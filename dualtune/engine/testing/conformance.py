@@ -322,13 +322,15 @@ def check_optimizer_is_its_formula(case: Case) -> None:
     assert state.slots.keys() == {*optimizer.slots}
     assert not any(x.any() for tensors in state.slots.values() for x in tensors.values())
     for step, max_norm in enumerate(max_norms, start=1):
-        batch, twin = case.batch(seed=step), replace(case, optimizer="adamw", average=None).engine()
+        batch, twin = case.batch(seed=step), replace(case, optimizer="adamw", average=None, lr_factors={}).engine()
         twin.load_adapter_state(w)
         g = in_float64(gradient(twin, batch))
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(g) + CLIP_EPS))
         slots = {slot: in_float64(tensors) for slot, tensors in state.slots.items()}
         expected = {
-            n: optimizer.update(a, clip * g[n], {slot: x[n] for slot, x in slots.items()}, step=step, lr=lr)
+            n: optimizer.update(
+                a, clip * g[n], {slot: x[n] for slot, x in slots.items()}, step=step, lr=lr * optimizer.lr_factor(n)
+            )
             for n, a in in_float64(w).items()
         }
         engine.forward_backward(batch, divisor=batch.num_targets)
@@ -344,13 +346,15 @@ def check_optimizer_is_its_formula(case: Case) -> None:
 
 @with_each_optimizer
 def check_weight_decay_without_gradient(case: Case) -> None:
-    """A weight with gradient zero is multiplied by exactly 1 − lr · decay."""
-    engine = case.engine()
+    """A weight with gradient zero is multiplied by exactly 1 − lr · decay, with its own learning rate."""
+    engine, factor = case.engine(), case.optimizer_spec.lr_factor
     before, lr = engine.adapter_state(), 0.1
     none = replace(case.batch(), labels_BT=np.full_like(case.batch().labels_BT, IGNORE_INDEX))
     engine.forward_backward(none, divisor=1)
     engine.optim_step(lr=lr, max_grad_norm=1.0)
-    assert_close(engine.adapter_state(), {n: w * (1 - lr * DECAY) for n, w in before.items()}, tolerances.UPDATE)
+    assert_close(
+        engine.adapter_state(), {n: w * (1 - lr * factor(n) * DECAY) for n, w in before.items()}, tolerances.UPDATE
+    )
 
 
 def check_neutral_state_is_the_base_model(case: Case) -> None:

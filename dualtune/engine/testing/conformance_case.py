@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from dualtune.engine.backend import Backend, Batch, Engine, LoadRequest, OptimizerState, SharedBase
+from dualtune.engine.card import NUMBER
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
@@ -27,6 +28,7 @@ AVERAGES: dict[RuleName, tuple[str, Averaging]] = {
     "adamw": ("tail", Averaging(start=1)), "adamw_8bit": ("ema", Averaging(least=0.6)),
     "sgd": ("ema", Averaging(least=0.4)),
 }  # fmt: skip
+LORA_PLUS = {"lora_B.weight": 3.0}  # learning-rate factors
 CODES_APART = 2e-3  # share of the values
 
 
@@ -43,10 +45,12 @@ class Case:
     dtype: str = "auto"
     optimizer: RuleName = "adamw"
     average: Averaging | None = None
+    lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
-        return OptimizerSpec(self.optimizer, {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}, self.average)
+        changes = {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}
+        return OptimizerSpec(self.optimizer, changes, self.average, self.lr_factors)
 
     def engine(
         self, *, model_dir: Path | None = None, trained: bool = True, shared_base: SharedBase | None = None,
@@ -116,31 +120,37 @@ def with_each_method(check: Callable[[Case], None]) -> Callable[[Case], None]:
 
 
 def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Repeat a check with each optimizer that the backend honours, and with averages on top of them."""
+    """Repeat a check with each optimizer that the backend honours, and with averages and LoRA+ on top of them."""
 
     @wraps(check)
     def check_each(case: Case) -> None:
-        for name, average in optimizers_of(case.backend):
+        for options in optimizers_of(case.backend):
             try:
-                check(replace(case, optimizer=name, average=average))
+                check(replace(case, **options))
             except AssertionError as error:
-                error.add_note(f"with the optimizer {name} and the average {average}")
+                error.add_note(f"with {options}")
                 raise
 
     return check_each
 
 
-def optimizers_of(backend: Backend) -> Iterator[tuple[RuleName, Averaging | None]]:
-    """Yield what the backend honours of the table of optimizers, and averages on top of it."""
+def optimizers_of(backend: Backend) -> Iterator[dict[str, Any]]:
+    """Yield what the backend honours of the table of optimizers, plain and with the rest on top, as fields of a case.
+
+    An average and LoRA+ come together, so that the second pass has both.
+    """
     honoured = backend.capabilities()
+    factors = LORA_PLUS if NUMBER in honoured.get("train.lora_plus_ratio", ()) else {}
     for name in OPTIMIZERS:
         key, default = ("train.schedule", "cosine") if name == "schedule_free" else ("train.optimizer", "adamw")
         if name not in honoured.get(key, {default}):
             continue
-        yield name, None
+        yield {"optimizer": name}
         kind, average = AVERAGES.get(name, ("none", None))
-        if average is not None and kind in honoured.get("train.average", ()):
-            yield name, average
+        if kind not in honoured.get("train.average", ()):
+            average = None
+        if average is not None or factors:
+            yield {"optimizer": name, "average": average, "lr_factors": factors}
 
 
 def gradient(engine: Engine, *batches: Batch) -> Tensors:

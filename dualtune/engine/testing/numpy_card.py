@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from dualtune.engine.card import Card, Device
+from dualtune.engine.card import NUMBER, Card, Device
 from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OptimizerName
 
@@ -21,6 +21,7 @@ CARD = Card(
         "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
+        "train.lora_plus_ratio": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "run.deterministic": (False, True),  # it computes on a CPU, with one thread at a time
     },

@@ -236,7 +236,8 @@ class NumpyEngine:
         self._step += 1
         for name, w in self._params.items():
             before = {slot: tensors[name] for slot, tensors in self._slots.items()}
-            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=lr)
+            own_lr = lr * optimizer.lr_factor(name)
+            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)

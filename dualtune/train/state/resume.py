@@ -142,6 +142,7 @@ RULES: dict[str, Rule] = {
     "train.micro_batch_tokens": "free",
     "train.activation_cache": "free",  # the same mathematics, in rows of another shape
     "train.learning_rate": "recorded",
+    "train.lora_plus_ratio": "recorded",
     "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
     "train.average_over": "recorded",
     "train.warmup": "recorded",
@@ -174,7 +175,8 @@ RULES: dict[str, Rule] = {
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "data.dedup", "data.on_lost_text",
-    "data.template_variables", "train.optimizer", "train.average", "train.policy", "hybrid.gate",
+    "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",
+    "hybrid.gate",
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints

@@ -1,0 +1,69 @@
+"""Objectives of other packages: the example of docs/objectives.md, installed as pip would leave it."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.base.errors import ConfigError
+from dualtune.config import parse_config
+from dualtune.train.preference import Scores, installed_objective
+
+PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+WRONG = """
+class Bare:
+    def __init__(self, config): ...
+
+class Misnamed(PerTarget):
+    name = "other"
+
+class Three(PerTarget):
+    name, answers = "three", 3
+
+class Untrained(PerTarget):
+    name, num_trained = "untrained", 0
+"""
+
+
+@pytest.fixture
+def my_package(tmp_path, monkeypatch):
+    """The package of the page, with its entry point and these others."""
+    (code,), (point,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S) for kind in ("python", "toml"))
+    site, info = tmp_path / "site", tmp_path / "site" / "my_objectives-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "my_package.py").write_text(code + WRONG)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-objectives\nVersion: 1.0\n")
+    named = re.sub(r'\[project.entry-points."(.*)"\]', r"[\1]", point).replace('"', "")
+    others = (f"{name.lower()} = my_package:{name}" for name in ("Bare", "Misnamed", "Three", "Untrained", "Missing"))
+    (info / "entry_points.txt").write_text(named + "\n".join(others) + "\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+
+
+def config_with(objective, **preference):
+    return parse_config(
+        f"{{model: {{name: m}}, data: {{train: t}}, train: {{objective: {objective}}}, preference: {preference}}}"
+    )
+
+
+def test_the_page_s_objective_gets_the_config_and_returns_slopes(my_package):
+    objective = installed_objective("per-target")(config_with("per-target", beta=0.5))
+    logps_NA, num_targets_NA = np.array([[-2.0, -9.0], [-8.0, -3.0]]), np.array([[2, 3], [4, 1]])
+    scores = Scores(logps_NA, num_targets_NA, np.full((2, 2), -4.0), np.zeros(2, np.int64))
+    loss = objective(scores)
+    margin_N = np.array([0.5 * (2 / 2 + 5 / 3), 0.5 * (-4 / 4 - 1 / 1)])
+    assert loss.value == pytest.approx(np.log1p(np.exp(-margin_N)).mean())
+    down_N = 1 / (1 + np.exp(margin_N))
+    expected = 0.5 * down_N[:, None] * np.array([[-1 / 2, 1 / 3], [-1 / 4, 1 / 1]]) / 2
+    np.testing.assert_allclose(loss.slopes_NA, expected, rtol=1e-12)
+    assert loss.metrics == {"reward_margin": pytest.approx(margin_N.mean())}
+
+
+@pytest.mark.parametrize("name", ["per-taget", "bare", "misnamed", "three", "untrained", "missing"])
+def test_an_objective_that_cannot_be_used_is_refused(my_package, name, wording):
+    with pytest.raises(ConfigError) as error:
+        installed_objective(name)(config_with(name))
+    wording(str(error.value))
+    assert f"train.objective: {name}" in str(error.value) or "allowed: sft, dpo" in str(error.value)
