@@ -1,7 +1,9 @@
 """Objectives of other packages: the example of docs/objectives.md, installed as pip would leave it."""
 
+import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
+from dualtune.doctor.check_config import check_config
 from dualtune.train.preference import Scores, installed_objective
 
+PAIRS = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {2 * n + 1} or so"} for n in range(12)]
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
 WRONG = """
 class Bare:
@@ -67,3 +71,26 @@ def test_an_objective_that_cannot_be_used_is_refused(my_package, name, wording):
         installed_objective(name)(config_with(name))
     wording(str(error.value))
     assert f"train.objective: {name}" in str(error.value) or "allowed: sft, dpo" in str(error.value)
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_the_page_s_objective_trains_a_run_and_its_resume(lab, my_package, write_rows, rows_of, weights_of):
+    lab = replace(lab, data=write_rows(PAIRS, "pairs.jsonl"))
+    config = {"train__objective": "per-target", "train__documents_per_step": 4, "train__schedule": "constant",
+              "train__learning_rate": 0.01, "run__save_every": 2, "run__log_every": 1}  # fmt: skip
+    straight = lab.run("straight", train__steps=4, **config)
+    rows = rows_of(straight.run_dir)[0]
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the start is the reference
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_margin"] > 0
+    lab.run("resumed", train__steps=2, **config)
+    resumed = lab.run("resumed", train__steps=4, **config)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+
+
+def test_check_config_asks_for_the_objective(my_package, tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {name: nowhere}\ndata: {train: t}\n")
+    found = {}
+    for name in ("dpo", "per-target", "per-taget"):
+        report = check_config(tmp_path / "c.yaml", [f"train.objective={name}"], platform="numpy")
+        found[name] = [check.level for check in report.checks if check.name == "objective"]
+    assert found == {"dpo": [], "per-target": ["ok"], "per-taget": ["fail"]}

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing.arguments import (
-    DETECTED,
-    NAMED_OUTSIDE,
-    NO_PREFERENCES,
-    Arguments,
-    dora,
-    lora,
-    module_names,
-)
+from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_REWARDS, Arguments, dora, lora, module_names
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -34,10 +26,10 @@ _FORMATS = {"auto": None, "alpaca": "alpaca", "chatml": "messages", "sharegpt": 
 def _method(file: ForeignFile) -> Settings:
     kind = file.get("training.training_type")
     if kind not in ("lora", "full"):
-        raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_PREFERENCES}")
-    return (
-        {"adapter.method": file.note(kind, "training.training_type")} if kind == "full" else dora(file, "lora.use_dora")
-    )
+        raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_REWARDS}")
+    if kind == "full":
+        return {"adapter.method": file.note(kind, "training.training_type")}
+    return dora(file, "lora.use_dora")
 
 
 def _is_full(file: ForeignFile) -> bool:

@@ -306,4 +306,4 @@ def forget_unused(directory: Path) -> None:
     for path in directory.iterdir():
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

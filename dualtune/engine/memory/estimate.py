@@ -71,6 +71,7 @@ class Ask:
     method: str = "lora"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+    compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
 
     @property
     def trains_model(self) -> bool:
@@ -309,6 +310,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
         optimizer=rule_of(config.train.optimizer, config.train.schedule),
         averages=config.train.average != "none",
+        compares=config.train.objective != "sft",
     )
 
 
