@@ -159,7 +159,7 @@ class Format:
         return not self.layouts or self.layout(fields, columns) is not self
 
     def is_detected(self, fields: Mapping[str, Any], columns: Columns) -> bool:
-        """Return whether a row has the keys of this format, and values that tell it, unless data.columns names a key."""
+        """Return whether a row has this format's keys, and values that tell it, unless data.columns names a key."""
         if not self.has_keys(fields, columns):
             return False
         values = {key: fields[self.column(key, fields, columns)] for key in self.needed(columns)}
