@@ -202,7 +202,9 @@ def _with_other(
         start, other_start = (int(np.flatnonzero(targets)[0]) for targets in (mask, other_mask))
         mixed = np.concatenate([tokens[:start], others[other_start:]])[:max_length]
         mixed_mask = np.concatenate([mask[:start], other_mask[other_start:]])[:max_length]
-        yield replace(row, documents=[row.documents[0], (mixed, mixed_mask)], answers=2)
+        # Without a prompt, an answer of one token has nothing before it that could predict it.
+        documents = [row.documents[0], (mixed, mixed_mask) if mixed_mask[1:].any() else row.documents[0]]
+        yield replace(row, documents=documents, answers=2)
 
 
 def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
