@@ -223,7 +223,9 @@ def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms,
 def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     spec, flags = adapter.spec, list[str]()
     idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
-    if len(idle) == len(pairs):
+    if idle and extra_tensors(adapter.tensors):
+        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules: {shortened(idle)}")
+    elif len(idle) == len(pairs):
         flags.append("B is all zeros (the adapter does nothing)")
     elif idle:
         flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {shortened(idle)}")

@@ -70,7 +70,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     # Only a config without open faults can be read strictly; what the matrices say is decided by that reading.
     layout, parts = _agreeing(repaired, weights, pairs_by_layout, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
-    if not any(pair.B_Or.any() for pair in pairs.values()):
+    if not any(pair.B_Or.any() for pair in pairs.values()) and not canonical.extra_tensors(parts.tensors):
         fault = (
             "lora_B is zero in all modules: the adapter does nothing. It was never trained, or its weights were lost"
         )
