@@ -49,7 +49,7 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     # The checks above ran the model as it is. From here on its documents may have their hidden states below the lowest
     # adapter from the disk, where they are computed now unless they are there.
     if config.train.activation_cache == "disk":
-        check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
+        check_layers(engine.description.layers_below_adapter, prepared.spec.targets, prepared.spec.layers)
         names, parts = ("base model's config", "base model's tensors"), [prepared.data.train, prepared.data.eval]
         base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
         if config.model.init == "random":

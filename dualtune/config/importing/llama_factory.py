@@ -13,6 +13,7 @@ from dualtune.base.untrusted import read_json
 from dualtune.config.importing import arguments
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
+    NEAREST,
     NO_PREFERENCES,
     OF_SOURCES,
     Arguments,
@@ -53,7 +54,7 @@ def _method(file: ForeignFile) -> Settings:
         reason = f"{stage} cannot be translated: {NO_PREFERENCES}; allowed are sft, and pt for plain text"
         raise file.wrong("stage", reason)
     if (kind := file.get("finetuning_type")) not in ("lora", "full"):
-        raise file.wrong("finetuning_type", "only lora and full can be translated")
+        raise file.wrong("finetuning_type", f"only lora and full can be translated. {NEAREST}")
     return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else {}
 
 
