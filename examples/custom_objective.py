@@ -3,7 +3,7 @@
     python examples/custom_objective.py
 
 The engine computes the log-probabilities of the targets; the function returns its value and, for each target, the
-weight −∂value/∂log p. That is all: docs/objectives.md has DPO in the same form.
+weight −∂value/∂log p. That is all: docs/objectives.md explains why.
 """
 
 import argparse

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from itertools import zip_longest
 
 # Control characters except tab and newline; bidirectional controls; zero-width characters and line separators; tag
 # characters; fillers that look like spaces; lone surrogates, as in file names that are not UTF-8.
@@ -44,6 +46,16 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def side_by_side(left: str, right: str, width: int) -> str:
+    """Format two texts in columns of `width` characters each, wrapped between words."""
+    columns = [
+        [piece for line in visible(text).expandtabs().split("\n") for piece in textwrap.wrap(line, width) or [""]]
+        for text in (left, right)
+    ]
+    lines = (f"{a.ljust(width)} │ {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))
+    return "\n".join(lines)
 
 
 def in_bytes(num_bytes: float) -> str:

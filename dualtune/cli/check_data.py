@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -12,13 +13,15 @@ import click
 
 from dualtune.base.errors import DataError
 from dualtune.base.redaction import redact
-from dualtune.base.text import one_line
+from dualtune.base.text import one_line, side_by_side
 from dualtune.cli.options import json_option, say_json
+from dualtune.cli.screen import tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config.data_section import SourceConfig
     from dualtune.data.chat.formats import Example
+    from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.sources.readers import Role
     from dualtune.data.sources.rows import BadRow
     from dualtune.data.tokens.tokenize import TokenizedRow
@@ -27,6 +30,7 @@ MOST_CONTROL_TEXT = 20  # rows of a source listed for a control token in their t
 MOST_IN_JSON = 1000  # problems of a source
 MOST_OF_A_KIND = 20  # rows of a source shown with similar reasons; --list has all of them
 MOST_KINDS = 50
+COLUMN = 56  # characters of each answer of a pair, side by side
 OTHER_KINDS = "other reasons"
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # the parts that differ between similar reasons
 
@@ -37,6 +41,7 @@ class Stream(NamedTuple):
     path: str
     role: Role
     rows: Iterator[Example | TokenizedRow | BadRow]
+    preferences: PreferenceCounts  # of its rows, counted as they come
     accepts_lost_text: bool = False
 
     @property
@@ -89,6 +94,7 @@ def command(
             reports.append(report)
             if not as_json:
                 say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
+                _say_preferences(stream.preferences)
     if as_json:
         say_json({"sources": reports})
     ctx.exit(
@@ -117,16 +123,23 @@ def _column(text: str) -> tuple[str, str | None]:
 def _of_data(path: str, format: str, columns: Mapping[str, str | None]) -> list[Stream]:
     """Return the streams of a data path; of a directory, those of every role."""
     from dualtune.config.data_section import SourceConfig
+    from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.sources.readers import ROLE_NAMES, has_role
 
     source = SourceConfig.model_construct(path=path, format=format, columns=dict(columns))
     roles: list[Role] = [role for role in ROLE_NAMES if has_role(path, role)] if Path(path).is_dir() else []
-    return [Stream(path, role, _examples(source, role)) for role in roles or ["train"]]
+
+    def stream(role: Role) -> Stream:
+        preferences = PreferenceCounts()
+        return Stream(path, role, preferences.examples(_examples(source, role)), preferences)
+
+    return [stream(role) for role in roles or ["train"]]
 
 
 def _of_config(path: Path) -> list[Stream]:
     from dualtune.config import load_config
     from dualtune.data.documents import eval_sources
+    from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.tokens.tokenize import tokenize_rows
     from dualtune.data.tokens.tokenizer import Tokenizer
     from dualtune.model.base_model import resolve_model
@@ -134,11 +147,13 @@ def _of_config(path: Path) -> list[Stream]:
     settings = load_config(path)
     data = settings.data
     tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), data)
+    weights = settings.preference.desirable_weight, settings.preference.undesirable_weight
 
     def stream(role: Role, source: SourceConfig) -> Stream:
-        examples = _examples(source, role)
-        rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)
-        return Stream(source.path, role, rows, data.on_lost_text == "accept")
+        preferences = PreferenceCounts(data.max_length, weights)
+        examples = preferences.examples(_examples(source, role))
+        rows = preferences.rows(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length))
+        return Stream(source.path, role, rows, preferences, data.on_lost_text == "accept")
 
     sources_by_role: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
     return [stream(role, source) for role, sources in sources_by_role.items() for source in sources]
@@ -221,7 +236,50 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         "notices": {kind: number for kind, number in notices.items() if kind not in LOST | TOLD},
         "refused": refusal,
         "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
+        "preferences": _preferences(stream.preferences),
     }
+
+
+def _preferences(counts: PreferenceCounts) -> dict[str, Any] | None:
+    """Return the numbers of preferences as JSON has them; None if there are none."""
+    from dualtune.data.preferences import difference
+
+    if not (counts.num_rows or counts.num_equal):
+        return None
+    first = asdict(difference(counts.first)) if counts.first else None
+    return {
+        "prompts": counts.num_prompts,
+        "equal_pairs": counts.num_equal,
+        "pairs": asdict(counts.pairs) if counts.pairs else None,
+        "labels": asdict(counts.labels) if counts.labels else None,
+        "first_pair": first and {key: redact(text) if isinstance(text, str) else text for key, text in first.items()},
+    }
+
+
+def _say_preferences(counts: PreferenceCounts) -> None:
+    from dualtune.data.preferences import (
+        describe_labels,
+        describe_pairs,
+        difference,
+        from_difference,
+        preference_warnings,
+    )
+
+    pairs, labels = counts.pairs, counts.labels
+    if pairs:
+        equal = f"; {counts.num_equal} more have equal answers" if counts.num_equal else ""
+        tell(f"pairs       {pairs.pairs}, of {counts.num_prompts} different prompts{equal}")
+        for name, text in describe_pairs(pairs):
+            tell(f"{name:<12}{text}")
+    if labels:
+        tell(f"labels      {describe_labels(labels)} to {counts.num_prompts} different prompts")
+    for warning in preference_warnings(pairs, labels):
+        tell(f"warning     {warning}")
+    if counts.first:
+        first = difference(counts.first)
+        tell(f"first pair  {first.where}: they begin to differ in message {first.message}, character {first.character}")
+        say(side_by_side("chosen", "rejected", COLUMN))
+        say(side_by_side(*from_difference(redact(first.chosen), redact(first.rejected)), COLUMN))
 
 
 def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:

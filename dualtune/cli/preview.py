@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.errors import DataError
 from dualtune.base.files import write_file
-from dualtune.base.text import in_columns
+from dualtune.base.text import in_columns, side_by_side
 from dualtune.cli.options import config_argument, json_option, say_json, set_option
 from dualtune.cli.screen import phases, tell
 from dualtune.cli.terminal import say, say_styled
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dualtune.data.tokens.tokenizer import Tokenizer
 
 BAR_WIDTH = 40
+COLUMN = 56  # characters of each answer of a pair, side by side
 
 
 @click.command("preview")
@@ -75,8 +77,12 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         return say_json({**asdict(statistics), "template": template, "warnings": notes, "shown": first})
     # Rows first and numbers last: on a terminal the last lines are seen.
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for document in documents:
-        _show(document, coloured)
+    if statistics.pairs:
+        for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+            _show_pair(chosen, rejected)
+    else:
+        for document in documents:
+            _show(document, coloured)
     _tell(numbers, statistics.histogram)
     for note in notes:
         if coloured:
@@ -117,12 +123,33 @@ def _show(document: ShownDocument, coloured: bool) -> None:
             return text, {"fg": "green"} if weight else {"dim": True}
         return f"⟦{text}⟧" if weight else text, {}
 
-    counts = f"{len(document.tokens)} tokens, {document.num_targets} of them targets"
-    counts += "; a control token in its own text" if document.has_control_text else ""
-    tell(f"document    {document.where}: {counts}")
+    tell(f"document    {document.where}: {_counts(document)}")
     *runs, (weight, end) = document.runs()
     say_styled(run(weight, text) for weight, text in [*runs, (weight, end.removesuffix("\n"))])
     say("")
+
+
+def _show_pair(chosen: ShownDocument, rejected: ShownDocument) -> None:
+    """Show what both answers begin with once, and then both side by side, with marks instead of colours."""
+    tell(f"pair        {chosen.where}: what both begin with, then chosen and rejected")
+    both = zip(chosen.tokens, rejected.tokens, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and not pair[0].is_target, both))
+    say(_marked(replace(chosen, tokens=chosen.tokens[:shared])).removesuffix("\n"))
+    say(side_by_side(_counts(chosen), _counts(rejected), COLUMN))
+    left, right = (_marked(replace(d, tokens=d.tokens[shared:])).removesuffix("\n") for d in (chosen, rejected))
+    say(side_by_side(left, right, COLUMN))
+    say("")
+
+
+def _marked(document: ShownDocument) -> str:
+    texts = [(weight, text if weight in (0, 1) else f"×{weight:g} {text}") for weight, text in document.runs()]
+    return "".join(f"⟦{text}⟧" if weight else text for weight, text in texts)
+
+
+def _counts(document: ShownDocument) -> str:
+    counts = f"{document.answer}, " if document.answer else ""
+    counts += f"{len(document.tokens)} tokens, {document.num_targets} of them targets"
+    return counts + ("; a control token in its own text" if document.has_control_text else "")
 
 
 def _tell(numbers: Sequence[tuple[str, str]], histogram: Sequence[Bar]) -> None:
@@ -141,6 +168,7 @@ def _bar(bar: Bar, most: int) -> tuple[str, ...]:
 def _as_json(document: ShownDocument) -> dict[str, Any]:
     return {
         "where": document.where,
+        **({"answer": document.answer} if document.answer else {}),
         "tokens": len(document.tokens),
         "trained_tokens": document.num_targets,
         "has_control_text": document.has_control_text,

@@ -170,7 +170,7 @@ def make_batch(documents: Documents, rows: Sequence[Row], *, seed: int, step: in
     """Build a micro-batch. Without rows it has no targets, but real tokens, so that nothing becomes NaN."""
     if not rows:
         shortest = make_batch(documents, [[int(np.argmin(documents.lengths))]], seed=seed, step=step)
-        return replace(shortest, labels_BT=np.full_like(shortest.labels_BT, IGNORE_INDEX))
+        return replace(shortest, labels_BT=np.full_like(shortest.labels_BT, IGNORE_INDEX), documents=())
     shape = (len(rows), padded(_width(documents.lengths, rows)))
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
@@ -192,7 +192,7 @@ def make_batch(documents: Documents, rows: Sequence[Row], *, seed: int, step: in
                 weights = np.ones(shape, np.float32) if weights is None else weights
                 weights[b, start : end - 1] = document.weights[1:]
     hidden = None if documents.hidden is None else _hidden(documents.hidden, rows, shape)
-    return Batch(tokens, labels, segments, positions, seeds, weights, hidden)
+    return Batch(tokens, labels, segments, positions, seeds, weights, hidden, tuple(map(tuple, rows)))
 
 
 def _hidden(states: HiddenStates, rows: Sequence[Row], shape: tuple[int, int]) -> np.ndarray:

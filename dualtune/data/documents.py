@@ -236,11 +236,17 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 # The tokenized rows of sources as documents.
 
 # The rows that an objective learns from, and how to get others. An installed objective checks them itself.
-PLAIN, PAIR, LABELLED = "prompts with answers", "preferences (chosen, rejected)", "answers with a label"
+PLAIN = "prompts with answers"
+PAIR = "pairs of answers (data.format: preference)"
+LABELLED = "answers with a label (data.format: unpaired_preference)"
 NEEDED = {"sft": PLAIN, "dpo": PAIR, "orpo": PAIR, "simpo": PAIR, "cpo": PAIR, "kto": LABELLED}
 _ADVICE = {
     PLAIN: "sft learns them", PAIR: "dpo, orpo, simpo and cpo learn them", LABELLED: "kto learns them"
 }  # fmt: skip
+_FOR_SFT = {
+    PAIR: ". For sft on the chosen answers alone set data.columns: {rejected: null}",
+    LABELLED: ". For sft on all answers, also undesirable ones, set data.columns: {label: null}",
+}
 
 
 def check_objective(objective: str, example: Example) -> None:
@@ -248,13 +254,9 @@ def check_objective(objective: str, example: Example) -> None:
     kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
     if (needed := NEEDED.get(objective, kind)) == kind:
         return
-    columns = (
-        ". For sft on the chosen answers alone set data.format: prompt_completion and "
-        "data.columns: {completion: chosen}"
-    )
+    sft = _FOR_SFT[kind] if objective == "sft" else ""
     raise ConfigError(
-        f"train.objective: {objective} needs {needed}, but {example.where} has {kind}; {_ADVICE[kind]}"
-        f"{columns if (objective, kind) == ('sft', PAIR) else ''}"
+        f"train.objective: {objective} needs {needed}, but {example.where} has {kind}; {_ADVICE[kind]}{sft}"
     )
 
 
@@ -317,6 +319,11 @@ class Documents:
         """Return int64 [N]: 1 for a document of a desirable answer, -1 of an undesirable one, else 0."""
         return self._column("label").astype(np.int64)
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether rows of these sources have labels. The second document of each row then answers another prompt."""
+        return any((store.index["label"] != 0).any() for store in self.stores)
+
     def __getitem__(self, index: int) -> Document:
         return self.stores[int(self.sources[index])].document(int(self._indices[index]))
 
@@ -359,12 +366,23 @@ class Documents:
         return self._column("row")
 
     def row_length(self, index: int) -> int:
-        """Return the number of tokens of a document's row before truncation."""
+        """Return the number of tokens of a document before truncation; of a split text, those of the whole text."""
         return int(self.stores[int(self.sources[index])].index["row_length"][int(self._indices[index])])
 
     def is_cut(self) -> np.ndarray:
-        """Return bool [N]: whether the row was truncated."""
-        return self._column("state") == State.CUT
+        """Return bool [N]: whether the document was truncated."""
+        return (self._column("state") == State.CUT) & (self._column("row_length") > self.lengths)
+
+    def row_lengths(self) -> np.ndarray:
+        """Return int64 [N]: `row_length` of each document."""
+        return self._column("row_length").astype(np.int64)
+
+    def unit_digests(self) -> np.ndarray:
+        """Return a digest of each row: of its document, of both answers of a pair, or of an answer with a label."""
+        digests = self.digests()
+        if self.answers == 1:
+            return digests
+        return digests[::2] if self.has_labels else digests.view("V32")
 
     def has_control_text(self) -> np.ndarray:
         """Return bool [N]: whether the row's content contains a control token."""
@@ -405,7 +423,7 @@ class Documents:
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
         kinds = {(1, False): "documents", (2, False): "pairs", (2, True): "answers with a label"}
-        kind = kinds[self.answers, bool(self.labels.any())]
+        kind = kinds[self.answers, self.has_labels]
         text = f"{len(self) // self.answers} {kind}, {self.num_tokens} tokens"
         text += f", {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
@@ -549,7 +567,7 @@ class Data:
 
 def in_memory(documents: Iterable[Tokens]) -> Documents:
     """Build documents from pairs of (token ids int32 [T], loss mask bool [T] or float32 [T])."""
-    rows = [TokenizedRow("", n, n, len(d[0]), State.WHOLE, [d]) for n, d in enumerate(documents)]
+    rows = [TokenizedRow("", n, n, (len(d[0]),), State.WHOLE, [d]) for n, d in enumerate(documents)]
     return _whole([stored_in_memory(rows)])
 
 

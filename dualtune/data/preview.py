@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import numpy as np
 from dualtune.base.redaction import redact
 from dualtune.config import Config
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.formats import Example, answers
 from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.order import Order
 from dualtune.data.sources.rows import RowError
@@ -43,6 +43,7 @@ class ShownDocument:
     where: str
     tokens: list[ShownToken]
     has_control_text: bool = False  # the row's content contains a control token
+    answer: str = ""  # of a preference: chosen, rejected, desirable or undesirable
 
     @property
     def text(self) -> str:
@@ -59,9 +60,35 @@ class ShownDocument:
 
 
 def first_documents(train: Documents, order: Order, tokenizer: Tokenizer, number: int) -> list[ShownDocument]:
-    """Return the documents that the run trains on first."""
-    ids = (int(i) for step in range(order.num_steps) for i in order.step(step).documents)
-    return [show_document(train[i], tokenizer.decode_all, tokenizer.special_ids) for i in islice(ids, number)]
+    """Return the documents of the rows that the run trains on first: of pairs, both answers side by side."""
+    return [
+        replace(show_document(train[i], tokenizer.decode_all, tokenizer.special_ids), answer=answer_of(train, i))
+        for unit in islice(_units(order, train), number)
+        for i in unit
+    ]
+
+
+def _units(order: Order, train: Documents) -> Iterator[list[int]]:
+    """Yield the documents of each row in order, without those that are not shown."""
+    num_answers, is_shown = train.answers, _is_shown(train)
+    for step in range(order.num_steps):
+        for unit in order.step(step).documents.reshape(-1, num_answers):
+            yield unit[is_shown[unit]].tolist()
+
+
+def _is_shown(documents: Documents) -> np.ndarray:
+    """Return bool [N]: false for the answers to other prompts by which answers with a label are judged."""
+    shown = np.ones(len(documents), bool)
+    if documents.has_labels:
+        shown[1::2] = False
+    return shown
+
+
+def answer_of(documents: Documents, i: int) -> str:
+    """Return which answer of a preference a document is; "" if there is nothing to compare."""
+    if label := int(documents.labels[i]):
+        return "desirable" if label > 0 else "undesirable"
+    return ("chosen", "rejected")[i % 2] if documents.answers == 2 else ""
 
 
 def show_document(
@@ -112,6 +139,7 @@ class Sample:
     num_targets: int
     lost: int  # tokens of the row lost by truncation
     original: str | None  # path:line of the document that it repeats
+    answer: str  # of a preference: chosen, rejected, desirable or undesirable
 
 
 def kinds_of(numbers: Survey) -> list[SampleKind]:
@@ -131,20 +159,21 @@ def samples(
     data: Data, train: Documents, eval_: Documents, order: Order, tokenizer: Tokenizer, number: int
 ) -> list[Sample]:
     """Return up to `number` documents of each kind, each document once, in the order of the kinds."""
-    repeated = dict(duplicates(train.digests()))
+    repeated = dict(duplicates(train))
+    is_shown = _is_shown(train)
     chosen = {
-        "first": islice((int(i) for step in range(order.num_steps) for i in order.step(step).documents), number),
-        "cut": np.flatnonzero(train.is_cut())[:number].tolist(),
+        "first": (i for unit in islice(_units(order, train), number) for i in unit),
+        "cut": np.flatnonzero(train.is_cut() & is_shown)[:number].tolist(),
         "duplicate": islice(repeated, number),
-        "longest": np.argsort(-train.lengths, kind="stable")[:number].tolist(),
-        "control": np.flatnonzero(train.has_control_text())[:number].tolist(),
+        "longest": np.argsort(-train.lengths * is_shown, kind="stable")[:number].tolist(),
+        "control": np.flatnonzero(train.has_control_text() & is_shown)[:number].tolist(),
     }
     kinds: dict[int, set[str]] = {}
     for kind, ids in chosen.items():
         for i in ids:
             kinds.setdefault(i, set()).add(kind)
     shown = [(train, i, frozenset(names)) for i, names in kinds.items()]
-    shown += [(eval_, i, frozenset({"evaluation"})) for i in range(min(number, len(eval_)))]
+    shown += [(eval_, i, frozenset({"evaluation"})) for i in np.flatnonzero(_is_shown(eval_))[:number].tolist()]
     examples = _examples(data.sources, {documents[i].where for documents, i, _ in shown})
     return [
         _sample(documents, i, names, examples, tokenizer, train[repeated[i]].where if "duplicate" in names else None)
@@ -158,8 +187,9 @@ def _sample(
 ) -> Sample:  # fmt: skip
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
     lost = documents.row_length(i) - len(document.tokens) if documents.is_cut()[i] else 0
-    turns = turns_of(document, examples.get(document.where), tokenizer)
-    return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original)
+    example, answer = examples.get(document.where), answer_of(documents, i)
+    turns = turns_of(document, answers(example)[answer == "rejected"] if example else None, tokenizer)
+    return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original, answer)
 
 
 def _examples(sources: Sequence[OpenedSource], places: Iterable[str]) -> dict[str, Example]:
@@ -346,7 +376,7 @@ def counts(
     """
     if not len(train):
         return {}
-    digests = train.digests()
+    digests = train.unit_digests()
     return {
         "rows": train.num_rows,
         "bad_rows": train.num_bad,
@@ -361,7 +391,7 @@ def counts(
         "left_out": dict(train.left_out),
         "duplicates": len(digests) - len(np.unique(digests)),
         "eval_documents": len(eval_),
-        "eval_in_training": int((first_indices(digests, eval_.digests()) >= 0).sum()),
+        "eval_in_training": int((first_indices(digests, eval_.unit_digests()) >= 0).sum()),
         "sources": [
             {"path": source.path, **_of_source(train, number)} for number, source in enumerate(config.data.sources())
         ],

@@ -48,14 +48,16 @@ _POWERS = np.array([pow(0x9E3779B97F4A7C15, k, 1 << 64) for k in range(SHINGLE)]
 
 def text_of(example: Example) -> str:
     """Return the text of a row with its tool calls, but without its system message, which many rows share."""
-    turns = [_text(message) for message in example.messages if message.role != "system"]
+    turns = [text_of_message(message) for message in example.messages if message.role != "system"]
     texts = turns or [example.prompt or "", example.completion or ""]
     if worse := example.rejected:
-        texts += [_text(message) for message in worse.messages[num_shared(example.messages, worse.messages) :]]
+        texts += [
+            text_of_message(message) for message in worse.messages[num_shared(example.messages, worse.messages) :]
+        ]
     return "\n".join(texts)
 
 
-def _text(message: Message) -> str:
+def text_of_message(message: Message) -> str:
     extra = json.dumps(dict(message.extra), ensure_ascii=False, sort_keys=True) if message.extra else ""
     return f"{message.content}\n{extra}" if extra else message.content
 

@@ -12,6 +12,15 @@ from dualtune.config import Config
 from dualtune.data.batches import SequenceLayout, fill, plan
 from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
 from dualtune.data.order import Order
+from dualtune.data.preferences import (
+    LabelNumbers,
+    PairNumbers,
+    describe_labels,
+    describe_pairs,
+    label_numbers,
+    pair_numbers,
+    preference_warnings,
+)
 from dualtune.data.similarity import first_equal
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
@@ -68,6 +77,9 @@ class Survey:
     control_text_rows: int  # rows with a control token in their content, including evaluation data
     first_control_text_row: str | None
     documents: int
+    answers: int  # documents of a row: 2 where answers are compared, and duplicates are then counted by rows
+    pairs: PairNumbers | None  # of the training documents; None: they are no pairs…
+    labels: LabelNumbers | None  # …and have no labels
     tokens: int
     trained_tokens: int
     trained_share: float
@@ -105,9 +117,10 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         for candidate in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()
-    repeated = duplicates(train.digests())
-    leaks = first_indices(train.digests(), eval_.digests())
+    repeated = duplicates(train)
+    leaks = first_indices(train.unit_digests(), eval_.unit_digests())
     leaked = np.flatnonzero(leaks >= 0)
+    answers = train.answers
     stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
     return Survey(
         rows=train.num_rows,
@@ -117,6 +130,9 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         control_text_rows=len(control),
         first_control_text_row=control[0] if control else None,
         documents=len(train),
+        answers=answers,
+        pairs=_pairs(train, config),
+        labels=_labels(train, config),
         tokens=train.num_tokens,
         trained_tokens=train.num_targets,
         trained_share=train.num_targets / train.num_tokens,
@@ -135,7 +151,9 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         eval_documents=len(eval_),
         eval_in_training=len(leaked),
         first_eval_in_training=(
-            [eval_[int(leaked[0])].where, train[int(leaks[leaked[0]])].where] if len(leaked) else None
+            [eval_[answers * int(leaked[0])].where, train[answers * int(leaks[leaked[0]])].where]
+            if len(leaked)
+            else None
         ),
         steps=order.num_steps,
         steps_per_epoch=per_epoch,
@@ -144,6 +162,19 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         fill_alone=alone,
         fill_steps=len(measured),
     )
+
+
+def _pairs(train: Documents, config: Config) -> PairNumbers | None:
+    if train.answers == 1 or train.has_labels:
+        return None
+    chosen, rejected = train.row_lengths().reshape(-1, 2).T
+    return pair_numbers(chosen, rejected, "tokens", config.data.max_length)
+
+
+def _labels(train: Documents, config: Config) -> LabelNumbers | None:
+    labels = train.labels[::2] if train.answers == 2 else train.labels
+    weights = config.preference.desirable_weight, config.preference.undesirable_weight
+    return label_numbers(int((labels > 0).sum()), int((labels < 0).sum()), weights)
 
 
 def steps_per_epoch(order: Order) -> int:
@@ -178,11 +209,12 @@ def lengths_of(lengths: np.ndarray) -> Lengths:
     return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
 
 
-def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
-    """Return (document, the first one equal to it) for each repeated document."""
-    first = first_equal(digests)
-    again = np.flatnonzero(first != np.arange(len(digests)))
-    return list(zip(again.tolist(), first[again].tolist(), strict=True))
+def duplicates(documents: Documents) -> list[tuple[int, int]]:
+    """Return (document, the first one equal to it) for each repeated one; of answers of one row, for the first."""
+    first = first_equal(documents.unit_digests())
+    again = np.flatnonzero(first != np.arange(len(first)))
+    answers = documents.answers
+    return list(zip((answers * again).tolist(), (answers * first[again]).tolist(), strict=True))
 
 
 def first_indices(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -196,9 +228,15 @@ def first_indices(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
 # What a person is told of them: a table of the numbers, warnings, and the numbers of each source.
 
 
+def units_of(numbers: Survey) -> str:
+    """Return what the rows to train on are called."""
+    return "pairs" if numbers.pairs else "answers" if numbers.labels else "documents"
+
+
 def describe(numbers: Survey) -> list[tuple[str, str]]:
     """Return the statistics as text: rows of (label, value)."""
-    lengths = numbers.lengths
+    lengths, units = numbers.lengths, units_of(numbers)
+    two = ", two for each row" if numbers.answers == 2 else ""
     dropped = ", ".join(f"{number} dropped: {reason}" for reason, number in numbers.dropped.items())
     rows = [
         (
@@ -206,7 +244,9 @@ def describe(numbers: Survey) -> list[tuple[str, str]]:
             f"{numbers.rows} to train on, {numbers.eval_rows} to evaluate on, {numbers.bad_rows} bad ones left out",
         ),
         *(("", reason) for reason in numbers.first_bad_rows),
-        ("documents", f"{numbers.documents}{f'; {dropped}' if dropped else ''}"),
+        ("documents", f"{numbers.documents}{two}{f'; {dropped}' if dropped else ''}"),
+        *(describe_pairs(numbers.pairs) if numbers.pairs else []),
+        *([("labels", describe_labels(numbers.labels))] if numbers.labels else []),
         ("tokens", f"{numbers.tokens}, {numbers.trained_tokens} of them targets ({numbers.trained_share:.1%})"),
         (
             "lengths",
@@ -215,10 +255,11 @@ def describe(numbers: Survey) -> list[tuple[str, str]]:
         ),
         ("over-long", _over_long(numbers)),
         *([("left out", duplicates_left_out(numbers.left_out))] if numbers.left_out else []),
-        ("duplicates", _with_pair(f"{numbers.duplicates} of the documents", numbers.first_duplicate)),
+        ("duplicates", _with_pair(f"{numbers.duplicates} of the {units}", numbers.first_duplicate)),
     ]
     if numbers.eval_documents:
-        text = f"{numbers.eval_in_training} of {numbers.eval_documents} evaluation documents are in the training data"
+        number = numbers.eval_documents // numbers.answers
+        text = f"{numbers.eval_in_training} of {number} evaluation {units} are in the training data"
         rows.append(("leaks", _with_pair(text, numbers.first_eval_in_training)))
     if numbers.message_weights:
         rows.append(("weights", "messages have loss weights: the loss is the weighted mean over the targets"))
@@ -285,15 +326,17 @@ def warnings(
         texts.append(control_token_warning(numbers.control_text_rows, numbers.first_control_text_row, policy))
     if numbers.cut > MOST_CUT * numbers.rows:
         texts.append(f"{numbers.cut / numbers.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
-    if numbers.duplicates > MOST_DUPLICATES * numbers.documents:
-        share = f"{numbers.duplicates / numbers.documents:.0%} of the documents are duplicates"
+    units, num_units = units_of(numbers), numbers.documents // numbers.answers
+    if numbers.duplicates > MOST_DUPLICATES * num_units:
+        share = f"{numbers.duplicates / num_units:.0%} of the {units} are duplicates"
         texts.append(f"{share}; remove them, or set data.dedup: exact")
     if numbers.eval_in_training:
         texts.append(
-            f"{numbers.eval_in_training} of {numbers.eval_documents} evaluation documents are in the training data, "
+            f"{numbers.eval_in_training} of {numbers.eval_documents // numbers.answers} evaluation {units} are in the "
+            "training data, "
             "so the evaluation loss would be too low; remove them from one of the two"
         )
-    return texts
+    return texts + preference_warnings(numbers.pairs, numbers.labels)
 
 
 def _ends(document: Document, tokenizer: Tokenizer) -> bool:

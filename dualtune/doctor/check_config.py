@@ -11,7 +11,7 @@ from dualtune.base.errors import ConfigError, DiskError, DualtuneError, Environm
 from dualtune.base.files import existing
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
-from dualtune.config.schema import AdapterConfig
+from dualtune.config.schema import PREFERENCE_KEYS, AdapterConfig
 from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
@@ -38,6 +38,7 @@ from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
 from dualtune.model.targets import ALL_LAYERS
+from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, with_adapter_of
 from dualtune.train.saver import check_space
@@ -130,7 +131,7 @@ def check_config(
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
-    report.checks += _policy_rows(config)
+    report.checks += [*_policy_rows(config), *_objective_rows(config)]
     # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
@@ -201,6 +202,17 @@ def _policy_rows(config: Config) -> list[Check]:
     except ConfigError as error:
         return [failure("policy", error)]
     return [Check("policy", "ok", f"{config.train.policy} is installed")]
+
+
+def _objective_rows(config: Config) -> list[Check]:
+    """Check that an objective of another package that the config names is installed and can be made."""
+    if config.train.objective in PREFERENCE_KEYS:
+        return []
+    try:
+        configured_objective(config)
+    except ConfigError as error:
+        return [failure("objective", error)]
+    return [Check("objective", "ok", f"{config.train.objective} is installed")]
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:

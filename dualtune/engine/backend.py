@@ -48,7 +48,7 @@ NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: rows of documents, padded on the right. All arrays but the last are [B, T].
+    """One micro-batch: rows of documents, padded on the right. All arrays but the hidden states are [B, T].
 
     A row holds its documents one after another, each with positions from 0; padding has segment 0 and position 0.
     A token attends to itself and to the earlier tokens of its own document, nothing else. Only engines that honour
@@ -63,6 +63,8 @@ class Batch:
     weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
     # What `Engine.hidden_states` returns for these tokens, 0 for padding. An engine that gets it does not compute it.
     hidden_BTD: np.ndarray | None = None
+    # For the core, engines have no use for it: which documents of the run are in each row, in the order of segments.
+    documents: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_targets(self) -> int:

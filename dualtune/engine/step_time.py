@@ -88,9 +88,10 @@ BASE, LORA, ATTENTION, NORMS = "base products", "LoRA products", "attention", "n
 ROTARY, ACTIVATION, DROPOUT, UNPACKING = "rotary", "activation", "dropout", "unpacking"
 HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
 RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
+ANSWERS = "answers"  # the forward pass before a step that compares answers
 IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING)
 RECOMPUTED_INPUTS = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
-PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS)
+PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS, ANSWERS)
 
 NF4_BYTES = 4.127 / 8  # of a weight, with its share of the scales: Dettmers et al., QLoRA, arXiv 2305.14314, section 3
 GRADIENT_AND_WEIGHT = 5  # passes of an update over them: norm, clipping (2), update (2, and the gradient is zeroed)
@@ -128,6 +129,10 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
         *_head(step), _update(step), *_by_card(step, counts),
     ]  # fmt: skip
     pieces += [*_recomputed(step, pieces), *_transfers(step)]
+    if ask.compares:
+        pieces += [
+            piece.times(1.0, ANSWERS) for piece in pieces if not piece.is_backward and piece.part in (*IN_LAYERS, HEAD)
+        ]
     return _recorded(pieces, step.micro_batches) if ask.kernels == "graph" else pieces
 
 
@@ -368,7 +373,10 @@ def _transfers(step: _Step) -> Iterator[Piece]:
     ask, decoder, layers = step.ask, step.decoder, step.decoder.layers
     if ask.resident_layers is not None:
         one = _stored_bytes(ask) * decoder.linear_parameters / layers
-        yield Piece(TRANSFERS, True, moved_bytes=2 * step.micro_batches * max(0, layers - ask.resident_layers) * one)
+        passes = 2 + ask.compares
+        yield Piece(
+            TRANSFERS, True, moved_bytes=passes * step.micro_batches * max(0, layers - ask.resident_layers) * one
+        )
     if ask.checkpointing.offload:
         inputs = len(list(ask.checkpointing.segments(layers)))
         yield Piece(TRANSFERS, True, moved_bytes=2 * inputs * step.cells * decoder.hidden * ask.item_bytes)
@@ -469,7 +477,7 @@ def predict(decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineL
         raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {known}")
     pieces = pieces_of(decoder, ask, costs, documents)
     parts = [_part(name, [piece for piece in pieces if piece.part == name], ask.dtype, limits) for name in PARTS]
-    launches, waits = sum(piece.launches for piece in pieces), costs.waits * len(documents.rows)
+    launches, waits = sum(piece.launches for piece in pieces), (costs.waits + ask.compares) * len(documents.rows)
     peak_flops = limits.product_flops[ask.dtype]
     device_s = sum(_seconds(piece, ask.dtype, limits)[0] for piece in pieces)
     host_s = launches * limits.launch_s

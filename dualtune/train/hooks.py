@@ -42,7 +42,7 @@ class StepRecord:
 
     step: int  # counted from 1
     epoch: float
-    loss: float  # mean over the step's target tokens
+    loss: float  # mean over the step's target tokens, or the value of an objective that compares answers
     lr: float
     grad_norm: float  # before clipping
     num_targets: int
@@ -52,13 +52,15 @@ class StepRecord:
     documents_per_min: float
     peak_bytes: int
     skipped: bool  # loss or gradient was not finite, so nothing was updated
+    metrics: Mapping[str, float] = field(default_factory=lambda: {})  # of an objective that compares answers, by name
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     step: int
-    eval_loss: float  # mean over the target tokens of the evaluation set
+    eval_loss: float  # mean over the target tokens of the evaluation set, or the value of such an objective
     eval_targets: int
+    metrics: Mapping[str, float] = field(default_factory=lambda: {})  # as in StepRecord, with eval_ before the names
 
 
 @dataclass(frozen=True, slots=True)

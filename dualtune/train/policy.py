@@ -22,6 +22,7 @@ class Update:
     lr: float
     num_targets: int  # over all processes, like num_tokens
     num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=lambda: {})  # of an objective that compares answers
 
 
 @dataclass(frozen=True, slots=True)

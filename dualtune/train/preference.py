@@ -12,12 +12,15 @@ c₀ and r₀ the same sums under the reference model, σ the logistic function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError
+from dualtune.base.fields import shown
+from dualtune.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,21 +317,45 @@ class Kto:
 
 
 OBJECTIVES: Mapping[str, Callable[..., Objective]] = {kind.name: kind for kind in (Dpo, Orpo, SimPo, Cpo, Kto)}
-USES: Mapping[str, tuple[str, ...]] = {
-    kind.name: (*(field.name for field in fields(kind)), *(("reference",) if kind.needs_reference else ()))
-    for kind in (Dpo, Orpo, SimPo, Cpo, Kto)
-}
-"""The keys of the section `preference` that each objective uses."""
 
 
 def objective_of(name: str, **settings: Any) -> Objective:
-    """Return the objective of this name. Its settings are its fields; "auto" is the value that its paper recommends.
-
-    ConfigError if there is no such objective, or it does not use a setting.
-    """
-    if name not in OBJECTIVES:
-        raise ConfigError(f"train.objective: got {name!r}, allowed: {', '.join(OBJECTIVES)}")
-    used = [key for key in USES[name] if key != "reference"]
-    if unused := [key for key in settings if key not in used]:
-        raise ConfigError(f"preference.{unused[0]}: {name} does not use it, it uses {', '.join(used)}")
+    """Return the objective of this name in OBJECTIVES. Its settings are its fields; "auto" leaves the default."""
     return OBJECTIVES[name](**{key: value for key, value in settings.items() if value != "auto"})
+
+
+OBJECTIVES_GROUP = "dualtune.objectives"
+_PARTS = ("name", "answers", "num_trained", "needs_reference", "__call__")
+
+
+def installed_objective(name: str) -> Callable[[Config], Objective]:
+    """Return what makes the objective of this name: an entry point of the group `dualtune.objectives`.
+
+    It names a callable that gets the `Config` and returns an `Objective`, such as a class. ConfigError if there is
+    none, or if it cannot be used.
+    """
+    points = {point.name: point for point in entry_points(group=OBJECTIVES_GROUP)}
+    if name not in points:
+        allowed = ", ".join(["sft", *OBJECTIVES, *sorted(points)])
+        raise ConfigError(
+            f"train.objective: got {shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
+            f"registers one as an entry point of the group {OBJECTIVES_GROUP}: docs/objectives.md"
+        )
+    origin = f"train.objective: {name} ({points[name].value})"
+    try:
+        make: Any = points[name].load()
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def objective(config: Config) -> Objective:
+        made = make(config)
+        if missing := [part for part in _PARTS if not hasattr(made, part)]:
+            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
+        if made.name != name:
+            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
+        if made.answers not in (1, 2) or not 1 <= made.num_trained <= made.answers:
+            got = f"answers = {made.answers!r}, num_trained = {made.num_trained!r}"
+            raise ConfigError(f"{origin} has {got}; allowed: 1 or 2 answers, of which at least one is trained")
+        return made
+
+    return objective

@@ -13,7 +13,7 @@ from typing import Any, cast
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
-from dualtune.data.batches import Row, SequenceLayout, make_batch, micro_batches, share
+from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents
 from dualtune.data.order import Order, without
@@ -33,10 +33,12 @@ from dualtune.model.places import in_names_of
 from dualtune.model.targets import ALL_LINEAR
 from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
+from dualtune.train.comparison import check_answers, configured_objective
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
 from dualtune.train.objective import optimizer_spec, with_intervals
 from dualtune.train.policies import MakePolicy, policy_of
+from dualtune.train.preference import Objective
 from dualtune.train.samples import check_samples
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import (
@@ -104,6 +106,7 @@ class Prepared:
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
+    objective: Objective | None  # of preference training; None: the loss of sft
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
@@ -119,21 +122,23 @@ class Prepared:
         """The checkpoint that the run resumes from."""
         return self.resumed.checkpoint if self.resumed else None
 
-    def batches(self, step: int, layout: SequenceLayout | None = None) -> list[Batch]:
+    def batches(self, step: int, layout: SequenceLayout | None = None, answers: int | None = None) -> list[Batch]:
         """Return this process's micro-batches of a step, counted from 0: a pure function.
 
-        `layout`: that of the run at present, if memory ran out; None: that of the config.
+        `layout`: that of the run at present, if memory ran out; None: that of the config. `answers`: only so many, the
+        first ones, of those that are compared.
         """
+        ids: list[int] = self.data.order.step(step).documents.tolist()
+        if answers is not None:
+            ids = [i for i in ids if i % self.data.train.answers < answers]
         return micro_batches(
-            self.data.train, self.data.order.step(step).documents.tolist(), layout or self.data.layout,
+            self.data.train, ids, layout or self.data.layout,
             seed=self.config.run.seed, step=step, rank=self.team.rank, size=self.team.size,
         )  # fmt: skip
 
-    def rows_with_batches(self, ids: Sequence[int], layout: SequenceLayout) -> list[tuple[list[Row], Batch]]:
-        """Return this process's micro-batches of these training documents, each with the documents of its rows."""
-        documents = self.data.train
-        groups = share(documents.lengths, ids, layout, self.team.rank, self.team.size)
-        return [(rows, make_batch(documents, rows, seed=0, step=0)) for rows in groups]
+    def batches_of(self, ids: Sequence[int], layout: SequenceLayout) -> list[Batch]:
+        """Return this process's micro-batches of these training documents."""
+        return micro_batches(self.data.train, ids, layout, seed=0, step=0, rank=self.team.rank, size=self.team.size)
 
 
 def prepare(
@@ -171,6 +176,8 @@ def prepare(
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
         train, eval_ = sources.train_and_eval(tokenizer, show)
         _check_targets(settled, train, eval_)
+        objective = configured_objective(settled)
+        check_answers(objective, train, eval_)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -200,7 +207,7 @@ def prepare(
             start = in_names_of(start, model_dir)  # which may have been downloaded since
         spec = _spec(planned, start)
     return Prepared(
-        planned, backend, team, model, data, spec, start, make_policy, resumed, fingerprints, memory, system
+        planned, backend, team, model, data, spec, start, make_policy, objective, resumed, fingerprints, memory, system
     )
 
 

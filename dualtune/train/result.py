@@ -133,6 +133,7 @@ def result_record(
             "steps": num_steps,
             "skipped_steps": guards.state.num_skipped,
             "seed": config.run.seed,
+            "objective": config.train.objective,
             "final_loss": _finite(log.history.final_loss),
             "eval_loss_before": _finite(log.history.eval_loss_before),
             "eval_loss": _finite(log.history.eval_loss),

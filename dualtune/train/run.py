@@ -21,6 +21,7 @@ from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.naming import Naming
+from dualtune.train.comparison import AnswerComparison, evaluate_answers
 from dualtune.train.evaluation import evaluate, using_result
 from dualtune.train.guards import Guards
 from dualtune.train.hooks import (
@@ -58,7 +59,7 @@ from dualtune.train.result import (
 )
 from dualtune.train.samples import Samples, check_not_sharded
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.start import load_engine, log_start, write_records
+from dualtune.train.start import load_comparison, load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.run_dir import METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
@@ -107,14 +108,15 @@ def run(
         prepared = prepare(config, backend, run_dir.saved, show, team, policy)
         announce(prepared)
         with explained(backend, prepared.config, "in training"):
-            return execute(prepared, run_dir, hooks, restart, shared_base, pause_after, display)
+            return execute(prepared, run_dir, hooks, restart, shared_base, pause_after, display, show)
 
 
 def execute(
     prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = (), restart: Path | None = None,
     shared_base: SharedBase | None = None, pause_after: int | None = None, display: Display = NO_DISPLAY,
+    show: Show = lambda what, share: None,
 ) -> TrainResult:  # fmt: skip
-    """Train a prepared run in an open run directory. The last five arguments are those of `run`."""
+    """Train a prepared run in an open run directory. The last six arguments are those of `run`."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
 
     # A run that has ended is not trained again, and its model is not loaded.
@@ -132,6 +134,8 @@ def execute(
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
         engine = load_engine(prepared, shared_base)
+    # What the reference says is asked of the engine as it starts, before a checkpoint is restored in it.
+    comparison = load_comparison(prepared, engine, show)
     if saved is not None:
         restore(engine, saved)
     if team.is_first:
@@ -141,7 +145,7 @@ def execute(
     run_dir.has_begun = True
     run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)
     write_records(run_dir, prepared, engine)
-    job = Job(prepared, run_dir, engine, policy, hooks, display, pause_after)
+    job = Job(prepared, run_dir, engine, comparison, policy, hooks, display, pause_after)
     try:
         job.tell_start()
         if restart is not None:
@@ -182,12 +186,13 @@ class Job:
     """A run that trains: engine and policy, and what watches, guards and saves them, each made of those before it."""
 
     def __init__(
-        self, prepared: Prepared, run_dir: RunDir, engine: Engine, policy: StepPolicy, hooks: Sequence[Hook],
-        display: Display, pause_after: int | None,
+        self, prepared: Prepared, run_dir: RunDir, engine: Engine, comparison: AnswerComparison | None,
+        policy: StepPolicy, hooks: Sequence[Hook], display: Display, pause_after: int | None,
     ) -> None:  # fmt: skip
         """`pause_after`: the step after which the run is saved and stopped, to be resumed later."""
         saved = prepared.checkpoint
         self.prepared, self.run_dir, self.engine, self.policy = prepared, run_dir, engine, policy
+        self.comparison = comparison
         self.first_step, self.num_steps = saved.step if saved else 0, prepared.data.order.num_steps
         self.last_step = self.num_steps if pause_after is None else min(self.num_steps, pause_after)
         self.watchers, self._unusable_hooks = _watchers(prepared, run_dir, display, hooks)
@@ -260,6 +265,7 @@ def _take_step(job: Job, step: int) -> int:
     max_steps = steps_until_due(prepared.config.run, step, job.last_step)
     taking = TrainingStep(
         prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery,
+        comparison=job.comparison,
         phase=partial(job.watchers.enter, step + 1), watch=partial(job.watchers.watched, step + 1),
         show=partial(job.watchers.show_gradients, step + 1),
     )  # fmt: skip
@@ -289,8 +295,8 @@ def _take_step(job: Job, step: int) -> int:
         else:
             planned = prepared.data.order.step(step - 1)
             record = job.log.step(
-                update.output, len(planned.documents), step=step, epoch=planned.epoch, lr=update.lr,
-                num_targets=update.num_targets, num_tokens=update.num_tokens,
+                update.output, len(planned.documents) // prepared.data.train.answers, step=step, epoch=planned.epoch,
+                lr=update.lr, num_targets=update.num_targets, num_tokens=update.num_tokens, metrics=update.metrics,
             )  # fmt: skip
         for event in outcome.events:
             job.log.event(event)
@@ -359,10 +365,11 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     if (before := log.history.evals.get(step)) is not None:  # the rows are the same in all processes
         job.guards.on_eval(before)  # from before the run was stopped
         return
+    measure = partial(evaluate_answers, comparison=job.comparison) if job.comparison is not None else evaluate
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):
-            evaluation = evaluate(
+            evaluation = measure(
                 job.engine, prepared.data.eval, job.recovery, step,
                 lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
             )  # fmt: skip

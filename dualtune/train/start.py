@@ -6,6 +6,7 @@ import json
 
 from dualtune.base.files import write_file
 from dualtune.config import to_yaml
+from dualtune.data.documents import Show
 from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
 from dualtune.model.config_file import ignored_code, read_config
@@ -13,6 +14,7 @@ from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.naming import Naming
 from dualtune.train.activation_cache import check_layers, use_cache
+from dualtune.train.comparison import AnswerComparison, comparison_of
 from dualtune.train.hooks import Event
 from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
@@ -50,12 +52,28 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     # adapter from the disk, where they are computed now unless they are there.
     if config.train.activation_cache == "disk":
         check_layers(engine.description.layers_below_adapter, prepared.spec.targets, prepared.spec.layers)
-        names, parts = ("base model's config", "base model's tensors"), [prepared.data.train, prepared.data.eval]
-        base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
-        if config.model.init == "random":
-            base["seed"] = str(config.run.seed)
-        use_cache(engine, prepared.backend, parts, base, prepared.team, packs=config.data.packing)
+        parts = [prepared.data.train, prepared.data.eval]
+        use_cache(engine, prepared.backend, parts, _base(prepared), prepared.team, packs=config.data.packing)
     return engine
+
+
+def load_comparison(
+    prepared: Prepared, engine: Engine, show: Show = lambda what, share: None
+) -> AnswerComparison | None:
+    """Return the objective of preference training with its reference, by a new engine; None for sft."""
+    if prepared.objective is None:
+        return None
+    parts = (prepared.data.train, prepared.data.eval)
+    return comparison_of(
+        engine, prepared.backend, prepared.config, prepared.objective, parts, _base(prepared), prepared.team, show
+    )
+
+
+def _base(prepared: Prepared) -> dict[str, str]:
+    """Return what tells the base model from others."""
+    config, names = prepared.config, ("base model's config", "base model's tensors")
+    base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
+    return base | ({"seed": str(config.run.seed)} if config.model.init == "random" else {})
 
 
 def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:

@@ -7,17 +7,19 @@ The training loop and `dualtune bench` take the same steps and do not depend on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum
+from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
+from dualtune.train.comparison import AnswerComparison, answer_sums, with_slopes
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
 from dualtune.train.policy import Update
+from dualtune.train.preference import Loss, Objective
 from dualtune.train.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -38,9 +40,11 @@ class TrainingStep:
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
         max_steps: int = 1, phase: Phase = lambda name: contextlib.nullcontext(),
         watch: Watch = lambda batches: batches, show: Callable[[Engine], None] = lambda engine: None,
-        recovery: Recovery | None = None,
+        recovery: Recovery | None = None, comparison: AnswerComparison | None = None,
     ) -> None:  # fmt: skip
-        """`phase`: around what is done in a phase of the step. `watch`: around the micro-batches of its gradient.
+        """`comparison`: the objective of preference training with its reference; None: the loss of sft.
+
+        `phase`: around what is done in a phase of the step. `watch`: around the micro-batches of its gradient.
 
         `show`: called with that gradient in the engine, before each update.
         """
@@ -50,6 +54,8 @@ class TrainingStep:
         self._prepared, self._team = prepared, prepared.team
         self._make_batches, self._phase, self._watch = make_batches, phase, watch
         self._show = show
+        self._comparison = comparison
+        self._loss: Loss | None = None  # of the comparison
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
         # What is made on first use, and made again, smaller, when memory has run out.
@@ -84,13 +90,44 @@ class TrainingStep:
         return int(self._prepared.data.train.lengths[list(documents)].sum())
 
     def add_gradients(self) -> None:
-        """Add the gradient of the (weighted) mean loss over the step's targets, micro-batch by micro-batch."""
+        """Add the gradient of the step's loss, micro-batch by micro-batch.
+
+        That of sft is the (weighted) mean over the step's targets. An objective that compares answers needs what the
+        model says of all of them first: it decides the weight of each.
+        """
         self._has_gradient = False
         while not self._has_gradient:
             weight, _, _ = self._totals()
             with self._phase(GRADIENT):
-                add = partial(self.engine.forward_backward, divisor=weight)
-                self._has_gradient = self._attempt(self._watch(self.batches), add)
+                if self._comparison is None:
+                    add = partial(self.engine.forward_backward, divisor=weight)
+                    self._has_gradient = self._attempt(self._watch(self.batches), add)
+                elif (slopes := self._slopes(self._comparison)) is not None:
+                    batches = self._trained_batches(self._comparison.objective)
+                    self._has_gradient = self._attempt(self._watch(batches), partial(self._add_compared, slopes))
+
+    def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
+        """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
+        sums = dict[int, float]()
+        if not self._attempt(
+            self.batches,
+            lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch, dropout=True), batch)),
+        ):
+            return None
+        data = self._prepared.data
+        ids: list[int] = data.order.step(self.index).documents.tolist()
+        totals = self._team.totals([sums.get(i, 0.0) for i in ids])
+        self._loss = comparison.objective(comparison.scores(data.train, ids, totals, comparison.train))
+        return dict(zip(ids, self._loss.slopes_NA.ravel().tolist(), strict=True))
+
+    def _trained_batches(self, objective: Objective) -> list[Batch]:
+        """Return the micro-batches of the answers that have slopes."""
+        if objective.num_trained == objective.answers:
+            return self.batches
+        return self._prepared.batches(self.index, self._recovery.layout, objective.num_trained)
+
+    def _add_compared(self, slopes: Mapping[int, float], batch: Batch) -> None:
+        self.engine.forward_backward(with_slopes(batch, slopes), divisor=1.0)
 
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""
@@ -101,7 +138,11 @@ class TrainingStep:
         with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
         self._has_gradient = False
-        return Update(output, lr, num_targets, num_tokens)
+        if self._loss is None:
+            return Update(output, lr, num_targets, num_tokens)
+        # The engine knows the loss as a sum of weighted log-probabilities, which has the gradient but not the value.
+        output = StepOutput(self._loss.value, output.grad_norm)
+        return Update(output, lr, num_targets, num_tokens, self._loss.metrics)
 
     def batch_loss(self) -> float:
         """Return the weighted mean of −log p over the step's targets of all processes, without dropout; waits."""
@@ -134,26 +175,13 @@ class TrainingStep:
 
     def _losses_of(self, documents: Sequence[int]) -> dict[int, float] | None:
         """Return the losses of this process's share of the documents. None if memory ran out: try again, smaller."""
-        pairs = self._prepared.rows_with_batches(documents, self._recovery.layout)
-        rows = iter([rows for rows, _ in pairs])
-        losses = dict[int, float]()
-        done = self._attempt(
-            (batch for _, batch in pairs), lambda batch: losses.update(self._losses(batch, next(rows)))
-        )
-        return losses if done else None
-
-    def _losses(self, batch: Batch, rows: Sequence[Sequence[int]]) -> dict[int, float]:
-        """Return the loss of each document of a micro-batch, whose rows hold these documents in this order."""
-        losses_BT = -self.engine.target_logprobs(batch).astype(np.float64)
-        if (weights_BT := batch.target_weights_BT) is not None:
-            losses_BT *= weights_BT
-        is_target_BT = batch.labels_BT != IGNORE_INDEX
-        losses = dict[int, float]()
-        for b, row in enumerate(rows):
-            for segment, document in enumerate(row, start=1):
-                own_T = (batch.segments_BT[b] == segment) & is_target_BT[b]
-                losses[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
-        return losses
+        batches, sums = self._prepared.batches_of(documents, self._recovery.layout), dict[int, float]()
+        if not self._attempt(
+            batches, lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch), batch))
+        ):
+            return None
+        targets = self._prepared.data.train.targets
+        return {document: -total / max(1, int(targets[document])) for document, total in sums.items()}
 
     def from_first(self, number: float) -> float:
         """Return the first process's number in all processes, so that they decide alike. All must call it."""

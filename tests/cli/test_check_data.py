@@ -67,6 +67,25 @@ def test_preference_pairs_are_checked(dualtune_main, write_lines, wording):
     result = dualtune_main("check-data", path)
     assert result.returncode == 3
     wording(result.stdout)
+    labelled = write_lines([{"prompt": f"{n}?", "completion": f"{n}.", "label": n > 2} for n in range(9)], "kto.jsonl")
+    wording(dualtune_main("check-data", labelled).stdout)
+
+
+def test_pairs_are_measured_in_tokens_where_there_is_a_tokenizer(dualtune_main, config_file, write_lines):
+    path = write_lines([{"prompt": "?", "chosen": "a" * 10 * n, "rejected": "b" * 20} for n in range(1, 5)])
+    config = config_file({"train.objective": "dpo", "data.eval": 0, "data.max_length": 56})
+    measured = []
+    for target in (config, path):
+        (source,) = json.loads(dualtune_main("check-data", target, "--json").stdout)["sources"]
+        measured.append(source["preferences"]["pairs"])
+    tokens, characters = measured
+    frame = tokens["rejected"]["min"] - 20  # both turns around the answer; a letter is a token
+    assert tokens["chosen"] == {
+        "min": frame + 10, "median": frame + 25, "mean": frame + 25, "max": frame + 40, "cut": 1
+    }  # fmt: skip
+    assert (tokens["unit"], characters["unit"], tokens["rejected"]["cut"]) == ("tokens", "characters", 0)
+    assert characters["chosen"] == {"min": 10, "median": 25, "mean": 25, "max": 40, "cut": None}
+    assert {(report["chosen_longer"], report["rejected_longer"]) for report in measured} == {(2, 1)}
 
 
 def test_all_parts_of_a_directory_are_checked(dualtune_main, write_lines, tmp_path):
@@ -190,7 +209,7 @@ def test_json_says_the_same(dualtune_main, write_lines):
     assert (problem["path"], problem["line"]) == (str(bad), 2)
     assert dualtune_main("check-data", bad).stdout.startswith(f"{bad}:2: {problem['reason']}\n")
     nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}, "control_text": {"rows": 0, "first": []}}
-    nothing |= {"lost_text": {}, "notices": {}, "refused": None}
+    nothing |= {"lost_text": {}, "notices": {}, "refused": None, "preferences": None}
     assert first == {"path": str(bad), "role": "train", "rows": 2, "bad": 1} | nothing
     assert second == {"path": str(good), "role": "train", "rows": 1, "bad": 0, "problems": []} | nothing
     assert result.returncode == 3

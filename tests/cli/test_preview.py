@@ -122,6 +122,44 @@ def test_what_becomes_of_long_rows_is_told(dualtune_main, config_file, write_row
     wording(text)
 
 
+TURNS = [("user", "Hi"), ("assistant", "Ho"), ("user", "2+2?")]
+ANSWERS = {"chosen": "It is four.", "rejected": "It is five, or six, or seven, but not eight and not nine."}
+PAIR = {
+    key: [{"role": role, "content": content} for role, content in [*TURNS, ("assistant", answer)]]
+    for key, answer in ANSWERS.items()
+}
+
+
+def test_a_pair_is_shown_side_by_side(dualtune_main, config_file, write_rows, wording):
+    write_rows([PAIR, PAIR])
+    config = config_file({"data.eval": 0, "train.objective": "dpo", "data.max_length": 256})
+    result = dualtune_main("preview", config, "--rows", 1, "--html", "page.html")
+    assert (result.returncode, result.stderr) == (0, "")
+    wording(result.stdout)
+    report = json.loads(dualtune_main("preview", config, "--rows", 1, "--json").stdout)
+    assert [shown["answer"] for shown in report["shown"]] == ["chosen", "rejected"]
+    for shown in report["shown"]:
+        trained = "".join(run["text"] for run in shown["runs"] if run["trained"])
+        assert trained == f"{ANSWERS[shown['answer']]}<|im_end|>"
+    assert (report["answers"], report["documents"], report["duplicates"]) == (2, 4, 1)
+    assert (report["pairs"]["pairs"], report["pairs"]["rejected_longer"], report["labels"]) == (2, 2, None)
+
+
+def test_an_answer_with_a_label_is_shown_without_the_answer_that_it_is_measured_by(
+    dualtune_main, config_file, write_rows
+):
+    write_rows([{"prompt": f"{n}?", "completion": f"It is {n}.", "label": n < 3} for n in range(4)])
+    config = config_file({"data.eval": 0, "train.objective": "kto", "preference.undesirable_weight": 2})
+    report = json.loads(dualtune_main("preview", config, "--rows", 4, "--json").stdout)
+    shown = {shown["where"].rpartition(":")[2]: shown["answer"] for shown in report["shown"]}
+    assert shown == {"1": "desirable", "2": "desirable", "3": "desirable", "4": "undesirable"}
+    texts = ["".join(run["text"] for run in shown["runs"] if run["trained"]) for shown in report["shown"]]
+    assert sorted(texts) == [f"It is {n}.<|im_end|>" for n in range(4)]
+    assert report["labels"] == {
+        "desirable": 3, "undesirable": 1, "balance": 1.5, "weights": {"preference.undesirable_weight": [2.25, 3.0]}
+    }  # fmt: skip
+
+
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 

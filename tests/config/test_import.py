@@ -186,6 +186,61 @@ def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
     assert f"#   {named}: " in text
 
 
+@pytest.mark.parametrize(
+    ("more", "ours"),
+    [
+        ({"rl": "dpo", "lora_dropout": 0.1},
+         {"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1, "adapter.dropout": 0,
+          "data.loss_on": "assistant"}),
+        ({"rl": "dpo", "rl_beta": 0.2, "rpo_alpha": 0.5, "train_on_inputs": True},
+         {"preference.beta": 0.2, "preference.sft_weight": 0.5, "data.loss_on": "assistant"}),
+        ({"rl": "dpo", "dpo_loss_type": ["robust", "sft"], "dpo_loss_weights": [1, 0.2], "dpo_label_smoothing": 0.1},
+         {"preference.loss": "robust", "preference.sft_weight": 0.2, "preference.label_smoothing": 0.1}),
+        ({"rl": "ipo", "trl": {"beta": 0.5}},
+         {"train.objective": "dpo", "preference.loss": "ipo", "preference.beta": 0.5}),
+        ({"rl": "orpo", "orpo_alpha": 0.3}, {"train.objective": "orpo", "preference.beta": 0.3}),
+        ({"rl": "simpo", "simpo_gamma": 1.5, "rl_beta": 2, "cpo_alpha": 0},
+         {"train.objective": "simpo", "preference.gamma": 1.5, "preference.beta": 2, "preference.sft_weight": 0}),
+        ({"rl": "kto", "kto_undesirable_weight": 0.5},
+         {"train.objective": "kto", "preference.desirable_weight": 1, "preference.undesirable_weight": 0.5}),
+        ({"rl": "dpo", "lora_model_dir": "old", "rl_adapter_ref_model": True}, {"preference.reference": "start"}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if "rl" in value else None,
+)  # fmt: skip
+def test_axolotl_s_preferences_become_ours(translate, more, ours):
+    config, imported, _ = translate(AXOLOTL, {"datasets": [{"path": "a", "type": "chatml.intel"}]} | more)
+    dumped = json.loads(config.model_dump_json())
+    assert {key: dumped[key.split(".")[0]][key.split(".")[1]] for key in ours} == ours
+    assert not imported.lost
+
+
+@pytest.mark.parametrize(
+    ("rl", "entry", "ours", "template"),
+    [
+        ("dpo", {"type": "chatml.intel"}, {"format": "preference"}, "chatml"),
+        ("orpo", {"type": "chat_template.default", "field_messages": "turns", "field_rejected": "rejected"},
+         {"format": "preference", "columns": {"messages": "turns"}}, "auto"),
+        ("dpo", {"type": {"field_prompt": "q", "field_chosen": "good", "prompt_format": None}},
+         {"format": "preference", "columns": {"prompt": "q", "chosen": "good"}}, "auto"),
+        ("kto", {"type": "llama3.ultra"}, {"format": "unpaired_preference"}, "llama-3"),
+        ("kto", {"type": {"field_label": "ok"}}, {"format": "unpaired_preference", "columns": {"label": "ok"}}, "auto"),
+    ],
+)  # fmt: skip
+def test_preference_data_of_axolotl_become_a_source(translate, rl, entry, ours, template):
+    config, imported, _ = translate(AXOLOTL, {"rl": rl, "datasets": [{"path": "a"} | entry]})
+    (source,) = [json.loads(config.model_dump_json(exclude_unset=True))["data"]["train"]]
+    assert source == {"path": "a"} | ours and config.data.template == template
+    assert not imported.lost
+
+
+def test_what_axolotl_s_preferences_have_alone_is_named(translate):
+    kinds = [{"path": "a", "type": "chatml.intel"}, {"path": "b", "type": "zephyr.nectar"},
+             {"path": "c", "type": {"prompt_format": "Q: {prompt}"}}]  # fmt: skip
+    more = {"rl": "dpo", "datasets": kinds, "dpo_use_weighting": True, "dpo_loss_weights": [2.0]}
+    assert {"datasets (type)", "datasets[1].type", "datasets[2].type.prompt_format", "dpo_use_weighting",
+            "dpo_loss_weights"} == {*lost(translate(AXOLOTL, more)[1])}  # fmt: skip
+
+
 NO_THOUGHT, HIGH = {"enable_thinking": False}, {"reasoning_effort": "high"}
 
 
@@ -245,7 +300,9 @@ def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"rl": "dpo"}, "rl: got 'dpo', cannot be translated"),
+        ({"rl": "grpo"}, "rl: got 'grpo', cannot be translated"),
+        ({"rl": "dpo", "dpo_loss_type": ["exo_pair"]}, "dpo_loss_type: got a list, allowed are sigmoid"),
+        ({"rl": "simpo"}, "simpo_gamma: got null, must be a number"),
         ({"adapter": "llama-adapter"}, "adapter: got 'llama-adapter'"),
         ({"pretraining_dataset": [{"path": "a"}]}, "pretraining_dataset: got a list, cannot be translated"),
         ({"lora_r": "many"}, "lora_r: got 'many', must be a number"),

@@ -72,6 +72,20 @@ def lost(imported):
          {"data.template_variables": {"enable_thinking": False, "preserve_thinking": True}}),
         ("LLaMA-Factory", {"enable_thinking": True}, {"data.template_variables": {"enable_thinking": True}}),
         ("LLaMA-Factory", {"enable_thinking": None}, {"data.template_variables": {}}),
+        ("LLaMA-Factory", {"stage": "dpo", "lora_dropout": 0.1},
+         {"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1, "preference.sft_weight": 0,
+          "preference.reference": "base", "adapter.dropout": 0, "data.loss_on": "assistant"}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_ftx": 0.5, "dpo_label_smoothing": 0.1, "pref_beta": 0.3},
+         {"preference.sft_weight": 0.5, "preference.label_smoothing": 0.1, "preference.beta": 0.3}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "ipo"}, {"preference.loss": "ipo"}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "orpo", "pref_ftx": 0.5},
+         {"train.objective": "orpo", "preference.sft_weight": 1.5, "preference.beta": 0.1}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 1, "pref_beta": 2.5},
+         {"train.objective": "simpo", "preference.gamma": 1, "preference.beta": 2.5, "preference.sft_weight": 0}),
+        ("LLaMA-Factory", {"stage": "kto", "kto_rejected_weight": 1.2},
+         {"train.objective": "kto", "preference.desirable_weight": 1, "preference.undesirable_weight": 1.2}),
+        ("LLaMA-Factory", {"stage": "dpo", "adapter_name_or_path": "old", "ref_model": "some/model",
+                           "ref_model_adapters": "old"}, {"preference.reference": "start"}),
         ("TRL", {"chat_template_kwargs": {"enable_thinking": False, "level": "high"}},
          {"data.template_variables": {"enable_thinking": False, "level": "high"}}),
         ("TRL", {"chat_template_kwargs": '{"enable_thinking": false}'},
@@ -88,6 +102,22 @@ def lost(imported):
          {"data.train": [{"path": "a/b"}, {"path": "c.jsonl"}], "data.eval": 0.2}),
         ("TRL", {"report_to": ["wandb", "tensorboard"], "bf16": False},
          {"run.track": ["wandb", "tensorboard"], "model.dtype": "float32"}),
+        ("TRL", {"loss_type": "sigmoid"},
+         {"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1, "train.learning_rate": 1e-6,
+          "adapter.dropout": 0, "data.loss_on": "assistant"}),
+        ("TRL", {"loss_type": ["ipo"], "beta": 0.3, "lora_dropout": 0.1, "disable_dropout": False},
+         {"train.objective": "dpo", "preference.loss": "ipo", "preference.beta": 0.3, "adapter.dropout": 0.1}),
+        ("TRL", {"loss_type": ["robust", "sft"], "loss_weights": [2.0, 1.0], "label_smoothing": 0.1},
+         {"preference.loss": "robust", "preference.sft_weight": 0.5, "preference.label_smoothing": 0.1}),
+        ("TRL", {"loss_type": "sigmoid", "label_smoothing": 0.1}, {"preference.label_smoothing": 0}),  # TRL reads none
+        ("TRL", {"desirable_weight": 1.5, "learning_rate": 1e-5},
+         {"train.objective": "kto", "preference.desirable_weight": 1.5, "preference.undesirable_weight": 1,
+          "train.learning_rate": 1e-5}),
+        ("TRL", {"cpo_alpha": 0.5, "label_smoothing": 0.1},
+         {"train.objective": "cpo", "preference.sft_weight": 0.5, "preference.label_smoothing": 0.1}),
+        ("TRL", {"loss_type": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.0},
+         {"train.objective": "simpo", "preference.gamma": 0.7, "preference.beta": 0.1, "preference.sft_weight": 0}),
+        ("TRL", {"loss_type": "orpo", "beta": 0.2}, {"train.objective": "orpo", "preference.beta": 0.2}),
         ("Unsloth", {"training": {"max_steps": 30, "num_epochs": 0, "packing": True, "train_on_completions": True}},
          {"train.steps": 30, "train.tokens_per_step": 16384, "data.loss_on": "assistant"}),
         ("Unsloth", {"training": {"training_type": "full", "warmup_ratio": 0.1, "save_steps": 0}},
@@ -111,12 +141,21 @@ def test_values_become_ours(translate, trainer, more, ours):
         ("LLaMA-Factory", {"template": "qwen3_nothink", "max_samples": 9}, {"template", "max_samples", "dataset_dir"}),
         ("LLaMA-Factory", {"packing": True, "pissa_init": True}, {"packing", "pissa_init", "dataset_dir"}),
         ("LLaMA-Factory", {"quantization_bit": 8, "optim": "lion_8bit"}, {"quantization_bit", "optim", "dataset_dir"}),
+        ("LLaMA-Factory", {"stage": "kto", "pref_ftx": 0.1, "ref_model": "other/model", "ref_model_adapters": "a"},
+         {"pref_ftx", "ref_model", "dataset_dir"}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_bco_weight": 0.1, "ld_alpha": 0.5, "ref_model": "some/model",
+                           "ref_model_adapters": "a"},
+         {"pref_bco_weight", "ld_alpha", "ref_model_adapters", "dataset_dir"}),
         ("TRL", {"load_in_4bit": True}, {"use_bnb_nested_quant", "lora_target_modules"}),
         ("TRL", {"max_length": None, "packing_strategy": "wrapped", "packing": False},
          {"max_length", "lora_target_modules"}),
         ("TRL", {"assistant_only_loss": False}, {"completion_only_loss", "lora_target_modules"}),
         # names that are the beginning of others: none is taken for said
         ("TRL", {"r": 3, "lora": 1, "data": 2}, {"r", "lora", "data", "lora_target_modules"}),
+        ("TRL", {"loss_type": "hinge", "ld_alpha": 0.5, "max_prompt_length": 9, "f_divergence_type": "reverse_kl"},
+         {"ld_alpha", "max_prompt_length", "lora_target_modules"}),
+        ("TRL", {"loss_type": "simpo", "label_smoothing": 0.1, "sync_ref_model": True},
+         {"label_smoothing", "sync_ref_model", "lora_target_modules"}),
         ("Unsloth", {"lora": {"use_dora": True, "nobody": 1}}, {"lora.use_dora", "lora.nobody"}),
         ("axolotl-rs", {"dataset": {"path": None}, "hybrid": {"enabled": True}}, {"dataset.path", "hybrid"}),
         ("axolotl-rs", {"quantization": {"block_size": 128, "double_quant": False}},
@@ -132,11 +171,16 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
 @pytest.mark.parametrize(
     ("trainer", "more", "key"),
     [
-        ("LLaMA-Factory", {"stage": "dpo"}, "stage: got 'dpo'"),
+        ("LLaMA-Factory", {"stage": "ppo"}, "stage: got 'ppo'"),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: got 'kto_pair', allowed are sigmoid"),
         ("LLaMA-Factory", {"finetuning_type": "oft"}, "finetuning_type: got 'oft'"),
         ("LLaMA-Factory", {"do_train": False}, "do_train: got false"),
         ("TRL", {"beta": 0.1}, "beta: got 0.1, it belongs to dpo"),
-        ("TRL", {"loss_type": "ipo"}, "loss_type: got 'ipo'"),
+        ("TRL", {"loss_type": "exo_pair"}, "loss_type: got 'exo_pair', it cannot be translated, allowed are nll"),
+        ("TRL", {"loss_type": ["sigmoid", "bco_pair"]}, "loss_type: got a list, allowed are sigmoid"),
+        ("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}, "loss_weights: got a list"),
+        ("TRL", {"loss_type": "hinge", "cpo_alpha": 1.0}, "loss_type: got 'hinge', of cpo, only sigmoid"),
+        ("TRL", {"loss_type": "sigmoid", "beta": 0}, "preference.beta: got 0"),
         ("TRL", {"reward_funcs": ["a"]}, "reward_funcs: got a list, it belongs to grpo"),
         ("Unsloth", {"training": {"training_type": "grpo"}}, "training.training_type: got 'grpo'"),
         ("Unsloth", {"model": None}, "model: got null"),
@@ -166,7 +210,10 @@ def test_llama_factory_s_names_are_looked_up(translate, tmp_path):
         "chat": {"hf_hub_url": "o/n", "split": "train", "formatting": "sharegpt",
                  "columns": {"messages": "messages", "tools": "functions"},
                  "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"}},
-        "pairs": {"file_name": "p.json", "ranking": True},
+        "pairs": {"file_name": "p.json", "ranking": True, "columns": {"prompt": "q", "query": "i", "chosen": "good"}},
+        "talks": {"file_name": "t.json", "ranking": True, "formatting": "sharegpt",
+                  "columns": {"messages": "turns", "chosen": "chosen", "rejected": "bad"}},
+        "judged": {"file_name": "j.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "is_good"}},
     }  # fmt: skip
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     values, imported = translate("LLaMA-Factory", {"dataset": "rows, chat"})
@@ -175,9 +222,19 @@ def test_llama_factory_s_names_are_looked_up(translate, tmp_path):
         {"path": "o/n", "split": "train", "format": "messages", "columns": {"tools": "functions"}},
     ]
     assert lost(imported) == {"dataset (rows).columns.history"}
-    for name, reason in (("pairs", "ranks answers"), ("none", "not one of the 3 data sets")):
+    for name, reason in (("pairs", "ranks answers"), ("none", "not one of the 5 data sets")):
         with pytest.raises(ConfigError, match=reason):
             translate("LLaMA-Factory", {"dataset": name})
+    with pytest.raises(ConfigError, match="does not rank answers"):
+        translate("LLaMA-Factory", {"dataset": "rows", "stage": "dpo"})
+    assert translate("LLaMA-Factory", {"dataset": "pairs, talks", "stage": "dpo"})[0]["data.train"] == [
+        {"path": "data/p.json", "format": "preference", "columns": {"prompt": "q", "input": "i", "chosen": "good"}},
+        {"path": "data/t.json", "format": "preference", "columns": {"messages": "turns", "rejected": "bad"}},
+    ]
+    assert translate("LLaMA-Factory", {"dataset": "judged", "stage": "kto"})[0]["data.train"] == {
+        "path": "data/j.json", "format": "unpaired_preference",
+        "columns": {"instruction": "q", "output": "a", "label": "is_good"},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

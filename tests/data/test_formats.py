@@ -261,6 +261,19 @@ def test_an_example_that_is_no_pair_is_its_own_answer():
     assert answers(example) == (example,)
 
 
+def test_without_the_rejected_answers_a_pair_is_an_example_for_sft():
+    """As the error of `train.objective: sft` advises, for each layout of a pair."""
+    for format, row, expected in GOLDEN:
+        if format != "preference":
+            continue
+        got = converted(row, columns={"rejected": None})
+        assert [(m.role, m.content) for m in got.messages] == [(m.role, m.content) for m in expected.messages]
+        assert (got.prompt, got.completion, got.rejected) == (expected.prompt, expected.completion, None)
+        assert got.messages[-1].train and not got.notices
+    with pytest.raises(DataError, match="got null for 'chosen', which the format preference needs"):
+        convert({"prompt": "p", "chosen": "a", "rejected": "b"}, format="preference", columns={"chosen": None})
+
+
 @pytest.mark.parametrize(("scores", "notice"), [
     ((8.5, 7), None), ((7, 7.0), "equal_scores"), (("6", "7"), "reversed_scores"), ((None, 7), None),
 ])  # fmt: skip

@@ -1,6 +1,6 @@
 """Translate axolotl configs: its keys and defaults, and their meaning here.
 
-Based on axolotl/utils/schemas/ and core/builders/base.py of July 2026.
+Based on axolotl/utils/schemas/ and core/builders/base.py of July 2026; preferences on core/builders/rl.py of 0.19.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+from dualtune.config.importing import preferences
 from dualtune.config.importing.arguments import (
     DETECTED,
     EIGHT_BITS,
     NAMED_OUTSIDE,
     NEAREST,
-    NO_PREFERENCES,
+    NO_REWARDS,
     OF_SOURCES,
     OTHER_TRACKERS,
     PATTERN,
@@ -31,6 +32,7 @@ from dualtune.config.importing.table import (
     is_off,
     needless,
     renamed,
+    shown,
     table_in,
     translated,
 )
@@ -47,6 +49,11 @@ _OWN_TYPE = {"field_instruction": "instruction", "field_input": "input", "field_
 _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "field_tools",
          "message_field_role", "message_field_content", "message_property_mappings",
          "chat_template_kwargs"}  # fmt: skip
+_OF_PAIRS = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
+_OWN_PAIRS = {"field_system": "system", "field_prompt": "prompt", "field_chosen": "chosen",
+              "field_rejected": "rejected", "field_completion": "completion", "field_label": "label"}  # fmt: skip
+# The beginning of the type of preference data that names a template.
+_TEMPLATES_OF_PAIRS = {"chatml": "chatml", "llama3": "llama-3"}
 # Values that match our behaviour, so nothing is lost.
 _SAME_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
@@ -74,12 +81,25 @@ def _data(file: ForeignFile) -> Settings:
     if not train:
         raise file.wrong("datasets", "must be a list with a path in each entry")
     settings: Settings = {"data.train": Note(train[0] if len(train) == 1 else train, "datasets")}
+    settings |= _template_of_pairs(file)
     if {source.get("format") for source in train} == {"alpaca"}:
         settings["data.template"] = Note("none", "type: alpaca, which has Alpaca's own prompt and no chat template")
     if "test_datasets" in file:
         settings["data.eval"] = Note(_sources(file, "test_datasets"), "test_datasets")
         return settings
     return settings | held_out(file, "val_set_size")
+
+
+def _template_of_pairs(file: ForeignFile) -> Settings:
+    """Translate the template that the types of preference data name, if all name the same."""
+    if _compared(file) is None:
+        return {}
+    kinds = [table_in(entry).get("type") for entry in cast(list[Any], file.get("datasets"))]
+    names = {_TEMPLATES_OF_PAIRS.get(str(kind).partition(".")[0]) for kind in kinds}
+    if len(names) > 1:
+        file.lose("datasets (type)", "data.template is that of all sources", kinds)
+    template = next(iter(names)) if len(names) == 1 else None
+    return {"data.template": Note(template, f"datasets: type: {shown(kinds[0])}")} if template else {}
 
 
 def _template(file: ForeignFile) -> Settings:
@@ -142,6 +162,8 @@ def _source(file: ForeignFile, where: str, entry: dict[str, Any]) -> list[dict[s
 
 def _layout(file: ForeignFile, where: str, entry: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return our format, and the names of its columns in the file."""
+    if (objective := _compared(file)) is not None:
+        return _layout_of_pairs(file, where, entry, objective)
     kind = entry.get("type")
     if isinstance(kind, dict):
         columns = cast(dict[str, Any], kind)
@@ -162,6 +184,24 @@ def _layout(file: ForeignFile, where: str, entry: dict[str, Any]) -> tuple[str |
     if format in ("messages", "sharegpt"):
         return _chat_layout(file, where, entry, format)
     return format, {}
+
+
+def _layout_of_pairs(
+    file: ForeignFile, where: str, entry: dict[str, Any], objective: str
+) -> tuple[str, dict[str, Any]]:
+    kind, format = entry.get("type"), "unpaired_preference" if objective == "kto" else "preference"
+    columns = {column: entry[key] for key, column in _OF_PAIRS.items() if entry.get(key, column) != column}
+    if isinstance(kind, dict):
+        for key, value in cast(dict[str, Any], kind).items():
+            if key in _OWN_PAIRS:
+                columns |= {_OWN_PAIRS[key]: value} if value else {}
+            elif not is_off(value):
+                file.lose(f"{where}.type.{key}", "prompts come from data.template", value=value)
+    elif kind is not None and str(kind).partition(".")[0] not in ("chat_template", *_TEMPLATES_OF_PAIRS):
+        file.lose(f"{where}.type", "the columns are found by their names; the prompt comes from data.template", kind)
+    if entry.get("message_property_mappings") or entry.get("message_field_role") or entry.get("message_field_content"):
+        _chat_layout(file, where, entry, format)
+    return format, {column: name for column, name in columns.items() if column != name}
 
 
 def _chat_layout(file: ForeignFile, where: str, entry: dict[str, Any], format: str) -> tuple[str, dict[str, Any]]:
@@ -186,7 +226,7 @@ def _chat_layout(file: ForeignFile, where: str, entry: dict[str, Any], format: s
 
 def _report_other_keys(file: ForeignFile, where: str, entry: dict[str, Any]) -> None:
     for key, value in entry.items():
-        if key in _READ:
+        if key in _READ or (key in _OF_PAIRS and _compared(file) is not None):
             continue
         if is_off(value) or value in _SAME_HERE.get(key, ()):
             file.skip(f"{where}.{key}", "it is the same here", value=value)
@@ -199,6 +239,8 @@ DEFAULTS: dict[str, Any] = {
     "output_dir": "./model-out", "sequence_len": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
     "num_epochs": 1.0, "lr_scheduler": "cosine", "optimizer": "adamw_torch_fused", "weight_decay": 0.0,
     "max_grad_norm": 1.0, "lora_dropout": 0.0, "val_set_size": 0.0, "warmup_ratio": 0.03, "seed": 42,
+    "rl_beta": 0.1, "cpo_alpha": 1.0, "kto_desirable_weight": 1.0, "kto_undesirable_weight": 1.0,
+    "dpo_loss_type": ["sigmoid"],
 }  # fmt: skip
 
 # The names of axolotl for the options of transformers that it calls otherwise.
@@ -216,15 +258,51 @@ _TRACKERS = {  # name -> the keys that turn it on: a switch, and the name of a p
 
 
 def _method(file: ForeignFile) -> Settings:
-    for key in ("rl", "reward_model", "process_reward_model", "pretraining_dataset"):
+    for key in ("reward_model", "process_reward_model", "pretraining_dataset"):
         if key in file and not is_off(file.get(key)):
-            raise file.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
+            raise file.wrong(key, "cannot be translated: rewards and streams are not supported yet")
+    if _compared(file) not in (None, *_PREFERENCES):
+        raise file.wrong("rl", f"cannot be translated: {NO_REWARDS}; allowed are ipo, {', '.join(_PREFERENCES)}")
     if "adapter" not in file:
         file.skip_all(f"{_LORA} {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if file.get("adapter") not in ("lora", "qlora"):
         raise file.wrong("adapter", f"only lora and qlora can be translated, or none: all is trained. {NEAREST}")
     return {}
+
+
+# By objective: our keys of `preference` and theirs. That of beta has several names.
+_PREFERENCES: dict[str, dict[str, str]] = {
+    "dpo": {},
+    "kto": {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"},
+    "orpo": {},
+    "simpo": {"gamma": "simpo_gamma", "sft_weight": "cpo_alpha"},
+}
+_BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
+
+
+def _compared(file: ForeignFile) -> str | None:
+    """Return the objective of preference training, or the name of another one in `rl`; None for that of SFT."""
+    name = file.get("rl")
+    return None if is_off(name) else "dpo" if name == "ipo" else str(name)
+
+
+def _preference(file: ForeignFile) -> Settings:
+    if (objective := _compared(file)) is None:
+        return {}
+    beta = next((name for name in _BETAS if name in file), "rl_beta")
+    settings = preferences.compared(file, objective, "rl", beta=beta, **_PREFERENCES[objective])
+    if file.get("rl") == "ipo":
+        settings["preference.loss"] = file.note("ipo", "rl")
+    elif objective == "dpo":
+        settings |= preferences.dpo_losses(file, "dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing")
+        if "rpo_alpha" in file and "preference.sft_weight" not in settings:
+            settings["preference.sft_weight"] = file.note(file.number("rpo_alpha"), "rpo_alpha")
+    if file.flag("dpo_use_weighting"):
+        file.lose("dpo_use_weighting", "every pair has the same weight")
+    if file.flag("rl_adapter_ref_model"):
+        settings["preference.reference"] = file.note("start", "rl_adapter_ref_model")
+    return settings | (preferences.without_dropout(file, "lora_dropout") if "adapter" in file else {})
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -345,8 +423,8 @@ _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding sp
 
 RULES = (
     renamed("base_model", "model.name", ForeignFile.model),
-    translated("adapter rl reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
-               "lora and qlora; without an adapter, full; preferences, rewards and streamed data are refused"),
+    translated("adapter reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
+               "lora and qlora; without an adapter, full; rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
@@ -390,6 +468,11 @@ RULES = (
     translated("plugins", "", _plugins, "fast code is chosen automatically"),
     translated("train_on_inputs", "data.loss_on", lambda file: {
         "data.loss_on": "all" if file.flag("train_on_inputs") else "assistant"}, "false is `assistant`, true is `all`"),
+    translated(f"rl {' '.join(_BETAS)} dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting rpo_alpha "
+               "simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight rl_adapter_ref_model",
+               "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.label_smoothing, "
+               "preference.gamma, preference.desirable_weight, preference.undesirable_weight, preference.reference",
+               _preference, "dpo, kto, orpo and simpo; ipo is a loss of dpo; others are refused"),
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
@@ -430,7 +513,11 @@ RULES = (
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
     absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
-    absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", NO_PREFERENCES),
+    absent("trl trl.* vllm ebft", NO_REWARDS),
+    needless("dpo_use_liger_kernel dpo_padding_free precompute_ref_log_probs dpo_use_logits_to_keep",
+             "what the reference says of the answers is computed once, and the layout does not change the result"),
+    absent("dpo_generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
+    absent("dpo_norm_loss", "a loss is the mean over the pairs of a step"),
     absent("reinit_weights", "`model.init: random` is only for measuring speed and memory",
            "model.init"),
     absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),

@@ -1,6 +1,6 @@
 """Translate LLaMA-Factory configs (`llamafactory-cli train FILE`): its keys and defaults, and their meaning here.
 
-Based on src/llamafactory/hparams/ and data/parser.py of LLaMA-Factory 0.9.6.dev0.
+Based on src/llamafactory/hparams/, data/parser.py and train/ of LLaMA-Factory 0.9.6.dev0.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from dualtune.base.errors import DualtuneError
 from dualtune.base.untrusted import read_json
-from dualtune.config.importing import arguments
+from dualtune.config.importing import arguments, preferences
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
     NEAREST,
-    NO_PREFERENCES,
+    NO_REWARDS,
     OF_SOURCES,
     Arguments,
     held_out,
@@ -38,24 +38,82 @@ from dualtune.config.importing.table import (
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "stage": "sft", "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
     "cutoff_len": 2048, "val_size": 0.0, "dataset_dir": "data", "quantization_type": "nf4", "double_quantization": True,
-    "mix_strategy": "concat", "do_train": True,
+    "mix_strategy": "concat", "do_train": True, "pref_loss": "sigmoid", "pref_beta": 0.1, "pref_ftx": 0.0,
+    "simpo_gamma": 0.5, "dpo_label_smoothing": 0.0, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
 }  # fmt: skip
 _ARGS = Arguments()
 _INFO = "dataset_info.json"
 _MAX_INFO_BYTES = 4 << 20
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}  # its columns -> ours
 _OF_ALPACA = "alpaca"
+_PREFERENCES = {  # by pref_loss, but kto by its stage: our objective, and our keys of `preference` and theirs
+    **dict.fromkeys(("sigmoid", "hinge", "ipo"), ("dpo", {"beta": "pref_beta"})),
+    "orpo": ("orpo", {"beta": "pref_beta"}),
+    "simpo": ("simpo", {"beta": "pref_beta", "gamma": "simpo_gamma"}),
+    "kto": ("kto", {"beta": "pref_beta", "desirable_weight": "kto_chosen_weight",
+                    "undesirable_weight": "kto_rejected_weight"}),
+}  # fmt: skip
 
 
 def _method(file: ForeignFile) -> Settings:
     if not file.flag("do_train"):
         raise file.wrong("do_train", "without training there is nothing to translate; see `dualtune eval` and `chat`")
-    if (stage := file.get("stage")) not in ("sft", "pt"):
-        reason = f"{stage} cannot be translated: {NO_PREFERENCES}; allowed are sft, and pt for plain text"
-        raise file.wrong("stage", reason)
+    if (stage := file.get("stage")) not in ("sft", "pt", "dpo", "kto"):
+        raise file.wrong("stage", f"{stage} cannot be translated; allowed are sft, dpo, kto, and pt for plain text")
     if (kind := file.get("finetuning_type")) not in ("lora", "full"):
         raise file.wrong("finetuning_type", f"only lora and full can be translated. {NEAREST}")
     return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else {}
+
+
+def _preference(file: ForeignFile) -> Settings:
+    if (stage := file.get("stage")) not in ("dpo", "kto"):
+        return {}
+    loss = "kto" if stage == "kto" else str(file.get("pref_loss"))
+    if loss not in _PREFERENCES:
+        raise file.wrong("pref_loss", "allowed are sigmoid, hinge, ipo, orpo and simpo")
+    objective, keys = _PREFERENCES[loss]
+    settings = preferences.compared(file, objective, "stage", "pref_loss", **keys)
+    if objective == "dpo":
+        settings["preference.loss"] = file.note(loss, "pref_loss")
+        if file.number("dpo_label_smoothing"):
+            smoothing = file.number("dpo_label_smoothing")
+            settings["preference.label_smoothing"] = file.note(smoothing, "dpo_label_smoothing")
+    if "pref_bco_weight" in file and file.number("pref_bco_weight"):
+        file.lose("pref_bco_weight", "the loss of BCO is not supported yet")
+    settings |= _sft_weight(file, objective) | _reference(file, objective)
+    if file.get("finetuning_type") == "lora":
+        settings |= preferences.without_dropout(file, "lora_dropout")
+    return settings
+
+
+def _sft_weight(file: ForeignFile, objective: str) -> Settings:
+    """Translate pref_ftx, which comes on top of the loss of SFT that ORPO has anyway."""
+    weight = file.number("pref_ftx")
+    if objective == "kto":
+        if weight:
+            file.lose("pref_ftx", "kto has no loss of sft beside it")
+        return {}
+    origin = f"pref_ftx: {weight:g}" + (", and ORPO's own 1" if objective == "orpo" else "")
+    means = "LLaMA-Factory takes the mean of each answer, here it is over all targets of a step"
+    total = weight + (objective == "orpo")
+    return {"preference.sft_weight": Note(total, f"{origin}; {means}" if total else origin)}
+
+
+def _reference(file: ForeignFile, objective: str) -> Settings:
+    """Translate the reference: the base, also of a run that goes on from an adapter, unless the file names a model."""
+    if objective not in ("dpo", "kto"):
+        file.skip_all("ref_model ref_model_adapters", f"{objective} has no reference")
+        return {}
+    model, adapter = file.text("ref_model"), file.text("ref_model_adapters")
+    if model not in (None, file.get("model_name_or_path")):
+        file.lose(
+            "ref_model", "the reference is the base or the adapter that the run starts from: preference.reference"
+        )
+    elif model is not None and adapter is not None:
+        if adapter == file.text("adapter_name_or_path"):
+            return {"preference.reference": file.note("start", "ref_model", "ref_model_adapters")}
+        file.lose("ref_model_adapters", "the reference's adapter is that of adapter_name_or_path, or none")
+    return {"preference.reference": file.note("base", "ref_model")}
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -150,8 +208,9 @@ def _source(file: ForeignFile, key: str, name: str, table: dict[str, Any] | None
         source |= {option: row[option] for option in ("subset", "split") if row.get(option)}
     else:
         raise file.wrong(key, f"{name} has neither file_name nor hf_hub_url in {_INFO}")
-    if row.get("ranking"):
-        raise file.wrong(key, f"{name} ranks answers (ranking: true): {NO_PREFERENCES}")
+    if bool(row.get("ranking")) != (file.get("stage") == "dpo"):
+        rule = "ranks answers (ranking: true)" if row.get("ranking") else "does not rank answers (no ranking: true)"
+        raise file.wrong(key, f"{name} {rule}, but the stage is {file.get('stage')}")
     where = f"{key} ({name})"
     for option in row.keys() - _READ:
         if not is_off(row[option]):
@@ -159,6 +218,9 @@ def _source(file: ForeignFile, key: str, name: str, table: dict[str, Any] | None
     return source | _layout(file, where, row)
 
 
+# Columns of a preference -> ours: what is asked in rows like Alpaca's, and what is answered.
+_PROMPT = {"prompt": "prompt", "query": "input", "system": "system"}
+_ANSWERS = {"preference": {"chosen": "chosen", "rejected": "rejected"}, "unpaired_preference": {"kto_tag": "label"}}
 _READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "ranking", "formatting", "columns",
          "tags", "file_sha1"}  # fmt: skip
 
@@ -168,21 +230,29 @@ def _layout(file: ForeignFile, where: str, row: dict[str, Any]) -> dict[str, Any
     columns, tags = table_in(row.get("columns")), table_in(row.get("tags"))
     if file.get("stage") == "pt":
         return _named("text", {"text": columns.get("prompt", "text")})
+    judged = {"dpo": "preference", "kto": "unpaired_preference"}.get(str(file.get("stage")))
+    answers = _ANSWERS.get(judged or "", {})
     if row.get("formatting", _OF_ALPACA) == _OF_ALPACA:
-        for key in columns.keys() - _ALPACA.keys():
-            file.lose(f"{where}.columns.{key}", "alpaca has the columns instruction, input, output and system",
-                       columns[key])  # fmt: skip
-        return _named(_OF_ALPACA, {column: columns[key] for key, column in _ALPACA.items() if key in columns})
+        names = (_PROMPT if judged == "preference" else _ALPACA) | answers
+        for key in columns.keys() - names.keys():
+            rule = f"{judged or _OF_ALPACA} has the columns {', '.join(names.values())}"
+            file.lose(f"{where}.columns.{key}", rule, columns[key])
+        return _named(judged or _OF_ALPACA, {column: columns[key] for key, column in names.items() if key in columns})
     roles = (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
     if row.get("formatting") == "openai":
         roles = (tags.get("role_tag", "role"), tags.get("content_tag", "content"))
     if roles not in (("role", "content"), ("from", "value")):
         file.lose(f"{where}.tags", "a message has role and content, or from and value; rename them in the file", tags)
-    for key in columns.keys() - {"messages", "tools"}:
-        file.lose(f"{where}.columns.{key}", "a conversation has the columns messages and tools", columns[key])
+    others = {"tools": "tools", "system": "system"} | answers
+    for key in columns.keys() - {"messages", *others}:
+        file.lose(
+            f"{where}.columns.{key}", f"a conversation has the columns messages, {', '.join(others)}", columns[key]
+        )
     format, key = ("messages", "messages") if roles == ("role", "content") else ("sharegpt", "conversations")
-    tools = {"tools": columns["tools"]} if "tools" in columns else {}
-    return _named(format, {key: columns.get("messages", "conversations")} | tools)
+    if judged == "preference":
+        key = "messages"  # the prompt
+    more = {ours: columns[theirs] for theirs, ours in others.items() if theirs in columns}
+    return _named(judged or format, {key: columns.get("messages", "conversations")} | more)
 
 
 def _named(format: str, columns: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +288,8 @@ def _steps(file: ForeignFile) -> Settings:
 
 
 def _loss_on(file: ForeignFile) -> Settings:
+    if file.get("stage") in ("dpo", "kto"):
+        return {}  # the answers
     if file.get("stage") == "pt":
         return {"data.loss_on": Note("all", "stage: pt"), "data.template": Note("none", "stage: pt")}
     if file.flag("mask_history"):
@@ -237,7 +309,7 @@ def _mixture(file: ForeignFile) -> Settings:
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
     translated("stage finetuning_type do_train", "adapter.method", _method,
-               "`sft` and `pt`, `lora` and `full`; rewards and preferences (rm, ppo, dpo, kto) are refused"),
+               "`lora` and `full`; the stages sft, pt, dpo and kto; rm and ppo are refused"),
     translated("bf16 fp16 pure_bf16", "model.dtype", _dtype),
     translated("quantization_bit quantization_method quantization_type double_quantization", "model.quantization",
                _quantization, "4 bits become nf4; bitsandbytes' 8 bits are something else than int8"),
@@ -256,14 +328,20 @@ RULES = (
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
                "packed: the product with cutoff_len, in tokens; documents do not see each other, as with neat_packing"),
     translated("train_on_prompt mask_history", "data.loss_on", _loss_on, "`all`, `last`"),
+    translated("pref_loss pref_beta pref_ftx pref_bco_weight dpo_label_smoothing simpo_gamma kto_chosen_weight "
+               "kto_rejected_weight ref_model ref_model_adapters",
+               "train.objective, preference.loss, preference.beta, preference.sft_weight, preference.label_smoothing, "
+               "preference.gamma, preference.desirable_weight, preference.undesirable_weight, preference.reference",
+               _preference, "with stage: dpo or kto; orpo and simpo are an objective of their own"),
     translated("mix_strategy interleave_probs", "", _mixture, "all sources are shuffled together"),
     translated("disable_gradient_checkpointing", "memory.checkpointing", lambda file: (
         {"memory.checkpointing": "none"} if file.flag("disable_gradient_checkpointing") else {}),
                "true is `none`; by default as little as fits is recomputed"),
     translated("early_stopping_steps load_best_model_at_end", "guards.early_stopping, guards.restore_best",
                lambda file: _ARGS.guards(file, "early_stopping_steps")),
-    absent("pref_* dpo_* kto_* simpo_* ppo_* ref_model ref_model_* reward_model reward_model_* ld_alpha",
-           NO_PREFERENCES),
+    absent("ppo_* reward_model reward_model_*", NO_REWARDS),
+    absent("ref_model_quantization_bit", "the reference is quantized as the base", "model.quantization"),
+    absent("ld_alpha", "every token of an answer counts alike"),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
     absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
     absent("use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),

@@ -172,6 +172,10 @@ class ForeignFile:
             raise self.wrong(name, "must be a mapping with a path, or a list of such mappings")
         return entries
 
+    def assume(self, **defaults: Any) -> None:
+        """Take these for the other trainer's defaults from now on: they depend on other keys of the file."""
+        self._defaults = {**self._defaults, **defaults}
+
     def note(self, value: Any, *names: str) -> Note:
         """Return a value with its origin, the keys `names`, as its comment."""
         origin = ", ".join(f"{name}: {shown(self.get(name))}" for name in names if name in self)

@@ -1,16 +1,16 @@
-"""Translate configs of TRL's command line (`trl sft --config FILE`): its keys and defaults, and their meaning here.
+"""Translate configs of TRL's command line (`trl sft --config FILE`, `dpo`, `kto`): keys, defaults, and their meaning.
 
-Based on trl/trainer/sft_config.py, trl/trainer/model_config.py and trl/scripts/utils.py of July 2026.
+Based on trl/trainer/sft_config.py, trl/trainer/model_config.py and trl/scripts/utils.py of July 2026; those of the
+preference trainers on trl/trainer/ and trl/experimental/ of TRL 1.16.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing import arguments
+from dualtune.config.importing import arguments, preferences
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
-    NO_PREFERENCES,
     OF_SOURCES,
     Arguments,
     lora,
@@ -32,34 +32,103 @@ from dualtune.config.importing.table import (
 DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
     "learning_rate": 2e-5, "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05,
     "bnb_4bit_quant_type": "nf4", "dataset_test_split": "test", "packing_strategy": "bfd", "loss_type": "nll",
-    "eval_strategy": "no", "truncation_mode": "keep_start",
+    "eval_strategy": "no", "truncation_mode": "keep_start", "beta": 0.1, "desirable_weight": 1.0,
+    "undesirable_weight": 1.0, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "label_smoothing": 0.0,
 }  # fmt: skip
 _ARGS = Arguments()
 _LORA = "lora_r lora_alpha lora_dropout use_rslora"
-# Keys that only the other trainers of TRL have.
+# Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
-    "dpo, kto or another preference trainer": "beta desirable_weight undesirable_weight max_prompt_length "
-    "precompute_ref_log_probs ref_model_mixup_alpha label_smoothing simpo_gamma cpo_alpha",
-    "grpo, rloo or another online trainer": "reward_funcs reward_model_name_or_path num_generations "
-    "max_completion_length use_vllm kl_coef num_ppo_epochs",
+    "grpo, rloo or another online trainer": "reward_funcs reward_model_name_or_path num_generations use_vllm kl_coef "
+    "num_ppo_epochs",
     "reward": "center_rewards_coefficient",
     "gkd or another distillation trainer": "teacher_model_name_or_path lmbda",
 }
+# The preference trainers: our keys of `preference`, and theirs.
+_PREFERENCES = {
+    "dpo": {"beta": "beta"},
+    "kto": {"beta": "beta", "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"},
+    "orpo": {"beta": "beta"},
+    "cpo": {"beta": "beta", "sft_weight": "cpo_alpha", "label_smoothing": "label_smoothing"},
+    "simpo": {"beta": "beta", "sft_weight": "cpo_alpha", "gamma": "simpo_gamma"},
+}
+_SFT_LOSSES = ("nll", "chunked_nll", "dft")
+_LENGTHS = "data.max_length is that of prompt and answer together"
+_NOT_HERE = {  # their other keys: the value that changes nothing, and what is so here
+    "ld_alpha": (1.0, "every token of an answer counts alike"),
+    "use_weighting": (False, "every pair has the same weight"),
+    "f_divergence_type": ("reverse_kl", "dpo has the reverse KL"),
+    "alpha": (0.0, "AlphaPO is not supported yet"),
+    "sync_ref_model": (False, "the reference stays as it is"),
+    "max_prompt_length": (None, _LENGTHS),
+    "max_completion_length": (None, _LENGTHS),
+}
+_REFERENCE = "precompute_ref_log_probs precompute_ref_batch_size ref_model_mixup_alpha ref_model_sync_steps"
+_OF_PREFERENCES = (
+    "beta label_smoothing loss_weights cpo_alpha simpo_gamma desirable_weight undesirable_weight "
+    f"{' '.join(_NOT_HERE)} {_REFERENCE}"
+)
+
+
+def _compared(file: ForeignFile) -> str | None:
+    """Return the objective of preference training, by keys that only its trainer has; None for that of `trl sft`."""
+    losses = preferences.losses_of(file, "loss_type")
+    if losses in (["kto"], ["orpo"], ["simpo"]):
+        return losses[0]
+    if "desirable_weight" in file or "undesirable_weight" in file:
+        return "kto"
+    if "cpo_alpha" in file or "simpo_gamma" in file:
+        return "cpo"
+    return "dpo" if losses[0] in preferences.LOSSES else None
 
 
 def _objective(file: ForeignFile) -> Settings:
     for trainer, names in _OTHER_TRAINERS.items():
         for name in names.split():
             if name in file:
-                raise file.wrong(name, f"it belongs to {trainer}: {NO_PREFERENCES}; `trl sft` can be translated")
-    if (loss := file.get("loss_type")) not in ("nll", "chunked_nll", "dft"):
-        raise file.wrong("loss_type", f"it is the loss of another trainer than sft: {NO_PREFERENCES}")
-    if loss == "dft":
-        file.lose("loss_type", "the loss is the cross-entropy of the targets")
+                raise file.wrong(name, f"it belongs to {trainer}, which cannot be translated; sft, dpo and kto can be")
+    if _compared(file) is None:
+        _check_sft(file)
+    else:
+        file.assume(learning_rate=1e-6)
     if file.flag("use_peft"):
         return {}
     file.skip_all(f"{_LORA} lora_target_modules", "without use_peft it has no meaning")
     return {"adapter.method": Note("full", "no use_peft: all parameters are trained")}
+
+
+def _check_sft(file: ForeignFile) -> None:
+    for name in _OF_PREFERENCES.split():
+        if name in file:
+            reason = "it belongs to dpo, kto or another preference trainer, but the file does not say to which: add "
+            reason += "loss_type: sigmoid (for dpo), kto, orpo or simpo, or cpo_alpha: 1.0 (for cpo)"
+            raise file.wrong(name, reason)
+    if (loss := file.get("loss_type")) not in _SFT_LOSSES:
+        allowed = ", ".join((*_SFT_LOSSES, *preferences.LOSSES, "kto", "orpo", "simpo"))
+        raise file.wrong("loss_type", f"it cannot be translated, allowed are {allowed}")
+    if loss == "dft":
+        file.lose("loss_type", "the loss is the cross-entropy of the targets")
+
+
+def _preference(file: ForeignFile) -> Settings:
+    if (objective := _compared(file)) is None:
+        return {}
+    own = {"kto": "kto", "cpo": "sigmoid"}.get(objective)
+    if own and "loss_type" in file and preferences.losses_of(file, "loss_type") != [own]:
+        raise file.wrong("loss_type", f"of {objective}, only {own} can be translated")
+    settings = preferences.compared(file, objective, "loss_type", **_PREFERENCES[objective])
+    if objective == "dpo":
+        settings |= preferences.dpo_losses(file, "loss_type", "loss_weights", "label_smoothing")
+    elif objective == "simpo" and "label_smoothing" in file and file.number("label_smoothing"):
+        file.lose("label_smoothing", "simpo has none")
+    for name, (neutral, reason) in _NOT_HERE.items():
+        if name in file and file.get(name) != neutral:
+            file.lose(name, reason)
+    if not file.flag("sync_ref_model"):
+        file.skip_all(_REFERENCE, "what the reference says of the answers is computed once, before training")
+    if file.flag("use_peft") and file.get("disable_dropout") is not False:
+        settings |= preferences.without_dropout(file, "lora_dropout")
+    return settings
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -130,6 +199,8 @@ def _columns(file: ForeignFile) -> Settings:
 
 
 def _loss_on(file: ForeignFile) -> Settings:
+    if _compared(file) is not None:
+        return {}  # the answers
     if file.flag("assistant_only_loss"):
         return {"data.loss_on": file.note("assistant", "assistant_only_loss")}
     if "completion_only_loss" in file:
@@ -171,8 +242,8 @@ def _steps(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
-    translated("use_peft loss_type " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
-               "without use_peft, full; the options of DPO, GRPO and other trainers are refused"),
+    translated("use_peft " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
+               "without use_peft, full; the options of GRPO, reward and distillation trainers are refused"),
     translated("bf16 fp16", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant", "model.quantization",
                _quantization, "`nf4`, with double quantization; bitsandbytes' 8 bits are something else than int8"),
@@ -184,6 +255,11 @@ RULES = (
     translated("dataset_text_field", "data.columns", _columns, "`{text: …}`"),
     translated("assistant_only_loss completion_only_loss", "data.loss_on", _loss_on,
                "`assistant`; templates need no `generation` tag"),
+    translated(f"loss_type disable_dropout {_OF_PREFERENCES}",
+               "train.objective, preference.loss, preference.beta, preference.gamma, preference.label_smoothing, "
+               "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight", _preference,
+               "loss_type tells the trainer: sigmoid and others `dpo`, kto `kto`, simpo `simpo`; cpo_alpha is `cpo`; "
+               "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
     translated("chat_template_kwargs", "data.template_variables",
                lambda file: template_variables(file, "chat_template_kwargs"), "for all rows"),
@@ -202,6 +278,7 @@ RULES = (
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("env", "set environment variables in the shell"),
     absent("dataset_streaming streaming", "rows are always read as a stream, and shuffled as a whole"),
+    absent("generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
     needless("dtype torch_dtype bnb_4bit_quant_storage", "weights that are not trained keep their stored format"),
     needless("lora_task_type pad_token ignore_bias_buffers config", "there is nothing to set"),
     needless("shuffle_dataset padding_free eval_packing",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_PREFERENCES, Arguments, lora, module_names
+from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_REWARDS, Arguments, lora, module_names
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -26,7 +26,7 @@ _FORMATS = {"auto": None, "alpaca": "alpaca", "chatml": "messages", "sharegpt": 
 def _method(file: ForeignFile) -> Settings:
     kind = file.get("training.training_type")
     if kind not in ("lora", "full"):
-        raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_PREFERENCES}")
+        raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_REWARDS}")
     return {"adapter.method": file.note("full", "training.training_type")} if kind == "full" else {}
 
 

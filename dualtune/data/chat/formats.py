@@ -86,6 +86,7 @@ LABELS = {
     **dict.fromkeys(("true", "1", "yes", "desirable", "chosen", "accepted", "good", "positive"), 1),
     **dict.fromkeys(("false", "0", "-1", "no", "undesirable", "rejected", "bad", "negative"), -1),
 }
+ANSWERS = ("chosen", "rejected")
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of a conversation as one text, as in HH-RLHF
 
 
@@ -128,6 +129,7 @@ class Format:
     # Other names of a key, used where a row has none of its own name.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SYSTEM_NAMES)
     layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
+    can_lack: tuple[str, ...] = ()  # those of `keys` that data.columns may leave out
     is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # by the values of `keys`, where it is detected
 
     @property
@@ -137,10 +139,14 @@ class Format:
     def column(self, key: str, fields: Mapping[str, Any], columns: Columns) -> str:
         return column_of(key, self.all_keys, self.aliases, fields, columns)
 
+    def needed(self, columns: Columns) -> list[str]:
+        """Return the keys that every row has."""
+        return [key for key in self.keys if not (key in self.can_lack and key in left_out(columns))]
+
     def has_keys(self, fields: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has what this format needs."""
-        needed = (fields.get(self.column(key, fields, columns)) for key in self.keys)
-        if left_out(columns) & set(self.keys) or any(value is None for value in needed):
+        needed, without = self.needed(columns), left_out(columns)
+        if any(key in without or fields.get(self.column(key, fields, columns)) is None for key in needed):
             return False
         return not self.layouts or self.layout(fields, columns) is not self
 
@@ -193,7 +199,7 @@ def _formats_of(row: RawRow, columns: Columns) -> list[str]:
         name
         for name, format in FORMATS.items()
         if format.has_keys(row.fields, columns)
-        and format.is_told({key: row.fields[format.column(key, row.fields, columns)] for key in format.keys})
+        and format.is_told({key: row.fields[format.column(key, row.fields, columns)] for key in format.needed(columns)})
     ]
 
 
@@ -202,20 +208,21 @@ def _check_columns(columns: Columns, name: str | None = None) -> None:
     if name is None:
         check_columns(columns, every, "the formats have", every)
     else:
-        check_columns(columns, every, f"the format {name} has", FORMATS[name].all_keys, FORMATS[name].keys)
+        check_columns(columns, every, f"the format {name} has", FORMATS[name].all_keys, FORMATS[name].needed(columns))
 
 
 def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> Example | BadRow:
     format, without = FORMATS[name].layout(row.fields, columns), left_out(columns)
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
-        for key in format.keys:
+        needed = format.needed(columns)
+        for key in needed:
             if row.fields.get(places[key]) is None:
                 raise RowError(_lacks(row, name, places[key]))
         fields = {
             key: row.fields[place]
             for key, place in places.items()
-            if key in format.keys or (key not in without and has_value(row.fields, place))
+            if key in needed or (key not in without and has_value(row.fields, place))
         }
         example = format.convert(row, fields, reading)
         messages = [message for answer in answers(example) for message in answer.messages]
@@ -277,40 +284,36 @@ def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Exampl
 
 
 def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    texts = {key: fields[key] for key in ("chosen", "rejected") if _is_string(fields[key])}
-    if len(texts) == 2 and (transcripts := _transcripts(fields)):
-        chosen, rejected = _of_transcripts(row, fields, transcripts, reading)
-    elif _are_strings(fields, "chosen", "rejected") and not _has_messages(fields):
-        if "prompt" not in fields and "input" not in fields:
-            raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
-        prompt = _question(fields, reading)
-        chosen, rejected = (_pair(row, fields, prompt, prompt, key, reading) for key in ("chosen", "rejected"))
-        earlier = len(chosen.messages) - 1
-        chosen, rejected = (_trained_from(earlier, example) for example in (chosen, rejected))
+    if texts := _transcripts(fields):
+        others = {key: value for key, value in fields.items() if key != "prompt"}
+        spoken = {key: _spoken(text) for key, text in texts.items()}
+        examples = _with_texts(_compared(row, {**others, **spoken}, reading), texts, fields)
     else:
-        chosen, rejected = _conversations(row, fields, reading)
+        examples = _compared(row, fields, reading)
+    if len(examples) == 1:  # data.columns leaves out 'rejected'
+        return examples[0]
+    chosen, rejected = examples
     if chosen == rejected:
         raise RowError(EQUAL_PAIR)
     _compare_scores(fields, reading)
     return replace(chosen, rejected=rejected)
 
 
-def _conversations(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> tuple[Example, Example]:
-    """Return the examples of two conversations, or of the messages that answer one prompt."""
-    chosen, rejected = (_whole(fields, key, reading) for key in ("chosen", "rejected"))
+def _compared(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> list[Example]:
+    """Return an example of each answer. Of a pair, what both begin with is not trained on."""
+    keys = [key for key in ANSWERS if key in fields]
+    if _are_strings(fields, *keys) and "messages" not in fields and not isinstance(fields.get("prompt"), list | dict):
+        if "prompt" not in fields and "input" not in fields:
+            raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
+        prompt = _question(fields, reading)
+        examples = [_pair(row, fields, prompt, prompt, key, reading) for key in keys]
+        return [_trained_from(len(example.messages) - 1, example) for example in examples]
+    whole = {key: _whole(fields, key, reading) for key in keys}
     key, prompt = _prompt_messages(fields, reading)
-    if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in (chosen[-1], rejected[-1]):
+    if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in [m[-1] for m in whole.values()]:
         raise RowError("messages: ends with an answer that is neither that of 'chosen' nor of 'rejected'; remove one")
-    shared = num_shared(chosen, rejected)
-    if shared == len(chosen) == len(rejected):
-        raise RowError(EQUAL_PAIR)
-    if shared in (len(chosen), len(rejected)):
-        short, long = ("chosen", "rejected") if shared == len(chosen) else ("rejected", "chosen")
-        raise RowError(f"{long}: goes on after the whole of '{short}', so there is nothing to compare it with")
-    roles = {message.role for message in chosen[:shared]}
-    if "user" not in roles and "user" in (chosen[shared].role, rejected[shared].role):
-        raise RowError("'chosen' and 'rejected' must answer the same question: they begin with different ones")
-    return tuple(  # pyright: ignore[reportReturnType]  two, as its argument
+    shared = _num_both_begin_with(*whole.values()) if len(whole) == 2 else 0
+    return [
         _chat(
             row,
             fields,
@@ -318,8 +321,21 @@ def _conversations(row: RawRow, fields: Mapping[str, Any], reading: RowReading) 
             reading,
             f"{key} with its prompt: message",
         )
-        for key, messages in (("chosen", chosen), ("rejected", rejected))
-    )
+        for key, messages in whole.items()
+    ]
+
+
+def _num_both_begin_with(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
+    shared = num_shared(chosen, rejected)
+    if shared == len(chosen) == len(rejected):
+        raise RowError(EQUAL_PAIR)
+    if shared in (len(chosen), len(rejected)):
+        short, long = ANSWERS if shared == len(chosen) else ANSWERS[::-1]
+        raise RowError(f"{long}: goes on after the whole of '{short}', so there is nothing to compare it with")
+    roles = {message.role for message in chosen[:shared]}
+    if "user" not in roles and "user" in (chosen[shared].role, rejected[shared].role):
+        raise RowError("'chosen' and 'rejected' must answer the same question: they begin with different ones")
+    return shared
 
 
 def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Message, ...]:
@@ -358,40 +374,30 @@ def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[st
     return "messages", messages
 
 
-def _has_messages(fields: Mapping[str, Any]) -> bool:
-    return "messages" in fields or isinstance(fields.get("prompt"), list | dict)
-
-
 def _question(fields: Mapping[str, Any], reading: RowReading) -> str:
     """Return the prompt, with what it is about after it."""
     return "\n\n".join(text_of(fields[key], key, reading) for key in ("prompt", "input") if key in fields)
 
 
-def _transcripts(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return both conversations if they are told in one text each; `prompt` may hold their beginning."""
-    prompt = fields.get("prompt", "")
-    if not isinstance(prompt, str) or "messages" in fields or "input" in fields:
-        return None
-    chosen, rejected = (f"{prompt}{fields[key]}" for key in ("chosen", "rejected"))
-    return (chosen, rejected) if _SPEAKER.match(chosen) and _SPEAKER.match(rejected) else None
+def _transcripts(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the conversations if each is told in one text, of which `prompt` may hold the beginning."""
+    prompt, told = fields.get("prompt", ""), {key: fields[key] for key in ANSWERS if key in fields}
+    if "messages" in fields or "input" in fields or not all(isinstance(text, str) for text in (prompt, *told.values())):
+        return {}
+    texts = {key: f"{prompt}{text}" for key, text in told.items()}
+    return texts if all(_SPEAKER.match(text) for text in texts.values()) else {}
 
 
-def _of_transcripts(
-    row: RawRow, fields: Mapping[str, Any], texts: tuple[str, str], reading: RowReading
-) -> tuple[Example, Example]:
-    """Return the examples of two texts; their plain form is the text, if they differ in nothing but the last answer."""
-    spoken = {key: _spoken(text) for key, text in zip(("chosen", "rejected"), texts, strict=True)}
-    rest = {key: value for key, value in fields.items() if key != "prompt"}
-    pair = _conversations(row, {**rest, **spoken}, reading)
-    ends = [list(_SPEAKER.finditer(text))[-1].end() for text in texts]
-    prompts = {text[:end] for text, end in zip(texts, ends, strict=True)}
+def _with_texts(examples: list[Example], texts: Mapping[str, str], fields: Mapping[str, Any]) -> list[Example]:
+    """Return the examples with the texts as their plain form, if these differ in nothing but the last answer."""
+    prompts = {text[: [*_SPEAKER.finditer(text)][-1].end()] for text in texts.values()}
     if len(prompts) > 1 or "system" in fields or "history" in fields:
-        return pair
+        return examples
     (prompt,) = prompts
-    return tuple(  # pyright: ignore[reportReturnType]  two, as its argument
-        replace(example, prompt=prompt, completion=text[len(prompt) :])
-        for example, text in zip(pair, texts, strict=True)
-    )
+    return [
+        replace(example, prompt=prompt, completion=text.removeprefix(prompt))
+        for example, text in zip(examples, texts.values(), strict=True)
+    ]
 
 
 def _spoken(text: str) -> list[dict[str, str]]:
@@ -457,19 +463,20 @@ _JUDGED = tuple(_judged(format) for format in _PLAIN.values())
 # In order of detection: the most specific keys first.
 FORMATS = {
     "preference": Format(
-        _preference, ("chosen", "rejected"),
+        _preference, ANSWERS,
         ("prompt", "messages", "input", *_COMMON, "history", "score_chosen", "score_rejected"),
         {
             **SYSTEM_NAMES,
             "chosen": ("chosen_response",), "rejected": ("rejected_response",),
             "prompt": ("question", "instruction"), "messages": ("conversations",),
-            "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating"),
-            "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating"),
+            "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating", "chosen_avg_rating"),
+            "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating", "rejected_avg_rating"),
         },
+        can_lack=("rejected",),
     ),
     "unpaired_preference": Format(
         _without_layout, ("label",), tuple(dict.fromkeys(key for f in _JUDGED for key in f.all_keys if key != "label")),
-        {key: names for f in _JUDGED for key, names in f.aliases.items()}, _JUDGED, _is_boolean,
+        {key: names for f in _JUDGED for key, names in f.aliases.items()}, _JUDGED, is_told=_is_boolean,
     ),
     **_PLAIN,
     "text": Format(_text, ("text",)),
@@ -555,10 +562,11 @@ def _is_string(value: Any) -> bool:
     return isinstance(value, str) or is_scalar(value)
 
 
-def _are_strings(fields: Mapping[str, Any], first: str, second: str) -> bool:
-    """Return whether both keys hold texts. Raises RowError if only one does."""
-    are_strings = {_is_string(fields[key]) for key in (first, second)}
+def _are_strings(fields: Mapping[str, Any], *keys: str) -> bool:
+    """Return whether these one or two keys hold texts. Raises RowError if only one of two does."""
+    are_strings = {_is_string(fields[key]) for key in keys}
     if len(are_strings) > 1:
-        got = " and ".join(type(fields[key]).__name__ for key in (first, second))
-        raise RowError(f"'{first}' and '{second}' must both be strings or both lists of messages: got {got}")
+        got = " and ".join(type(fields[key]).__name__ for key in keys)
+        names = " and ".join(f"'{key}'" for key in keys)
+        raise RowError(f"{names} must both be strings or both lists of messages: got {got}")
     return are_strings == {True}

@@ -137,7 +137,10 @@ class Writer:
         self.notices.update(row.notices)
         entries = np.zeros(max(1, len(row.documents)), INDEX)
         entries["row"], entries["line"], entries["state"] = row.number, row.line, row.state
-        entries["row_length"], entries["control"] = row.num_tokens, row.control_token is not None
+        # A pair has a length for each document; else all documents are of one text.
+        paired = len(row.lengths) == len(entries)
+        entries["row_length"] = row.lengths if paired else max(row.lengths)
+        entries["control"] = row.control_token is not None
         entries["label"] = row.label
         entries["file"] = self._files.setdefault(row.path, len(self._files))
         try:
@@ -303,4 +306,4 @@ def forget_unused(directory: Path) -> None:
     for path in directory.iterdir():
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

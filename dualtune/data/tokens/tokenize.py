@@ -45,7 +45,7 @@ class TokenizedRow:
     path: str
     line: int
     number: int  # of the row in its source, from 0; bad rows do not count
-    num_tokens: int  # before truncation
+    lengths: tuple[int, ...]  # of the row's own answers in tokens, before truncation
     state: State
     documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
     answers: int = 1  # 2: the documents are the two answers of a preference, or those of `with_other_answers`
@@ -135,11 +135,11 @@ def _finish(
             *(_notices(*part, tokenizer, loss_on) for part in zip(row.rendered, tokens, strict=True))
         )
         state, documents = _fitted(tokens, max_length, split=row.example.is_text)
-        first, length = row.rendered[0], max(len(ids) for ids, _ in tokens)
+        first, lengths = row.rendered[0], tuple(len(ids) for ids, _ in tokens)
         control = next(filter(None, (rendered.control_token for rendered in row.rendered)), None)
         answers, label = len(tokens), row.example.label
         yield TokenizedRow(
-            first.path, first.line, row.number, length, state, documents, answers, label, control, notices
+            first.path, first.line, row.number, lengths, state, documents, answers, label, control, notices
         )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from dualtune.base import interrupt
@@ -21,11 +22,12 @@ from dualtune.doctor.apart import apart, at_work
 from dualtune.doctor.bench.measure import document_lengths
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.choose import choose, open_backend
+from dualtune.train.comparison import AnswerComparison
 from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.profiler.snapshot import process_reader
 from dualtune.train.recovery import explained
-from dualtune.train.run import load_engine
+from dualtune.train.start import load_comparison, load_engine
 from dualtune.train.step import TrainingStep
 
 
@@ -125,6 +127,7 @@ def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
         backend.synchronize()
         backend.reset_peak_memory()
         on_loaded()
+        comparison = load_comparison(prepared, engine)
         batches = [prepared.batches(step) for step in range(1 + work.steps)]
         clock = time.process_time if kind == "cpu" else time.perf_counter
         step_s: list[float] = []
@@ -132,10 +135,10 @@ def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
         for step, batches_of_step in enumerate(batches):
             interrupt.poll()
             start = clock()
-            loss = _take(prepared, engine, policy, step, batches_of_step)
+            loss = _take(prepared, engine, policy, comparison, step, batches_of_step)
             step_s.append(clock() - start)
         all_batches = [batch for batches_of_step in batches for batch in batches_of_step]
-        peak = _peak(prepared, engine, policy, all_batches)
+        peak = _peak(prepared, all_batches, partial(_take, prepared, engine, policy, comparison, 0))
     sizes = sorted({size_of(batch) for batch in all_batches})
     return Measured(backend.name, kind, engine.description.dtype, sizes, peak, step_s[1:], loss)
 
@@ -145,14 +148,17 @@ def size_of(batch: Batch) -> tuple[int, int]:
     return batch.tokens_BT.size, int(document_lengths([batch]).max(initial=0))
 
 
-def _take(prepared: Prepared, engine: Engine, policy: StepPolicy, step: int, batches: list[Batch]) -> float:
-    outcome = policy.take(TrainingStep(prepared, engine, step, lambda step: batches))
+def _take(
+    prepared: Prepared, engine: Engine, policy: StepPolicy, comparison: AnswerComparison | None, step: int,
+    batches: list[Batch],
+) -> float:  # fmt: skip
+    outcome = policy.take(TrainingStep(prepared, engine, step, lambda step: batches, comparison=comparison))
     loss = 0.0 if outcome.update is None else float(outcome.update.output.loss)
     prepared.backend.synchronize()
     return loss
 
 
-def _peak(prepared: Prepared, engine: Engine, policy: StepPolicy, batches: list[Batch]) -> int | None:
+def _peak(prepared: Prepared, batches: list[Batch], take: Callable[[list[Batch]], float]) -> int | None:
     """Return the allocator's peak of the steps so far; if it keeps none, that of one more, as its profiler counts it.
 
     An allocator that counts also knows what it keeps for later (`MemoryStats.cached_bytes`).
@@ -162,7 +168,7 @@ def _peak(prepared: Prepared, engine: Engine, policy: StepPolicy, batches: list[
         return memory.peak_bytes
     largest = max(batches, key=size_of)
     with tempfile.TemporaryDirectory() as place:
-        return prepared.backend.profile(lambda: _take(prepared, engine, policy, 0, [largest]), Path(place)).peak_bytes
+        return prepared.backend.profile(lambda: take([largest]), Path(place)).peak_bytes
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from dualtune.engine.choose import PlatformChoice, open_backend
 from dualtune.engine.machine import Machine
 from dualtune.engine.machines import CPU_ELEMENTWISE, CPU_LAUNCH_S, CPU_SIDE_SHARES, MachineLimits, published
 from dualtune.engine.memory.shapes import UnknownShape, any_decoder
+from dualtune.train.comparison import AnswerComparison
 from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared
 from dualtune.train.recovery import explained
-from dualtune.train.run import load_engine
+from dualtune.train.start import load_comparison, load_engine
 from dualtune.train.state.records import environment
 from dualtune.train.step import DATA, GRADIENT, OPTIMIZER, TrainingStep
 
@@ -273,14 +275,16 @@ def bench(
     with explained(backend, prepared.config, "in the benchmark, which does not recover from it"):
         with spans("load"):
             engine = load_engine(prepared)
+            comparison = load_comparison(prepared, engine)
             backend.synchronize()
         loaded_bytes = backend.memory().used_bytes
         policy = prepared.make_policy(prepared.config)
-        _train(prepared, engine, policy, spans, warmup + steps, tell)
+        take = partial(_take, prepared, engine, policy, comparison)
+        _train(prepared, take, spans, warmup + steps, tell)
     # The peak is read before the extra passes, which need memory of their own.
     memory = backend.memory()
     batches = _forward_only(prepared, engine, spans, range(warmup, warmup + steps))
-    profile = _profile(prepared, engine, policy, out)
+    profile = _profile(prepared, take, out)
 
     # The backward pass cannot be timed alone: it is what forward and backward take beyond a forward pass.
     step_s = spans.seconds("step", warmup)
@@ -321,9 +325,10 @@ def bench(
     return result
 
 
-def _train(
-    prepared: Prepared, engine: Engine, policy: StepPolicy, spans: Spans, num_steps: int, tell: Callable[[str], None]
-) -> None:
+Take = Callable[[Spans, int, Callable[[int], list[Batch]]], None]
+
+
+def _train(prepared: Prepared, take: Take, spans: Spans, num_steps: int, tell: Callable[[str], None]) -> None:
     """Take training steps, but synchronize after each phase, unlike the training loop.
 
     So steps of a few milliseconds are measured slightly too slow.
@@ -332,14 +337,14 @@ def _train(
     with Ahead(prepared.batches, num_steps) as batches_of:
         for step in range(num_steps):
             with spans("step", step):
-                _take(prepared, engine, policy, spans, step, batches_of)
+                take(spans, step, batches_of)
             if step == 0:
                 tell(f"the first step took {in_short_time(spans.seconds('step')[0])}; measuring {num_steps - 1} more")
 
 
 def _take(
-    prepared: Prepared, engine: Engine, policy: StepPolicy, spans: Spans, step: int,
-    batches_of: Callable[[int], list[Batch]],
+    prepared: Prepared, engine: Engine, policy: StepPolicy, comparison: AnswerComparison | None, spans: Spans,
+    step: int, batches_of: Callable[[int], list[Batch]],
 ) -> None:  # fmt: skip
     @contextmanager
     def phase(name: str) -> Generator[None]:
@@ -347,7 +352,7 @@ def _take(
             yield
             prepared.backend.synchronize()
 
-    outcome = policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase))
+    outcome = policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase, comparison=comparison))
     if outcome.update is not None:
         float(outcome.update.output.loss)  # reading it synchronizes the device
 
@@ -372,12 +377,12 @@ def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range
     return all_batches
 
 
-def _profile(prepared: Prepared, engine: Engine, policy: StepPolicy, out: Path) -> ProfiledStep:
+def _profile(prepared: Prepared, take: Take, out: Path) -> ProfiledStep:
     batches, spans = prepared.batches(0)[:1], Spans()  # a trace takes megabytes per micro-batch
 
     def step() -> None:
         with spans("step"):
-            _take(prepared, engine, policy, spans, 0, lambda step: batches)
+            take(spans, 0, lambda step: batches)
 
     profile = prepared.backend.profile(step, out)
     total = sum(profile.seconds.values())

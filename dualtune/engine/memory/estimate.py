@@ -76,6 +76,7 @@ class Ask:
     layers: str = ALL_LAYERS
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+    compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
 
     @property
     def trains_model(self) -> bool:
@@ -300,6 +301,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
         optimizer=rule_of(config.train.optimizer, config.train.schedule),
         averages=config.train.average != "none",
+        compares=config.train.objective != "sft",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +168,10 @@ def with_other_padding(batch: Batch) -> Batch:
 
 def row_of(batch: Batch, b: int) -> Batch:
     """Return one row of a batch, as a batch."""
-    return Batch(**{name: values[b : b + 1] for name, values in _arrays(batch).items()})
+    return replace(batch, **{name: values[b : b + 1] for name, values in _arrays(batch).items()}, documents=())
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     """Return the arrays of a batch by name; without weights if it has none."""
     arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: values for name, values in arrays.items() if values is not None}
+    return {name: values for name, values in arrays.items() if isinstance(values, np.ndarray)}

@@ -87,6 +87,12 @@ class History:
         return self.evals[max(self.evals)].eval_loss if self.evals else None
 
 
+def row_with_metrics(record: StepRecord | EvalRecord) -> dict[str, Any]:
+    """Return a record as a row: the metrics of its objective are keys beside its own, which they do not replace."""
+    row = asdict(record)
+    return {**row.pop("metrics"), **row}
+
+
 class Metrics:
     """Converts device results to records, writes them, and passes them to the hooks.
 
@@ -142,7 +148,7 @@ class Metrics:
             **fields,
         )
         self._step = record.step
-        self._write(asdict(record))
+        self._write(row_with_metrics(record))
         self._watchers.tell("on_step", record)
         return record
 
@@ -151,7 +157,7 @@ class Metrics:
         self._pending = None
 
     def eval(self, record: EvalRecord) -> None:
-        self._write(asdict(record))
+        self._write(row_with_metrics(record))
         self._watchers.tell("on_eval", record)
 
     def event(self, event: Event) -> None:

@@ -1,0 +1,249 @@
+"""Preference training between the loop and an engine: what the model and the reference say of the answers.
+
+The objective is a function of a whole step (`preference.py`). So a step has two passes: the first gets Σ w·log p of
+every answer, in all processes; the second adds the gradient, with the weight −slope·w for each target of an answer. The
+reference does not change, so its sums are computed once and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DiskError, FormatError
+from dualtune.base.files import cache_dir, new_file
+from dualtune.base.untrusted import open_file, parse_object
+from dualtune.base.versions import VERSION, versions_of
+from dualtune.config import Config
+from dualtune.config.schema import PREFERENCE_KEYS
+from dualtune.data.batches import grouped, make_batch, share
+from dualtune.data.documents import Documents, Show
+from dualtune.data.tokens.store import forget_unused
+from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
+from dualtune.engine.card import card_of
+from dualtune.model.adapter import Tensors
+from dualtune.train.evaluation import using
+from dualtune.train.hooks import EvalRecord
+from dualtune.train.preference import OBJECTIVES, Objective, Scores, installed_objective, objective_of
+from dualtune.train.recovery import Recovery
+from dualtune.train.team import Team
+
+REFERENCE = "the log-probabilities of the reference"  # as `show` names them
+
+
+def configured_objective(config: Config) -> Objective | None:
+    """Return the objective of preference training that a config chooses; None for sft."""
+    name = config.train.objective
+    if name == "sft":
+        return None
+    if name not in OBJECTIVES:
+        return installed_objective(name)(config)
+    keys = (key for key in PREFERENCE_KEYS[name] if key != "reference")
+    return objective_of(name, **{key: getattr(config.preference, key) for key in keys})
+
+
+def check_answers(objective: Objective | None, *parts: Documents) -> None:
+    """Raise ConfigError if the objective, which may be of another package, does not fit the rows."""
+    needed = 1 if objective is None else objective.answers
+    for documents in parts:
+        if len(documents) and documents.answers != needed:
+            name = "sft" if objective is None else objective.name
+            raise ConfigError(
+                f"train.objective: {name} compares {needed} answers a row, but {', '.join(documents.names)} has "
+                f"{documents.answers}. Choose other data, or another objective: docs/objectives.md"
+            )
+
+
+def answer_sums(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, float]:
+    """Return Σ w·log p over the targets of each document of a micro-batch, in float64."""
+    logprobs_BT = logprobs_BT.astype(np.float64)
+    if (weights_BT := batch.target_weights_BT) is not None:
+        logprobs_BT *= weights_BT
+    is_target_BT = batch.labels_BT != IGNORE_INDEX
+    return {
+        document: float(logprobs_BT[b][(batch.segments_BT[b] == segment) & is_target_BT[b]].sum())
+        for b, row in enumerate(batch.documents)
+        for segment, document in enumerate(row, start=1)
+    }
+
+
+def with_slopes(batch: Batch, slopes: Mapping[int, float]) -> Batch:
+    """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight."""
+    factors_BT = np.zeros(batch.tokens_BT.shape)
+    for b, row in enumerate(batch.documents):
+        for segment, document in enumerate(row, start=1):
+            factors_BT[b][batch.segments_BT[b] == segment] = -slopes[document]
+    # The label of a position belongs to its own document: that of the last token has none.
+    weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
+    return replace(batch, weights_BT=weights_BT.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class AnswerComparison:
+    """The objective of a run, and the reference's Σ w·log p of each document, float64 [documents]."""
+
+    objective: Objective
+    train: np.ndarray | None  # None: the objective needs no reference
+    eval: np.ndarray | None
+
+    def scores(
+        self, documents: Documents, ids: Sequence[int], sums: Sequence[float], reference: np.ndarray | None
+    ) -> Scores:
+        """Return the scores of the units whose documents are `ids`, side by side; `sums`: Σ w·log p of each."""
+        shape = (-1, self.objective.answers)
+        return Scores(
+            np.array(sums, np.float64).reshape(shape),
+            documents.targets[ids].reshape(shape),
+            None if reference is None else reference[ids].reshape(shape),
+            documents.labels[ids].reshape(shape)[:, 0],
+        )
+
+
+def evaluate_answers(
+    engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
+    show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *,
+    comparison: AnswerComparison,
+) -> EvalRecord:  # fmt: skip
+    """Return the objective's loss and metrics over all evaluation data at once; the options are those of `evaluate`."""
+    team, sums = team or Team(), None
+    while sums is None:
+        sums = _shared_sums(engine, documents, recovery, step, show, team)
+    ids = range(len(documents))
+    totals = team.totals([sums.get(i, 0.0) for i in ids])
+    loss = comparison.objective(comparison.scores(documents, list(ids), totals, comparison.eval))
+    metrics = {f"eval_{name}": value for name, value in loss.metrics.items()}
+    return EvalRecord(step=step, eval_loss=loss.value, eval_targets=documents.num_targets, metrics=metrics)
+
+
+def _shared_sums(
+    engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Callable[[int, int], None], team: Team
+) -> dict[int, float] | None:
+    """Return Σ w·log p of this process's documents. None if memory ran out, in any process: try again, smaller."""
+    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
+    sums, done = dict[int, float](), 0
+
+    def measure(batch: Batch) -> None:
+        nonlocal done
+        sums.update(answer_sums(engine.target_logprobs(batch), batch))
+        done += 1
+        show(done, len(groups))
+
+    show(0, len(groups))
+    batches = (make_batch(documents, rows, seed=0, step=step) for rows in groups)
+    return sums if recovery.attempt(step, batches, measure) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference: the base without an adapter, or with the one that the run starts from.
+
+
+def comparison_of(
+    engine: Engine, backend: Backend, config: Config, objective: Objective, parts: tuple[Documents, Documents],
+    base: Mapping[str, Any], team: Team, show: Show = lambda what, share: None,
+) -> AnswerComparison:  # fmt: skip
+    """Return the objective with its reference for training and evaluation data. The engine is new: as a run starts it.
+
+    `base` is what tells the base model from others. Raises DiskError if the cache cannot be written.
+    """
+    if not objective.needs_reference:
+        return AnswerComparison(objective, None, None)
+    is_start = config.adapter.init_from is not None and config.preference.reference != "base"
+    state = engine.adapter_state() if is_start else None
+    with (
+        contextlib.nullcontext()
+        if is_start or config.adapter.init_from is None
+        else using(engine, engine.neutral_state())
+    ):
+        key = _key(engine, backend, base, state, config)
+        train, eval_ = (_sums(engine, documents, key, team, show) for documents in parts)
+    return AnswerComparison(objective, train, eval_)
+
+
+# They are computed in rows of one document, grouped by length alone: whatever the rows of a run are, a cache that was
+# deleted is computed again to the same bits.
+TOKENS_AT_ONCE = 4096
+FORMAT = 1
+_OF_THE_ENGINE = ("model_class", "dtype", "quantization", "kernels", "threads")
+_MAX_HEADER, _MAX_BYTES = 1 << 12, 1 << 34
+
+
+def _sums(engine: Engine, documents: Documents, key: Mapping[str, Any], team: Team, show: Show) -> np.ndarray:
+    """Return Σ w·log p of each document, from the cache or computed now."""
+    if not len(documents):
+        return np.zeros(0)
+    if engine.description.sharding == "full":  # the processes compute together, whatever is in their caches
+        return _computed(engine, documents, show)
+    digest = hashlib.sha256(json.dumps({**key, "documents": documents.fingerprint()}, sort_keys=True).encode())
+    path = cache_dir() / "reference" / digest.hexdigest()[:32]
+    with team.in_turn():
+        sums = _read(path, len(documents))
+        if sums is None:
+            sums = _computed(engine, documents, show)
+            _write(path, sums)
+        return sums
+
+
+def _computed(engine: Engine, documents: Documents, show: Show) -> np.ndarray:
+    sums, done = np.zeros(len(documents)), 0
+    show(REFERENCE, 0.0)
+    for rows in grouped(documents.lengths, [[i] for i in range(len(documents))], TOKENS_AT_ONCE):
+        interrupt.poll()
+        batch = make_batch(documents, rows, seed=0, step=0)
+        for document, total in answer_sums(engine.target_logprobs(batch), batch).items():
+            sums[document] = total
+        done += len(rows)
+        show(REFERENCE, done / len(documents))
+    return sums
+
+
+def _key(
+    engine: Engine, backend: Backend, base: Mapping[str, Any], state: Tensors | None, config: Config
+) -> dict[str, Any]:
+    """Return all that the bits depend on, besides the documents."""
+    device, digest = backend.devices()[0], hashlib.sha256()
+    for name, tensor in sorted((state or {}).items()):
+        digest.update(name.encode() + tensor.tobytes())
+    adapter = config.adapter
+    return {
+        "format": [FORMAT, TOKENS_AT_ONCE],
+        "base": dict(base),
+        "adapter": None if state is None else [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling],
+        "engine": {name: getattr(engine.description, name) for name in _OF_THE_ENGINE},
+        "device": [backend.name, device.kind, device.name],
+        "versions": {"dualtune": VERSION, **versions_of(("numpy", *card_of(backend.name).package.recorded))},
+    }
+
+
+def _read(path: Path, number: int) -> np.ndarray | None:
+    """Return the sums in a file of the cache; None if there is none, or it is damaged."""
+    try:
+        with open_file(path, max_bytes=_MAX_BYTES, is_own=True) as file:
+            header = parse_object(file.readline(_MAX_HEADER), path)
+            raw = file.read()
+    except (OSError, FormatError):
+        return None
+    is_whole = len(raw) == 8 * number and header.get("crc32") == zlib.crc32(raw)
+    return np.frombuffer(raw, "<f8").astype(np.float64) if is_whole else None
+
+
+def _write(path: Path, sums: np.ndarray) -> None:
+    raw = sums.astype("<f8").tobytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        forget_unused(path.parent)
+        with new_file(path) as file:
+            file.write(json.dumps({"documents": len(sums), "crc32": zlib.crc32(raw)}).encode() + b"\n" + raw)
+    except OSError as error:
+        raise DiskError(
+            f"{path.parent}: the log-probabilities of the reference cannot be written: {error.strerror or error}. Free "
+            "disk space, or set DUALTUNE_CACHE to a directory on another disk"
+        ) from error

@@ -1,0 +1,210 @@
+"""Record the losses of TRL 1.16, with their gradients and metrics, for the tests of the preference objectives.
+
+    python scripts/trl_reference.py tests/train/data/trl_losses.json      (where trl==1.16.0 and torch are installed)
+
+It calls TRL's own code, the loss methods of its trainers. Around them stand a trainer that has only settings, and a
+model that answers with given log-probabilities: those of an answer's tokens are equal, so that the gradient with
+respect to their sum is all there is to record.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import torch
+import trl
+from trl import DPOTrainer, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+NUM_UNITS, LONGEST = 6, 9
+METRICS = ("rewards/", "logps/", "kl", "nll_loss", "log_odds_chosen")  # those that come from the scores alone
+
+
+def random_inputs(shift):
+    """Random answers; `shift` is added to the reference's log-probabilities, and so decides the sign of KTO's KL."""
+    random = np.random.default_rng(16)
+    num_targets_NA = random.integers(1, LONGEST + 1, (NUM_UNITS, 2))
+    logps_NA = (-random.uniform(0.05, 2.0, (NUM_UNITS, 2)) * num_targets_NA).round(4)
+    reference_NA = (logps_NA + random.normal(shift, 2.0, (NUM_UNITS, 2))).round(4)
+    return {
+        "logps": logps_NA.tolist(),
+        "num_targets": num_targets_NA.tolist(),
+        "reference": reference_NA.tolist(),
+        "labels": [1, -1, -1, 1, 1, -1],
+    }
+
+
+def trainer_with(**settings):
+    """What the loss methods read of a trainer: no process beside this one, no loss of routers."""
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    defaults = {
+        "accelerator": accelerator,
+        "model": SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "is_encoder_decoder": False,
+        "padding_value": 0,
+        "pad_token_id": 0,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    return SimpleNamespace(**(defaults | settings))
+
+
+def tokens_of(logps_B, num_targets_B):
+    """Log-probabilities [B, T] of the tokens, and the mask [B, 1 + T] of the answer after a prompt of one token."""
+    mask_BT = torch.arange(LONGEST) < num_targets_B[:, None]
+    prompt_B1 = torch.zeros(len(mask_BT), 1, dtype=torch.bool)
+    return (logps_B / num_targets_B)[:, None] * mask_BT, torch.cat([prompt_B1, mask_BT], dim=1).long()
+
+
+def outputs_of(logps_BT):
+    """What TRL's fused head returns. Only the log-probabilities enter the loss."""
+    zeros_BT = torch.zeros_like(logps_BT)
+    return SimpleNamespace(log_probs=logps_BT, entropy=zeros_BT, mean_logits=zeros_BT, is_top1=zeros_BT.bool())
+
+
+def dpo(
+    logps_NA, num_targets_NA, reference_NA, labels_N, *, loss="sigmoid", beta=0.1, label_smoothing=0.0, sft_weight=0.0
+):
+    if (
+        loss == "sigmoid" and label_smoothing
+    ):  # TRL 1.16 smooths no labels here; its CPO has the same loss of log c − log r
+        settings = trainer_with(beta=beta, alpha=0.0, loss_type="sigmoid", label_smoothing=label_smoothing)
+        return CPOTrainer.cpo_loss(settings, *(logps_NA - reference_NA).T)[0].mean(), {}
+    trainer = trainer_with(
+        beta=beta, label_smoothing=label_smoothing, f_divergence_type="reverse_kl", ld_alpha=None, use_weighting=False,
+        loss_types=[loss, "sft"] if sft_weight else [loss], loss_weights=[1.0, sft_weight] if sft_weight else [1.0],
+    )  # fmt: skip
+    logps_BT, mask_BT = tokens_of(logps_NA.T.ravel(), num_targets_NA.T.ravel())
+    batch = {
+        "input_ids": torch.ones_like(mask_BT),
+        "attention_mask": torch.ones_like(mask_BT),
+        "completion_mask": mask_BT,
+        "ref_chosen_logps": reference_NA[:, 0],
+        "ref_rejected_logps": reference_NA[:, 1],
+    }
+    loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs_of(logps_BT), batch, return_outputs=False)
+    return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+def kto(
+    logps_NA, num_targets_NA, reference_NA, labels_N, *, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0
+):  # fmt: skip
+    trainer = trainer_with(
+        beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight, loss_type="kto",
+        calculate_KL=True,
+    )  # fmt: skip
+    trainer._compute_kl_logps = MethodType(KTOTrainer._compute_kl_logps, trainer)
+    (own_BT, own_mask_BT), (other_BT, other_mask_BT) = (
+        tokens_of(logps_NA[:, answer], num_targets_NA[:, answer]) for answer in (0, 1)
+    )
+    own_ids_BT, other_ids_BT = torch.ones_like(own_mask_BT), torch.full_like(other_mask_BT, 2)
+    batch = {
+        "input_ids": own_ids_BT, "attention_mask": own_ids_BT, "completion_mask": own_mask_BT,
+        "KL_input_ids": other_ids_BT, "KL_attention_mask": other_ids_BT, "KL_completion_mask": other_mask_BT,
+        "label": labels_N > 0, "ref_logps": reference_NA[:, 0], "ref_KL_logps": reference_NA[:, 1],
+    }  # fmt: skip
+
+    def model(*, input_ids, **_):
+        return outputs_of(own_BT if input_ids[0, 0] == 1 else other_BT)
+
+    loss = KTOTrainer._compute_loss(trainer, model, batch, return_outputs=False)
+    return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+def loss_of_logits(kind, trainer, logps_NA, num_targets_NA):
+    """The whole loss of ORPOTrainer or CPOTrainer, which compute log-probabilities from logits themselves.
+
+    Two tokens are enough: that of the answer with probability p, the other one with 1 − p.
+    """
+    logps_BT, mask_BT = tokens_of(logps_NA.T.ravel(), num_targets_NA.T.ravel())
+    logps_BT = torch.where(mask_BT[:, 1:] == 1, logps_BT, -1.0)
+    logits_BTV = torch.stack([logps_BT, torch.log(-torch.expm1(logps_BT))], dim=-1)
+    logits_BTV = torch.cat([logits_BTV, torch.zeros_like(logits_BTV[:, :1])], dim=1)  # no target follows the last one
+    attention_mask_BT = mask_BT.clone()
+    attention_mask_BT[:, 0] = 1
+    batch = {
+        "concatenated_input_ids": torch.zeros_like(mask_BT),
+        "concatenated_attention_mask": attention_mask_BT,
+        "concatenated_labels": torch.where(mask_BT == 1, 0, -100),
+        "chosen_labels": torch.zeros(NUM_UNITS, 1),
+    }
+    trainer.concatenated_inputs = lambda batch, **_: batch
+    trainer.get_batch_logps = kind.get_batch_logps
+    for name in ("concatenated_forward", "cpo_loss", "odds_ratio_loss"):
+        if hasattr(kind, name):
+            setattr(trainer, name, MethodType(getattr(kind, name), trainer))
+    loss, metrics = kind.get_batch_loss_metrics(trainer, lambda *_, **__: SimpleNamespace(logits=logits_BTV), batch)
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def orpo(logps_NA, num_targets_NA, reference_NA, labels_N, *, beta=0.1):
+    return loss_of_logits(ORPOTrainer, trainer_with(beta=beta), logps_NA, num_targets_NA)
+
+
+def cpo(logps_NA, num_targets_NA, reference_NA, labels_N, *, beta=0.1, label_smoothing=0.0, sft_weight=1.0):
+    trainer = trainer_with(
+        beta=beta, label_smoothing=label_smoothing, cpo_alpha=sft_weight, loss_type="sigmoid", alpha=0.0
+    )
+    return loss_of_logits(CPOTrainer, trainer, logps_NA, num_targets_NA)
+
+
+def simpo(logps_NA, num_targets_NA, reference_NA, labels_N, *, beta=2.0, gamma=1.0, sft_weight=0.0):
+    trainer = trainer_with(
+        beta=beta, simpo_gamma=gamma, label_smoothing=0.0, cpo_alpha=sft_weight, loss_type="simpo", alpha=0.0
+    )
+    return loss_of_logits(CPOTrainer, trainer, logps_NA, num_targets_NA)
+
+
+CASES = [
+    (dpo, {}),
+    (dpo, {"beta": 0.3, "label_smoothing": 0.2}),
+    (dpo, {"beta": 0.2, "sft_weight": 0.7}),
+    (dpo, {"loss": "hinge", "beta": 0.5}),
+    (dpo, {"loss": "ipo", "beta": 0.5}),
+    (dpo, {"loss": "robust", "label_smoothing": 0.1}),
+    (dpo, {"loss": "apo_zero", "sft_weight": 0.2}),
+    (orpo, {}),
+    (orpo, {"beta": 0.4}),
+    (cpo, {}),
+    (cpo, {"beta": 0.2, "label_smoothing": 0.1, "sft_weight": 0.0}),
+    (simpo, {}),
+    (simpo, {"beta": 2.5, "gamma": 0.5, "sft_weight": 0.3}),
+    (kto, {}),
+    (kto, {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
+]
+
+
+def record(objective, settings, inputs):
+    logps_NA = torch.tensor(inputs["logps"], dtype=torch.float64, requires_grad=True)
+    others = torch.tensor(inputs["num_targets"]), torch.tensor(inputs["reference"], dtype=torch.float64)
+    loss, metrics = objective(logps_NA, *others, torch.tensor(inputs["labels"]), **settings)
+    loss.backward()
+    return {
+        "objective": objective.__name__, "settings": settings, "inputs": inputs, "value": loss.item(),
+        "slopes": logps_NA.grad.tolist(),
+        "metrics": {name: value for name, value in metrics.items() if name.startswith(METRICS)},
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args()
+    if trl.__version__ != "1.16.0":
+        parser.error(f"trl {trl.__version__} is installed, the tests compare with 1.16.0")
+    cases = [record(*case, random_inputs(shift=-1.0)) for case in CASES]
+    cases.append(record(kto, {}, random_inputs(shift=3.0)))  # KL below 0
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    args.file.parent.mkdir(exist_ok=True)
+    args.file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
