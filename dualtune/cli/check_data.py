@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
-from dualtune.base.errors import DataError
+from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.redaction import redact
 from dualtune.base.text import one_line, side_by_side
 from dualtune.cli.options import json_option, say_json
@@ -151,7 +151,7 @@ def _of_config(path: Path) -> list[Stream]:
 
     def stream(role: Role, source: SourceConfig) -> Stream:
         preferences = PreferenceCounts(data.max_length, weights)
-        examples = preferences.examples(_examples(source, role))
+        examples = preferences.examples(_examples(source, role, settings.train.objective))
         rows = preferences.rows(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length))
         return Stream(source.path, role, rows, preferences, data.on_lost_text == "accept")
 
@@ -159,11 +159,12 @@ def _of_config(path: Path) -> list[Stream]:
     return [stream(role, source) for role, sources in sources_by_role.items() for source in sources]
 
 
-def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
+def _examples(source: SourceConfig, role: Role, objective: str | None = None) -> Iterator[Example | BadRow]:
     """Yield the examples. The source is opened with the first one, so that its errors do not hide other sources."""
     from dualtune.data.documents import open_one
 
-    yield from open_one(source, role).examples()
+    opened = open_one(source, role)
+    yield from opened.examples() if objective is None else opened.suited(objective)
 
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
                     say(text)
                 if len(problems) < MOST_IN_JSON:
                     problems.append({"path": row.path, "line": row.line, "reason": redact(row.reason)})
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))

@@ -21,14 +21,17 @@ from dualtune.cli.options import backend_for, config_argument, json_option, plat
 from dualtune.cli.screen import Phases, phases
 from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
+from dualtune.data.chat import formats
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents
 from dualtune.engine.backend import Backend
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.model.formats.directory import adapter_directory
+from dualtune.train.comparison import configured_objective, evaluate_against
 from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.train.fingerprints import without_adapter
 from dualtune.train.inference import LoadedModel, Sampling, load_model, question
+from dualtune.train.prepare import start_of
 from dualtune.train.recovery import Recovery, explained, explanation
 from dualtune.train.state.metrics import perplexity
 from dualtune.train.state.run_dir import PREDICTIONS
@@ -87,7 +90,8 @@ class EvalRun:
         if sources is None:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
         # Answers that cannot be scored are found now: the loss over all rows takes minutes.
-        documents, examples = self._held_out(sources, model)
+        everything, examples = self._held_out(sources, model)
+        documents = everything.wanted() if everything.answers > 1 else everything
         self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
             result = evaluate(model.engine, documents, self._recovery(model, documents), show=self._shown.update)
@@ -98,6 +102,8 @@ class EvalRun:
             "targets": result.eval_targets,
             "rows": len(examples),
         }
+        if everything.answers > 1 and not self._options.base:
+            report["preference"] = self._preference(model, everything)
         # The base is measured by the same loaded weights, with the adapter switched off.
         main = BASE if self._options.base else TUNED
         sides = {main: self._side(main, model, documents, examples)}
@@ -165,7 +171,23 @@ class EvalRun:
             raise DataError("data.eval: the config has no held-out data. Give --data FILE")
         if not len(documents):
             raise DataError("the evaluation data has no target token within data.max_length")
-        return documents, sources.held_out_examples(documents)
+        examples = sources.held_out_examples(documents)
+        return documents, [formats.answers(example)[0] for example in examples if example.label >= 0]
+
+    def _preference(self, model: LoadedModel, documents: Documents) -> dict[str, float]:
+        """Return the loss of the objective and its metrics, against the reference that the run had."""
+        settings, objective = self._settings, configured_objective(self._settings)
+        if objective is None or (objective.needs_reference and settings.adapter.trains_model):
+            return {}  # the base of a full fine-tuning is another model
+        start = None if settings.preference.reference == "base" else start_of(settings)
+        reference = model.engine.neutral_state() if start is None else start.tensors
+        with self._phase("evaluating", "evaluated", "preferences"):
+            recovery = self._recovery(model, documents)
+            result = evaluate_against(model.engine, documents, recovery, objective, reference, self._shown.update)
+        return {
+            "objective_loss": result.eval_loss,
+            **{key.removeprefix("eval_"): x for key, x in result.metrics.items()},
+        }
 
     def _check_expected(self, model: LoadedModel, examples: list[Example]) -> None:
         """Raise DataError for an expected answer that cannot be scored, before anything is measured."""
@@ -287,7 +309,13 @@ class EvalRun:
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report for people."""
-    tables = {"metrics": _metric_lines, "leaks": _leak_lines, "compare": _compare_lines, "harness": _harness_lines}
+    tables = {
+        "metrics": _metric_lines,
+        "preference": _metric_lines,
+        "leaks": _leak_lines,
+        "compare": _compare_lines,
+        "harness": _harness_lines,
+    }
     for name, value in report.items():
         yield from tables[name](value) if name in tables else [f"{name:<13} {_shown(value)}"]
 

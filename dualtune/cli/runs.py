@@ -138,8 +138,9 @@ COLUMNS: tuple[str, ...] = (*FROM_METRICS, "perplexity", "eval_perplexity", *FRO
 def export(run: Path, target: Path | None) -> None:
     """Write the numbers of a run directory as CSV: a row for each step, with its evaluation and memory.
 
-    The columns are always the same; a cell without a number is empty. Perplexity is exp(loss) over target tokens. The
-    evaluation before the first step is row 0.
+    The columns are always the same, and a run that compares answers has those of its metrics behind them; a cell
+    without a number is empty. Perplexity is exp(loss) over target tokens. The evaluation before the first step is
+    row 0.
     """
     import csv
     import io
@@ -152,10 +153,11 @@ def export(run: Path, target: Path | None) -> None:
     check_is_run(run)
     if target is not None and target.exists():
         raise ConfigError(f"--to: {target} exists already. Name a new file")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    text, rows = io.StringIO(), _exported(run)
+    metrics = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    writer = csv.DictWriter(text, (*COLUMNS, *metrics), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_exported(run))
+    writer.writerows(rows)
     if target is None:
         return say(text.getvalue().removesuffix("\n"))
     write_file(target, text.getvalue())
@@ -164,16 +166,19 @@ def export(run: Path, target: Path | None) -> None:
 
 def _exported(run: Path) -> list[dict[str, Any]]:
     """Return a row for each step, in the order of the file: a step that was repeated after a rollback comes twice."""
-    from dualtune.train.state.metrics import each_row, perplexity
+    from dualtune.train.state.metrics import each_row, metrics_in, perplexity
     from dualtune.train.state.run_dir import METRICS
 
     memory, rows = _memory_by_step(run), list[dict[str, Any]]()
     for row in each_row(run / METRICS):
         if "eval_loss" in row and rows and rows[-1]["step"] == row["step"]:
-            rows[-1]["eval_loss"] = row["eval_loss"]
+            rows[-1] |= {"eval_loss": row["eval_loss"], **metrics_in(row)}
         elif "loss" in row or "eval_loss" in row:
-            rows.append({name: row[name] for name in FROM_METRICS if name in row} | memory.get(row["step"], {}))
+            own = {name: row[name] for name in FROM_METRICS if name in row}
+            rows.append(own | memory.get(row["step"], {}) | metrics_in(row))
     for row in rows:
+        if not row.keys() <= {*COLUMNS}:
+            continue  # the loss of a comparison is not that of a token
         for name, loss in (("perplexity", "loss"), ("eval_perplexity", "eval_loss")):
             if loss in row:
                 row[name] = perplexity(row[loss])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from bisect import bisect_right
@@ -45,6 +46,13 @@ class OpenedSource:
             return named
         first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
         return detect_format(first, columns) if first else "auto"
+
+    def suited(self, objective: str) -> Iterator[Example | BadRow]:
+        """Yield the examples. Raises ConfigError if the objective does not learn from such rows."""
+        for example in self.examples():
+            if isinstance(example, Example):
+                check_objective(objective, example)
+            yield example
 
     @property
     def layout(self) -> tuple[str, Columns, Mapping[str, str], Consecutive]:
@@ -239,9 +247,9 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 PLAIN = "prompts with answers"
 PAIR = "pairs of answers (data.format: preference)"
 LABELLED = "answers with a label (data.format: unpaired_preference)"
-NEEDED = {"sft": PLAIN, "dpo": PAIR, "orpo": PAIR, "simpo": PAIR, "cpo": PAIR, "kto": LABELLED}
+NEEDED = {"sft": (PLAIN,), **dict.fromkeys(("dpo", "orpo", "simpo", "cpo"), (PAIR,)), "kto": (LABELLED, PAIR)}
 _ADVICE = {
-    PLAIN: "sft learns them", PAIR: "dpo, orpo, simpo and cpo learn them", LABELLED: "kto learns them"
+    PLAIN: "sft learns them", PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them"
 }  # fmt: skip
 _FOR_SFT = {
     PAIR: ". For sft on the chosen answers alone set data.columns: {rejected: null}",
@@ -249,14 +257,20 @@ _FOR_SFT = {
 }
 
 
+def takes_apart(objective: str) -> bool:
+    """Return whether the objective learns from the answers of a pair one by one."""
+    return LABELLED in NEEDED.get(objective, ())
+
+
 def check_objective(objective: str, example: Example) -> None:
     """Raise ConfigError if the objective does not learn from rows like this one."""
     kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
-    if (needed := NEEDED.get(objective, kind)) == kind:
+    needed = NEEDED.get(objective, (kind,))
+    if kind in needed:
         return
-    sft = _FOR_SFT[kind] if objective == "sft" else ""
+    advice = _ADVICE[kind] + (_FOR_SFT[kind] if objective == "sft" else "")
     raise ConfigError(
-        f"train.objective: {objective} needs {needed}, but {example.where} has {kind}; {_ADVICE[kind]}{sft}"
+        f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} has {kind}; {advice}"
     )
 
 
@@ -303,7 +317,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self._indices)
 
-    @property
+    @functools.cached_property
     def answers(self) -> int:
         """How many documents in a row belong together: 2 where answers are compared, or 1.
 
@@ -313,6 +327,15 @@ class Documents:
         if len(kinds) > 1:
             raise ConfigError(f"data: {kinds[2]} has answers to compare, {kinds[1]} has not; train on one kind of rows")
         return next(iter(kinds), 1)
+
+    def wanted(self) -> Documents:
+        """Return the documents of the answers that are to be learned: the chosen ones, or those labelled desirable."""
+        documents, is_wanted = copy.copy(self), np.arange(len(self)) % self.answers == 0
+        is_wanted &= self.labels >= 0
+        for name in ("sources", "_indices", "lengths", "targets"):
+            setattr(documents, name, getattr(self, name)[is_wanted])
+        documents.answers = 1
+        return documents
 
     @property
     def labels(self) -> np.ndarray:
@@ -467,9 +490,8 @@ class Data:
         self._config = config
         self.train, self._eval = open_sources(config, eval_path)
         for opened in (*self.train, *self._eval):
-            first = next((example for example in opened.examples() if isinstance(example, Example)), None)
-            if first is not None:  # which shows the format of all rows
-                check_objective(config.train.objective, first)
+            # The first good row shows the format of all.
+            next((row for row in opened.suited(config.train.objective) if isinstance(row, Example)), None)
         # The evaluation data of the run, whatever data are evaluated now.
         self._dedup = Dedup(config.data.dedup, self.train, lambda: open_sources(config)[1])
 
@@ -529,7 +551,7 @@ class Data:
     ) -> TokenStore:  # fmt: skip
         """Return the tokenized rows of a source. `number` is that of a training source, None for evaluation data."""
         source, files = opened.source, opened.files
-        data = self._config.data
+        data, unpaired = self._config.data, takes_apart(self._config.train.objective)
         # All that the tokens depend on, and nothing else, so that a run with another learning rate finds them.
         key = {
             "content": files.identity(),
@@ -543,6 +565,7 @@ class Data:
             "special_tokens_in_text": data.special_tokens_in_text,
             "max_length": data.max_length,
             "tokenizer": tokenizer.fingerprint(),
+            **({"unpaired": True} if unpaired else {}),
             **({} if number is None else self._dedup.key(number)),
         }
 
@@ -550,7 +573,8 @@ class Data:
             examples = opened.examples(lambda share: show(files.name, min(share, 0.99)))
             if number is not None:
                 examples = self._dedup.sift(number, examples, writer.left_out)
-            for row in bad.sift(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)):
+            rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length, unpaired=unpaired)
+            for row in bad.sift(rows):
                 writer.add(row)
             show(files.name, 1.0)
             check(bad.count, bad.first, writer.num_rows, writer.notices)  # what is refused is not kept

@@ -188,7 +188,9 @@ def _sample(
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
     lost = documents.row_length(i) - len(document.tokens) if documents.is_cut()[i] else 0
     example, answer = examples.get(document.where), answer_of(documents, i)
-    turns = turns_of(document, answers(example)[answer == "rejected"] if example else None, tokenizer)
+    if example:
+        example = answers(example)[-1 if answer in ("rejected", "undesirable") else 0]
+    turns = turns_of(document, example, tokenizer)
     return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original, answer)
 
 

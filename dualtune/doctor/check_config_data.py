@@ -19,7 +19,7 @@ from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
 from dualtune.data.batches import plan, step_documents
 from dualtune.data.chat.formats import Example
-from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one
+from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of
 from dualtune.data.sources.rows import BadRow, RawRow
@@ -43,7 +43,7 @@ class SourceSample:
     """What is known of a source of training data."""
 
     weight: float
-    num_rows: int | None = None  # None: not counted
+    num_rows: int | None = None  # two for a pair from which kto learns; None: not counted
     lengths: tuple[int, ...] = ()  # tokens of its first documents
     targets: int = 0  # in these
     longest: int | None = None  # tokens of its longest document; None: not known
@@ -89,7 +89,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         return Check(name, "skipped", f"{source.path}: a dataset of the hub; it is not downloaded now"), nothing
     try:
         opened = open_one(source, role)
-        first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
+        first = list(_first(config, opened, tokenizer))
         num_rows = _count(opened)
         longest = _longest(config, opened, tokenizer) if tokenizer and num_rows else None
     except DualtuneError as error:
@@ -97,30 +97,33 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         return replace(failure(name, error), fix=fix), nothing
     # What the sample says of the source is known also where its row is a failure.
     bad = [row for row in first if isinstance(row, BadRow)]
-    whole = num_rows == len(first)
-    text = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
+    tokenized = [row for row in first if isinstance(row, TokenizedRow)]
+    num_first = len(first) - len(tokenized) + len({row.number for row in tokenized})  # kto learns two from a pair
+    whole = num_rows == num_first
+    text = f"{source.path}: {'all' if whole else 'the first'} {num_first} rows can be read"
     text += f", {num_rows} in all" if num_rows is not None and not whole else ""
     fix = f"dualtune check-data {source.path}"
-    tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     documents = [document for row in tokenized for document in row.documents]
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
     answers = max((row.answers for row in tokenized), default=1)
-    sample = SourceSample(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets, longest, answers)
+    num_units = num_rows and num_rows * len(first) // max(1, num_first)
+    sample = SourceSample(source.weight, num_units, tuple(len(ids) for ids, _ in documents), targets, longest, answers)
     # One bad row ends a run, unless the config says otherwise; only good rows have tokens to speak of.
     if bad and config.data.on_bad_row == "error":
-        text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
+        text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {num_first} rows" if len(bad) > 1 else "")
         return Check(name, "fail", text, fix, DataError.exit_code), sample
     if bad:
-        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), sample
+        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {num_first} rows left out", fix), sample
     row = Check(name, "ok", text)
     return _tokens_row(config, row, tokenized, sample.lengths, whole=whole) if tokenized else row, sample
 
 
 def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
-    examples = islice(opened.examples(), FIRST_ROWS)
+    objective, data = config.train.objective, config.data
+    examples = islice(opened.suited(objective), FIRST_ROWS)
     if tokenizer is None:
         return examples
-    return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
+    return tokenize_rows(examples, tokenizer, data.loss_on, data.max_length, unpaired=takes_apart(objective))
 
 
 def _longest(config: Config, opened: OpenedSource, tokenizer: Tokenizer) -> int | None:

@@ -119,9 +119,38 @@ def evaluate_answers(
         sums = _shared_sums(engine, documents, recovery, step, show, team)
     ids = range(len(documents))
     totals = team.totals([sums.get(i, 0.0) for i in ids])
-    loss = comparison.objective(comparison.scores(documents, list(ids), totals, comparison.eval))
-    metrics = {f"eval_{name}": value for name, value in loss.metrics.items()}
+    scores = comparison.scores(documents, list(ids), totals, comparison.eval)
+    loss = comparison.objective(scores)
+    metrics = {f"eval_{name}": value for name, value in {**loss.metrics, **_of_lengths(scores)}.items()}
     return EvalRecord(step=step, eval_loss=loss.value, eval_targets=documents.num_targets, metrics=metrics)
+
+
+def evaluate_against(
+    engine: Engine, documents: Documents, recovery: Recovery, objective: Objective, reference: Tensors,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalRecord:  # fmt: skip
+    """Return the objective's loss and metrics of an adapter, with that of the reference loaded for a while."""
+    sums: dict[int, float] | None = None
+    if objective.needs_reference:
+        with using(engine, reference):
+            while sums is None:
+                sums = _shared_sums(engine, documents, recovery, 0, show, Team())
+    known = None if sums is None else np.array([sums[i] for i in range(len(documents))])
+    return evaluate_answers(engine, documents, recovery, show=show, comparison=AnswerComparison(objective, None, known))
+
+
+MIN_PAIRS = 10  # to speak of a correlation
+
+
+def _of_lengths(scores: Scores) -> dict[str, float]:
+    """Return how the pairs' margins against the reference correlate with their differences in length (Pearson)."""
+    if scores.reference_NA is None or scores.labels_N.any() or len(scores.labels_N) < MIN_PAIRS:
+        return {}
+    ratios_NA, lengths_NA = scores.logps_NA - scores.reference_NA, scores.num_targets_NA.astype(np.float64)
+    margins_N, differences_N = (values[:, 0] - values[:, 1] for values in (ratios_NA, lengths_NA))
+    if np.std(margins_N) < 1e-3 or not np.std(differences_N):  # nats: before training there is rounding alone
+        return {}
+    return {"length_correlation": float(np.corrcoef(margins_N, differences_N)[0, 1])}
 
 
 def _shared_sums(

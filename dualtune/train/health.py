@@ -70,7 +70,14 @@ DIVERGED_RISE = 0.1  # of the lowest loss: a rise this large is more than noise
 LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0.33, a converged run 0
 MIN_EVALS = 6  # to separate the noise of evaluations from their trend
 
-Word = Literal["learning", "still falling", "flat", "diverged", "overfitting", "too few steps"]
+# Of a run that compares answers, by its evaluations.
+MOST_KL = 50.0  # nats by which the model may have moved from the reference on answers that are no preference at all
+OF_LENGTH = 0.9  # the correlation of the pairs' margins with the difference of their lengths
+BOTH_FALL = 0.1  # the part of its log-probability that a chosen answer may lose
+
+Word = Literal[
+    "learning", "still falling", "flat", "diverged", "overfitting", "too few steps", "both fall", "length", "far away"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +92,20 @@ class RunVerdict:
         return ". ".join(filter(None, (f"{self.word}: {self.because}", self.advice)))
 
 
-def judge(losses: Sequence[float], evals: Mapping[int, float]) -> RunVerdict:
-    """Return the verdict on a run from its training losses, in order, and its evaluation losses by step."""
-    train, judged = _Train(losses), _Evals(evals)
+def judge(
+    losses: Sequence[float], evals: Mapping[int, float], metrics: Sequence[Mapping[str, float]] = ()
+) -> RunVerdict:
+    """Return the verdict on a run from its training losses, in order, and its evaluation losses by step.
+
+    `metrics`: of a run that compares answers, those of its evaluations in order.
+    """
+    train, judged = _Train(losses), _Evals(evals, compares=bool(metrics))
     return (
         _diverged(train, judged)
         or _too_few(train, judged)
         or _overfitting(train, judged)
         or _flat(train, judged)
+        or (_of_answers(metrics[0], metrics[-1]) if metrics else None)
         or _still_falling(train, judged)
         or RunVerdict("learning", _both(train, judged))
     )
@@ -136,7 +149,8 @@ class _Train:
 class _Evals:
     """The evaluation losses in order. `known`: there are at least two, so they can be compared."""
 
-    def __init__(self, evals: Mapping[int, float]) -> None:
+    def __init__(self, evals: Mapping[int, float], *, compares: bool = False) -> None:
+        self._compares = compares
         self.steps = sorted(evals)
         self.losses = [evals[step] for step in self.steps]
         self.known = len(self.steps) > 1
@@ -160,6 +174,14 @@ class _Evals:
     @property
     def best(self) -> float:
         return min(self.losses)
+
+    @property
+    def scale(self) -> float:
+        """What a rise is compared with: a loss in nats per token, or that before the comparison began.
+
+        The loss of a comparison goes to 0 where all pairs are learned, and a rise from there means little.
+        """
+        return self.start if self._compares else self.best
 
     def before(self, share: float) -> float | None:
         """Return the evaluation nearest to a share of the steps, or None if none is near."""
@@ -210,7 +232,7 @@ def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:
         return None
     rise = evals.end - evals.best
     # The jitter is overestimated if the curve bends.
-    has_turned = rise > max(OVERFIT_RISE * abs(evals.best), 2 * evals.jitter)
+    has_turned = rise > max(OVERFIT_RISE * abs(evals.scale), 2 * evals.jitter)
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
         return RunVerdict("overfitting", because, "Train fewer epochs, use more data, or set guards.restore_best: true")
@@ -230,6 +252,29 @@ def _flat(train: _Train, evals: _Evals) -> RunVerdict | None:
     noise = "" if evals.known else f", within the noise of {SURE * math.sqrt(2) * train.error:.2g}"
     advice = "Raise train.learning_rate or train.steps, and check the data with dualtune preview"
     return RunVerdict("flat", f"{_both(train, evals)}{noise}", advice)
+
+
+def _of_answers(first: Mapping[str, float], last: Mapping[str, float]) -> RunVerdict | None:
+    """Return what the loss of a comparison does not show; see docs/objectives.md."""
+    if (kl := last.get("eval_kl", 0.0)) > MOST_KL:
+        because = f"the model has moved {kl:.0f} nats from the reference on answers to other prompts"
+        return RunVerdict(
+            "far away", because, "Lower train.learning_rate or the number of steps, or raise preference.beta"
+        )
+    if abs(correlation := last.get("eval_length_correlation", 0.0)) > OF_LENGTH:
+        kind = "longer" if correlation > 0 else "shorter"
+        because = f"what is preferred is the {kind} answer: margins and lengths correlate by {correlation:.2f}"
+        return RunVerdict(
+            "length", because, "Balance the lengths of data.train, or use simpo, which compares per token"
+        )
+    chosen, rejected = ([row.get(f"eval_{kind}_logp", 0.0) for row in (first, last)] for kind in ("chosen", "rejected"))
+    if chosen[1] < chosen[0] - BOTH_FALL * abs(chosen[0]) and rejected[1] < rejected[0]:
+        because = (
+            f"the chosen answers became less probable too: log-probability {chosen[0]:.1f} -> {chosen[1]:.1f}, that of "
+            f"the rejected ones {rejected[0]:.1f} -> {rejected[1]:.1f}"
+        )
+        return RunVerdict("both fall", because, "Set preference.sft_weight: 1, or lower train.learning_rate")
+    return None
 
 
 def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:

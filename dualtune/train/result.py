@@ -71,7 +71,7 @@ def result_at(run_dir: RunDir, config: Config, num_steps: int, history: History)
 
 def verdict_of(history: History) -> RunVerdict:
     """Judge a run by its losses."""
-    return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
+    return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()}, history.metrics)
 
 
 def has_result(resumed: Resumed, result: Path) -> bool:

@@ -192,9 +192,13 @@ def test_the_valid_file_of_a_directory_counts_for_a_config_too(dualtune_main, co
 def test_preference_pairs_of_a_config_are_checked(dualtune_main, config_file, write_lines):
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     path = write_lines([pair, pair | {"chosen": [3]}])
-    result = dualtune_main("check-data", config_file({"data.format": "preference", "data.eval": 0}))
+    settings = {"data.format": "preference", "data.eval": 0}
+    result = dualtune_main("check-data", config_file(settings | {"train.objective": "dpo"}))
     assert result.returncode == 3
     assert result.stdout.splitlines()[0].startswith(f"{path}:2: ")
+    refused = dualtune_main("check-data", config_file(settings))
+    assert refused.returncode == 3
+    assert refused.stdout.startswith("train.objective: sft needs prompts with answers")
     assert result.stdout.splitlines()[1] == f"{path}: 2 rows, 1 cannot be used"
 
 

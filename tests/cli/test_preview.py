@@ -130,12 +130,15 @@ PAIR = {
 }
 
 
-def test_a_pair_is_shown_side_by_side(dualtune_main, config_file, write_rows, wording):
+def test_a_pair_is_shown_side_by_side(dualtune_main, config_file, write_rows, tmp_path, wording):
     write_rows([PAIR, PAIR])
     config = config_file({"data.eval": 0, "train.objective": "dpo", "data.max_length": 256})
-    result = dualtune_main("preview", config, "--rows", 1, "--html", "page.html")
+    result = dualtune_main("preview", config, "--rows", 1, "--html", tmp_path / "page.html")
     assert (result.returncode, result.stderr) == (0, "")
     wording(result.stdout)
+    rows = Page((tmp_path / "page.html").read_text()).rows
+    trained = {"".join(text for _, kinds, text in row["tokens"] if "target" in kinds) for row in rows}
+    assert trained == {f"{answer}<|im_end|>" for answer in ANSWERS.values()}
     report = json.loads(dualtune_main("preview", config, "--rows", 1, "--json").stdout)
     assert [shown["answer"] for shown in report["shown"]] == ["chosen", "rejected"]
     for shown in report["shown"]:

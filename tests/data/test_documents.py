@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -297,8 +298,9 @@ LABELLED = [{"prompt": f"Q{n}", "completion": f" a{n}", "label": n % 2 == 0} for
 
 
 def test_an_objective_needs_rows_of_its_kind(make_config, write_rows, wording):
-    pairs, plain = write_rows(PAIRS, "pairs.jsonl"), write_rows([{"prompt": "a", "completion": "b"}], "plain.jsonl")
-    for path, objective in ((pairs, "sft"), (pairs, "kto"), (plain, "dpo")):
+    rows = {"pairs": PAIRS, "plain": [{"prompt": "a", "completion": "b"}], "labelled": LABELLED}
+    pairs, plain, labelled = (write_rows(some, f"{name}.jsonl") for name, some in rows.items())
+    for path, objective in ((pairs, "sft"), (plain, "kto"), (plain, "dpo"), (labelled, "sft"), (labelled, "orpo")):
         with pytest.raises(ConfigError) as error:
             Data(make_config(path, {"train.objective": objective}))
         wording(str(error.value).replace(f"{path.parent}/", ""))
@@ -340,6 +342,24 @@ def test_a_row_with_a_label_comes_with_the_answer_of_the_next_row(bare):
     learned = [bare.decode(documents[i].tokens[documents[i].loss_mask][:-1].tolist()) for i in range(10)]
     assert learned == [text.partition(" ")[1] + text.partition(" ")[2] for text in texts]
     assert documents.labels.tolist() == [1, 1, -1, -1, 1, 1, -1, -1, 1, 1]
+
+
+def test_kto_learns_the_answers_of_a_pair_one_by_one(make_config, write_rows, bare):
+    """Each answer comes with that of another row, of either kind; both answers of a row are held out together."""
+    config = make_config(write_rows(PAIRS), {"train.objective": "kto", "data.eval": 0.3})
+    parts = Data(config).train_and_eval(bare)
+    assert [(part.answers, part.num_rows, len(part)) for part in parts] == [(2, 4, 16), (2, 2, 8)]
+    seen = Counter()
+    for document, label in ((part[i], part.labels[i]) for part in parts for i in range(len(part))):
+        row = int(document.where.rpartition(":")[2]) - 1
+        learned = document.loss_mask & (document.tokens != bare.eos_id)
+        answer, prompt = (bare.decode(document.tokens[mask].tolist()) for mask in (learned, ~document.loss_mask))
+        assert prompt.removeprefix("<s>") == PAIRS[row]["prompt"]
+        owner, kind = next((n, k) for n in range(6) for k in ("chosen", "rejected") if PAIRS[n][k] == answer)
+        assert owner in (row, (row + 1) % 6)
+        assert owner != row or label == {"chosen": 1, "rejected": -1}[kind]
+        seen[owner == row, kind] += 1
+    assert set(seen.values()) == {6} and len(seen) == 4
 
 
 def test_rows_that_are_compared_do_not_mix_with_others(make_config, write_rows, bare):

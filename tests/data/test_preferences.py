@@ -45,6 +45,14 @@ def test_pairs_are_measured_by_the_characters_of_their_answers():
     assert (pairs.chosen.cut, counts.num_equal, counts.num_prompts, counts.labels) == (None, 1, 2, None)
 
 
+def test_a_prompt_is_all_that_stands_before_the_answers():
+    def pair(question, *answers):
+        chosen, rejected = ([user("Hi"), assistant("Ho"), user(question), assistant(answer)] for answer in answers)
+        return {"chosen": chosen, "rejected": rejected}
+
+    assert counted(pair("a", "1", "2"), pair("a", "1", "3"), pair("b", "1", "2")).num_prompts == 2
+
+
 def test_labels_are_balanced_by_number_and_weight():
     rows = [{"prompt": "p", "completion": str(n), "label": n > 0} for n in range(4)]
     assert counted(*rows).labels == label_numbers(3, 1)

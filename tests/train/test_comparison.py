@@ -222,3 +222,31 @@ def test_a_run_does_not_resume_with_another_objective(compare):
 def test_the_record_of_a_run_names_its_objective(compare):
     result = compare("dpo").run(train__objective="dpo", **RUN)
     assert json.loads((result.adapter_dir / "dualtune.json").read_text())["training"]["objective"] == "dpo"
+
+
+# --- what is made of a run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_eval_measures_the_objective_and_the_loss_of_the_wanted_answers(compare, dualtune_main, rows_of, objective):
+    lab = compare(objective)
+    result = lab.run(train__objective=objective, **RUN)
+    done = dualtune_main("eval", result.run_dir / "config.yaml", "--json", "--no-leaks", "--platform", "cpu")
+    assert done.returncode == 0, done.stderr
+    report, last = json.loads(done.stdout), rows_of(result.run_dir)[1][-1]
+    assert report["preference"]["objective_loss"] == pytest.approx(last["eval_loss"], abs=1e-5)
+    for name in ("chosen_logp", "rejected_logp", "chosen_reward"):
+        assert report["preference"][name] == pytest.approx(last[f"eval_{name}"], abs=1e-3)
+    wanted = report["targets"] * -report["loss"] / report["rows"]  # the mean of Σ log p of an answer
+    assert wanted == pytest.approx(last["eval_chosen_logp"], abs=1e-3)
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_what_a_person_sees_of_a_run(compare, dualtune_main):
+    run_dir = compare("dpo").run(train__objective="dpo", **RUN).run_dir
+    assert "of pairs in the right order, margin" in (run_dir / "log.txt").read_text()
+    assert "held-out pairs in the right order" in (run_dir / "report.html").read_text()
+    header, first, *_ = dualtune_main("runs", "export", run_dir).stdout.splitlines()
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert {"eval_reward_accuracy", "reward_margin"} <= row.keys() and row["perplexity"] == row["eval_perplexity"] == ""

@@ -134,3 +134,30 @@ def test_the_training_loss_of_a_verdict_says_of_which_steps_it_is():
     falling = [3.0, 2.0, 2.5, 1.5, 1.0, 0.5]
     assert judge(falling, {}).because.endswith("training loss 2.5000 -> 0.7500 (medians of 2 steps)")
     assert judge([3.0, 2.0], {}).because.endswith("training loss 3.0000 -> 2.0000 (of the first and the last step)")
+
+
+# --- runs that compare answers ----------------------------------------------------------------------------------------
+
+FALLING = list(np.linspace(0.69, 0.2, 60))
+BEFORE = {"eval_chosen_logp": -50.0, "eval_rejected_logp": -52.0}
+AFTER = {"eval_chosen_logp": -49.0, "eval_rejected_logp": -80.0}
+
+
+@pytest.mark.parametrize(
+    ("last", "word"),
+    [
+        (AFTER, "still falling"),
+        ({"eval_chosen_logp": -60.0, "eval_rejected_logp": -90.0}, "both fall"),
+        ({"eval_chosen_logp": -54.0, "eval_rejected_logp": -90.0}, "still falling"),
+        (AFTER | {"eval_length_correlation": -0.95}, "length"),
+        (AFTER | {"eval_kl": 51.0}, "far away"),
+    ],
+)
+def test_what_the_loss_of_a_comparison_does_not_show(last, word):
+    assert judge(FALLING, {0: 0.69, 30: 0.45, 60: 0.2}, [BEFORE, last]).word == word
+
+
+def test_a_small_loss_of_a_comparison_may_rise_a_little():
+    """From 0.002 to 0.004 is nothing beside the 0.69 it began with, and overfitting in nats per token."""
+    losses, evals = [*FALLING, *np.linspace(0.2, 0.001, 60)], {0: 0.69, 60: 0.002, 120: 0.004}
+    assert judge(losses, evals, [BEFORE, AFTER]).word != "overfitting" == judge(losses, evals).word

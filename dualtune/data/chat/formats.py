@@ -115,6 +115,14 @@ def answers(example: Example) -> tuple[Example, ...]:
     return (example,) if example.rejected is None else (replace(example, rejected=None), example.rejected)
 
 
+def judged(example: Example) -> tuple[Example, ...]:
+    """Return a pair as a desirable and an undesirable example; any other as it is."""
+    if example.rejected is None:
+        return (example,)
+    chosen, rejected = answers(example)
+    return replace(chosen, label=1), replace(rejected, label=-1)
+
+
 def num_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Return how many messages two conversations begin with that say the same; their loss weights may differ."""
     said = ([(m.role, m.content, m.extra) for m in messages] for messages in (chosen, rejected))

@@ -16,7 +16,7 @@ from itertools import islice, pairwise, product
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.data.chat.formats import Example, answers
+from dualtune.data.chat.formats import Example, answers, judged
 from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example
@@ -64,20 +64,26 @@ class _Ready:
 
 
 def tokenize_rows(
-    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
+    examples: Iterable[Example | BadRow],
+    tokenizer: Tokenizer,
+    loss_on: str,
+    max_length: int,
+    *,
+    unpaired: bool = False,
 ) -> Iterator[TokenizedRow | BadRow]:
     """Tokenize a stream in order. A chunk is tokenized (in Rust, on all cores) while the next one is rendered.
 
     A preference gives two documents, the chosen answer and the rejected one, each with the prompt. A row with a label
-    gives two as well: see `with_other_answers`.
+    gives two as well: see `with_other_answers`. If `unpaired`, a preference is a row with a label for each answer, and
+    both have its number.
     """
-    return with_other_answers(_tokenize(examples, tokenizer, loss_on, max_length), max_length)
+    return with_other_answers(_tokenize(examples, tokenizer, loss_on, max_length, unpaired), max_length)
 
 
 def _tokenize(
-    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
+    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int, unpaired: bool
 ) -> Iterator[TokenizedRow | BadRow]:
-    ready = _render(examples, tokenizer, loss_on)
+    ready = _render(examples, tokenizer, loss_on, unpaired)
     with ThreadPoolExecutor(1, "dualtune-tokenize") as pool:
         waiting: tuple[list[_Ready | BadRow], Future[list[Tokens]]] | None = None
         while chunk := list(islice(ready, ENCODE_ROWS)):
@@ -90,19 +96,23 @@ def _tokenize(
             yield from _finish(*waiting, tokenizer, loss_on, max_length)
 
 
-def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str) -> Iterator[_Ready | BadRow]:
+def _render(
+    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, unpaired: bool
+) -> Iterator[_Ready | BadRow]:
     number = 0
     for example in examples:
         if isinstance(example, BadRow):
             yield example
             continue
         interrupt.poll()
+        # Of every other pair the undesirable answer comes first, so that it is half of what `with_other_answers` takes.
+        units = judged(example)[:: -1 if number % 2 else 1] if unpaired else (example,)
         try:
-            rendered = tuple(render_example(answer, tokenizer, loss_on) for answer in answers(example))
+            rendered = [tuple(render_example(answer, tokenizer, loss_on) for answer in answers(unit)) for unit in units]
         except RowError as reason:
             yield BadRow(example.path, example.line, str(reason))
             continue
-        yield _Ready(example, rendered, number)
+        yield from (_Ready(unit, texts, number) for unit, texts in zip(units, rendered, strict=True))
         number += 1
 
 
@@ -156,13 +166,13 @@ def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: 
 
 
 def with_other_answers(rows: Iterable[TokenizedRow | BadRow], max_length: int) -> Iterator[TokenizedRow | BadRow]:
-    """Add to each row with a label its prompt with the answer of the next such row; the last row gets the first's.
+    """Add to each answer with a label its prompt with the answer of the next such row; the last row gets the first's.
 
     Such an answer says nothing about the prompt, so its log-probabilities estimate how far the model has moved from the
     reference in general (KTO: Ethayarajh et al., arXiv 2402.01306, section 4.1). All other rows pass unchanged.
     """
     first: TokenizedRow | None = None
-    waiting: list[TokenizedRow | BadRow] = []  # a row with a label, and what came after it
+    waiting: list[TokenizedRow | BadRow] = []  # the answers with a label of one row, and what came after them
     for row in rows:
         if not (isinstance(row, TokenizedRow) and row.label and row.documents):
             if waiting:
@@ -170,9 +180,12 @@ def with_other_answers(rows: Iterable[TokenizedRow | BadRow], max_length: int) -
             else:
                 yield row
             continue
-        if waiting:
-            yield from _with_other(waiting, row, max_length)
-        first, waiting = first or row, [row]
+        first = first or row
+        if waiting and isinstance(waiting[0], TokenizedRow) and waiting[0].number == row.number:
+            waiting.append(row)
+            continue
+        yield from _with_other(waiting, row, max_length)
+        waiting = [row]
     if waiting:
         assert first is not None
         yield from _with_other(waiting, first, max_length)
@@ -181,14 +194,15 @@ def with_other_answers(rows: Iterable[TokenizedRow | BadRow], max_length: int) -
 def _with_other(
     waiting: Sequence[TokenizedRow | BadRow], other: TokenizedRow, max_length: int
 ) -> Iterator[TokenizedRow | BadRow]:
-    row, *rest = waiting
-    assert isinstance(row, TokenizedRow)
-    (tokens, mask), (others, other_mask) = row.documents[0], other.documents[0]
-    start, other_start = (int(np.flatnonzero(targets)[0]) for targets in (mask, other_mask))
-    mixed = np.concatenate([tokens[:start], others[other_start:]])[:max_length]
-    mixed_mask = np.concatenate([mask[:start], other_mask[other_start:]])[:max_length]
-    yield replace(row, documents=[row.documents[0], (mixed, mixed_mask)], answers=2)
-    yield from rest
+    for row in waiting:
+        if not (isinstance(row, TokenizedRow) and row.label and row.documents):
+            yield row
+            continue
+        (tokens, mask), (others, other_mask) = row.documents[0], other.documents[0]
+        start, other_start = (int(np.flatnonzero(targets)[0]) for targets in (mask, other_mask))
+        mixed = np.concatenate([tokens[:start], others[other_start:]])[:max_length]
+        mixed_mask = np.concatenate([mask[:start], other_mask[other_start:]])[:max_length]
+        yield replace(row, documents=[row.documents[0], (mixed, mixed_mask)], answers=2)
 
 
 def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:

@@ -50,7 +50,7 @@ class RunFiles:
     @property
     def verdict(self) -> RunVerdict:
         """The verdict on what the run has recorded so far."""
-        return judge(self.curves.history.losses, self._evals)
+        return judge(self.curves.history.losses, self._evals, self.curves.history.metrics)
 
     @property
     def score(self) -> Score:

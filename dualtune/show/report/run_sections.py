@@ -77,6 +77,9 @@ WORDS = {
     "diverged": "The training has diverged.",
     "overfitting": "The run overfits: it has memorized its training data.",
     "too few steps": "There are too few steps for a verdict.",
+    "both fall": "The run tells the answers apart, but the chosen ones became less probable as well.",
+    "length": "The run has learned the length of the answers.",
+    "far away": "The run has moved far from its reference.",
 }
 Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
@@ -105,6 +108,11 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
         tiles.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:
         tiles.append((loss_text(history.eval_loss), "evaluation loss, the last"))
+    answers: Mapping[str, float] = history.metrics[-1] if history.metrics else {}
+    if (accuracy := answers.get("eval_reward_accuracy")) is not None:
+        tiles.append((f"{accuracy:.1%}", "of held-out pairs in the right order, the last evaluation"))
+    if (margin := answers.get("eval_reward_margin")) is not None:
+        tiles.append((f"{margin:.3f}", "reward margin of the chosen answers, the last evaluation"))
     if (best := curves.best) is not None:
         tiles.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
     if curves.tokens:

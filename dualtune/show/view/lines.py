@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -56,9 +56,9 @@ class RunLines(Hook):
     def on_eval(self, record: EvalRecord) -> None:
         self.view.on_eval(record)
         took = f" in {in_time(self.view.clock() - self.view.began, 1)}" if self.view.phase == EVALUATION else ""
-        self._say(
-            f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens{took}"
-        )
+        compared = f", {answers}" if (answers := answers_in_words(record.metrics)) else ""
+        over = f"over {record.eval_targets} target tokens"
+        self._say(f"eval   {record.step:>6}  loss {record.eval_loss:.4f} {over}{compared}{took}")
 
     def on_sample(self, record: SampleRecord) -> None:
         self.view.on_sample(record)
@@ -74,6 +74,15 @@ class RunLines(Hook):
 
     def on_end(self) -> None:
         self.view.on_end()
+
+
+def answers_in_words(metrics: Mapping[str, float]) -> str:
+    """Say what an evaluation found of the answers that are compared; empty for the loss of sft."""
+    forms = {
+        "eval_reward_accuracy": "{:.1%} of pairs in the right order", "eval_reward_margin": "margin {:.3f}",
+        "eval_kl": "KL {:.2f}",
+    }  # fmt: skip
+    return ", ".join(form.format(metrics[name]) for name, form in forms.items() if name in metrics)
 
 
 class RunLog(RunLines):

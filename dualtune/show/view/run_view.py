@@ -29,7 +29,7 @@ from dualtune.train.hooks import (
     StepRecord,
 )
 from dualtune.train.state import checkpoint
-from dualtune.train.state.metrics import each_row
+from dualtune.train.state.metrics import each_row, metrics_in
 from dualtune.train.state.run_dir import CHECKPOINTS, METRICS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ _NUMBERS = (
 def tell(hook: Hook, row: Mapping[str, Any]) -> None:
     """Tell a hook a row of metrics.jsonl as the run has told it."""
     if "eval_loss" in row:
-        hook.on_eval(EvalRecord(row["step"], row["eval_loss"], row["eval_targets"]))
+        hook.on_eval(EvalRecord(row["step"], row["eval_loss"], row["eval_targets"], metrics_in(row)))
     elif "loss" in row:
         numbers: dict[str, Any] = {name: number(row.get(name)) or 0 for name in _NUMBERS}
         hook.on_step(StepRecord(step=row["step"], loss=row["loss"], skipped=row.get("skipped") is True, **numbers))

@@ -15,7 +15,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -59,12 +59,17 @@ class History:
 
     def note(self, row: Mapping[str, Any]) -> None:
         if "eval_loss" in row:
-            self.evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
+            self.evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"], metrics_in(row))
         elif "loss" in row:
             self.step, self.verdict = row["step"], None
             self.losses.append(row["loss"])
         elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
             self.verdict = word
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Those of the evaluations in order, if the run compares answers."""
+        return [record.metrics for record in self.evals.values() if record.metrics]
 
     @property
     def loss(self) -> float | None:
@@ -85,6 +90,18 @@ class History:
     def eval_loss(self) -> float | None:
         """The loss of the newest evaluation."""
         return self.evals[max(self.evals)].eval_loss if self.evals else None
+
+
+# The keys of a row of a step or an evaluation; all others are metrics of its objective.
+OWN_KEYS = frozenset({field.name for kind in (StepRecord, EvalRecord) for field in fields(kind)} | {"time"})
+
+
+def metrics_in(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the objective in the row of a step or an evaluation; empty for the loss of sft."""
+    return {
+        name: float(value) for name, value in row.items()
+        if name not in OWN_KEYS and type(value) in (float, int) and math.isfinite(value)
+    }  # fmt: skip
 
 
 def row_with_metrics(record: StepRecord | EvalRecord) -> dict[str, Any]:

@@ -1,0 +1,265 @@
+"""What preference training does on a real model: SmolLM2-135M-Instruct, right against corrupted WikiSQL queries.
+
+    python benchmarks/preference.py [--shared ../shared] [--arms dpo,orpo,kto] [--seeds 1 2 3] [--threads 1]
+    python benchmarks/preference.py --table    # writes the table of docs/objectives.md from the recorded result
+
+Each seed first learns the task by sft; the other arms start from that adapter, which is also the reference of dpo and
+kto, and learn pairs of other rows. A rejected query is the right one with another column selected, another condition,
+or another function, by a fixed rule. Measured on held-out rows: the share of pairs in which the right query is the more
+probable one, the objective's own accuracy, and the share of questions that greedy decoding answers exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import page_tables
+import psutil
+import record
+
+from dualtune.config import load_config
+from dualtune.data.documents import Data
+from dualtune.doctor.bench.intervals import interval
+from dualtune.engine.choose import choose, open_backend
+from dualtune.model.gguf import model_from_gguf
+from dualtune.model.package import fetch_model
+from dualtune.train.comparison import AnswerComparison, evaluate_answers
+from dualtune.train.evaluation import layout_of
+from dualtune.train.inference import load_model
+from dualtune.train.preference import Cpo
+from dualtune.train.recovery import Recovery
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "objectives.md"
+SFT_STEPS, STEPS, ROWS, HELD_OUT = 40, 30, 4, 60
+START = "sft"
+# Of an arm, what its config has besides the common settings. A rate for each kind of objective, found on seed 0.
+ARMS: dict[str, dict[str, Any]] = {
+    "dpo": {"train": {"objective": "dpo", "learning_rate": 1e-4}},
+    "ipo": {"train": {"objective": "dpo", "learning_rate": 1e-4}, "preference": {"loss": "ipo"}},
+    "simpo": {"train": {"objective": "simpo", "learning_rate": 1e-4}},
+    "orpo": {"train": {"objective": "orpo", "learning_rate": 5e-4}},
+    "kto": {"train": {"objective": "kto", "learning_rate": 1e-4}},
+}
+_SELECT = re.compile(r"SELECT (?P<what>.+?) FROM (?P<table>\S+)(?: WHERE (?P<where>.+))?")
+FUNCTIONS = ("COUNT", "MAX", "MIN", "SUM", "AVG")
+
+
+def corrupted(query: str, columns: list[str], rng: random.Random) -> str:
+    """Return a query like this one that answers another question."""
+    match = _SELECT.fullmatch(query)
+    assert match is not None, query
+    what, where = match["what"], match["where"]
+    function = next((name for name in FUNCTIONS if what.startswith(f"{name} ")), None)
+    column = what.removeprefix(f"{function} ") if function else what
+    kinds = ["column", "function", *(["condition"] if where else [])]
+    kind = rng.choice(kinds)
+    if kind == "condition":
+        conditions = where.split(" AND ")
+        name = next((name for name in columns if conditions[0].startswith(f"{name} ")), columns[0])
+        other = rng.choice([c for c in columns if c != name] or [column])
+        where = " AND ".join([conditions[0].replace(name, other, 1), *conditions[1:]])
+    elif kind == "column":
+        column = rng.choice([name for name in columns if name != column] or [f"{column} 2"])
+    else:
+        function = rng.choice([name for name in (None, *FUNCTIONS) if name != function])
+    result = f"SELECT {f'{function} ' if function else ''}{column} FROM {match['table']}"
+    result = f"{result} WHERE {where}" if where else result
+    return corrupted(query, columns, rng) if result == query else result  # another column of the same name
+
+
+def rows_of(path: Path, start: int, stop: int) -> list[dict[str, str]]:
+    """Return rows of WikiSQL as a prompt, its query, and a corrupted one."""
+    rows: list[dict[str, str]] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(islice(file, start, stop), start):
+            prompt, query = json.loads(line)["text"].split("\nA:")
+            columns = re.search(r"columns: (.*)\n", prompt)
+            assert columns is not None
+            rng = random.Random(number)
+            wrong = corrupted(query.strip(), columns[1].split(", "), rng)
+            rows.append({"prompt": f"{prompt}\nA:", "chosen": query, "rejected": f" {wrong}"})
+    return rows
+
+
+class Bench:
+    """The data, in one folder."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.folder, self.model = folder, model_from_gguf(fetch_model())
+        self.backend = open_backend(choose("cpu"))
+        wikisql = args.shared / "data" / "wikisql"
+        sft, pairs = SFT_STEPS * ROWS, STEPS * ROWS
+        train = rows_of(wikisql / "train.jsonl", 0, sft + pairs)
+        self.held_out = rows_of(wikisql / "valid.jsonl", 0, HELD_OUT)
+        self.files = {
+            "sft": self._write("sft", [_answer(row) for row in train[:sft]]),
+            "held-out": self._write("held-out", [_answer(row) for row in self.held_out]),
+            "held-out pairs": self._write("held-out-pairs", self.held_out),
+            "pairs": self._write("pairs", train[sft:]),
+            # Both answers to a half of the prompts: as many answers as the other arms have pairs.
+            "labelled": self._write(
+                "labelled", [one for row in train[sft : sft + pairs // 2] for one in _labelled(row)]
+            ),
+            "held-out labelled": self._write("held-out-labelled", [x for row in self.held_out for x in _labelled(row)]),
+        }
+
+    def _write(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    def config(self, arm: str, seed: int) -> dict[str, Any]:
+        kind = "labelled" if arm == "kto" else "pairs"
+        common: dict[str, dict[str, Any]] = {
+            "model": {"name": str(self.model), "dtype": "float32"},
+            "adapter": {"dropout": 0.0},
+            "data": {"train": str(self.files[kind]), "eval": str(self.files[f"held-out {kind}"]), "max_length": 256,
+                     "template": "none"},
+            "train": {"steps": STEPS, "documents_per_step": ROWS},
+            "run": {"dir": str(self.folder / f"{arm}-{seed}"), "seed": seed, "log_every": 1, "save_every": None,
+                    "eval_every": None},
+        }  # fmt: skip
+        if arm == START:
+            own = {"data": {"train": str(self.files["sft"]), "eval": 0},
+                   "train": {"steps": SFT_STEPS, "learning_rate": 1e-3}}  # fmt: skip
+        else:
+            own = ARMS[arm] | {"adapter": {"init_from": str(self._adapter(START, seed))}}
+        return {name: common.get(name, {}) | own.get(name, {}) for name in {**common, **own}}
+
+    def _adapter(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-{seed}" / "adapter"
+
+    def run(self, arm: str, seed: int) -> dict[str, Any]:
+        """Train an arm, and measure its adapter."""
+        config = self.folder / f"{arm}-{seed}.json"
+        config.write_text(json.dumps(self.config(arm, seed)))
+        self._call(["train", config])
+        metrics = (self.folder / f"{arm}-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in metrics]
+        evals = [{k: v for k, v in row.items() if k.startswith("eval_")} for row in rows if "eval_loss" in row]
+        steps = [row for row in rows if "loss" in row]
+        return {
+            "losses": [row["loss"] for row in steps], "evals": evals,
+            "seconds_a_step": sorted(row["step_s"] for row in steps)[len(steps) // 2],
+        } | self.measure(self._adapter(arm, seed))  # fmt: skip
+
+    def measure(self, adapter: Path | None) -> dict[str, Any]:
+        """Return the share of held-out pairs whose right query is more probable, and of questions answered exactly."""
+        pairs = load_config(self.config("dpo", 0) | {"adapter": {}})
+        pairs = pairs.model_copy(update={"data": pairs.data.model_copy(update={"train": pairs.data.eval, "eval": 0})})
+        model = load_model(self.backend, str(self.model), adapter, dtype="float32", template="none")
+        documents, _ = Data(pairs).train_and_eval(model.tokenizer)
+        recovery = Recovery(None, model.engine, layout_of(pairs))
+        plain = AnswerComparison(Cpo(), None, None)  # compares log-probabilities without a reference
+        found = evaluate_answers(model.engine, documents, recovery, comparison=plain).metrics
+        config = self.folder / "eval.json"
+        config.write_text(json.dumps(self.config(START, 1)))
+        what = ["--adapter", adapter] if adapter else ["--base"]
+        options = ["--data", self.files["held-out"], "--exact-match", "--no-leaks", "--json"]
+        result = json.loads(self._call(["eval", config, *what, *options]))
+        return {
+            "preferred": found["eval_reward_accuracy"], "chosen_logp": found["eval_chosen_logp"],
+            "rejected_logp": found["eval_rejected_logp"], "exact": result["exact_match"], "loss": result["loss"],
+        }  # fmt: skip
+
+    def _call(self, command: list[Any]) -> str:
+        words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", "cpu"]
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _answer(row: Mapping[str, str]) -> dict[str, str]:
+    return {"prompt": row["prompt"], "completion": row["chosen"]}
+
+
+def _labelled(row: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"} for name in ("chosen", "rejected")
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
+    parser.add_argument(
+        "--rate", type=float, help="the learning rate of all arms, to look for one; nothing is recorded"
+    )
+    parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
+    args = parser.parse_args()
+    if args.table:
+        return print(page_tables.write(PAGE, {"preference": table(recorded())}))
+    os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(args, Path(name))
+        if args.rate:
+            for arm in ARMS:
+                ARMS[arm]["train"]["learning_rate"] = args.rate
+        elif "base" not in recorded():
+            note("base", bench.measure(None))
+        for seed in args.seeds:
+            figures = bench.run(START, seed)  # the adapter that the other arms need, recorded or not
+            print(START, seed, _shown(figures), file=sys.stderr, flush=True)
+            if not args.rate:
+                note(f"{START}/{seed}", figures)
+            for arm in args.arms.split(","):
+                if args.rate or f"{arm}/{seed}" not in recorded():
+                    figures = bench.run(arm, seed)
+                    print(arm, seed, args.rate or "", _shown(figures), file=sys.stderr, flush=True)
+                    if not args.rate:
+                        note(f"{arm}/{seed}", figures)
+    return None
+
+
+def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if name not in ("losses",)}
+
+
+def note(key: str, figures: Mapping[str, Any]) -> None:
+    """Record a measurement beside those that are there, with its own date and commit."""
+    runs = recorded() | {key: record.origin() | dict(figures)}
+    record.write("preference", {"steps": STEPS, "rows_a_step": ROWS, "runs": runs})
+
+
+def recorded() -> dict[str, Any]:
+    path = record.RESULTS / "preference.json"
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the means of each arm over its seeds, each with a 95 % interval."""
+    header = ["arm", "seeds", "right query preferred", "accuracy against the reference", "exactly right"]
+    base = runs["base"]
+    rows = [["base", "", f"{base['preferred']:.1%}", "", f"{base['exact']:.1%}"]]
+    for arm in (START, *ARMS):
+        mine = [run for key, run in runs.items() if key.startswith(f"{arm}/")]
+        if mine:
+            accuracies = [run["evals"][-1].get("eval_reward_accuracy") for run in mine if run["evals"]]
+            against = _percent(accuracies) if accuracies and None not in accuracies else ""
+            rows.append([
+                f"`{arm}`", str(len(mine)), _percent([run["preferred"] for run in mine]), against,
+                _percent([run["exact"] for run in mine]),
+            ])  # fmt: skip
+    return page_tables.table(header, rows)
+
+
+def _percent(values: list[float]) -> str:
+    mean = interval(values)
+    return f"{mean.mean:.1%}" + ("" if mean.margin is None else f" ± {mean.margin:.1%}")
+
+
+if __name__ == "__main__":
+    main()
