@@ -29,7 +29,8 @@ def found_in(engine: Any, batch: Batch) -> dict[str, int]:
 def always_in(engine: Any) -> dict[str, int]:
     """Bytes by part of the estimate that exist between two steps."""
     weights, adapter, optimizer = storages(tensors_of(engine.model)), engine._adapter, engine._optimizer
-    of_adapter = storages([adapter.flat, adapter._compute, *(layer.keys_I for layer in engine._layers.values())])
+    buffers = [buffer for layer in engine._layers.values() for buffer in layer.buffers(recurse=False)]
+    of_adapter = storages([adapter.flat, adapter._compute, *buffers])
     return {
         "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
         "adapter": sum(of_adapter.values()),

@@ -254,8 +254,10 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        # All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one.
-        named = self._layout.named(params.astype(self._dtype))
+        # All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors,
+        # which are no factors of products, stay float32.
+        named, masters = self._layout.named(params.astype(self._dtype)), self._layout.named(params)
+        named |= {name: master for name, master in masters.items() if master.ndim == 1}
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale

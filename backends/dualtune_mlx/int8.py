@@ -54,8 +54,12 @@ class Int8Linear(nn.Module):
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = cast(mx.array, _product(x, self.weight, self.scales))
+        y = self.product(x)
         return y + self.bias if "bias" in self else y
+
+    def product(self, x: mx.array) -> mx.array:
+        """Return x Wᵀ, without the bias."""
+        return cast(mx.array, _product(x, self.weight, self.scales))
 
     def unpacked(self, dtype: mx.Dtype) -> mx.array:
         return dequantize(self.weight, self.scales, dtype)

@@ -57,12 +57,19 @@ class SharedInput:
 
     def _multiply(self, x_BTI: mx.array, stacked_RI: mx.array) -> mx.array:
         """Return the product of x, after dropout, by all A."""
-        dropped_BTI = self._dropped(x_BTI) if self.dropout_seeds.seeds_BT is not None and self.dropout else x_BTI
-        return dropped_BTI @ stacked_RI.T
+        return self.after_dropout(x_BTI) @ stacked_RI.T
 
     def forget(self) -> None:
         """Drop the products that no layer has fetched."""
         self._x_BTI, self._waiting = None, {}
+
+    @property
+    def drops(self) -> bool:
+        """Whether the current micro-batch has dropout."""
+        return self.dropout_seeds.seeds_BT is not None and self.dropout > 0
+
+    def after_dropout(self, x_BTI: mx.array) -> mx.array:
+        return self._dropped(x_BTI) if self.drops else x_BTI
 
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.model.dropout.keep_mask` on the device."""

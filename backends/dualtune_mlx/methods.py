@@ -154,6 +154,16 @@ def weight_of(layer: nn.Module) -> mx.array:
     return cast(mx.array, layer.weight).astype(mx.float32)
 
 
+def times_weight(x: mx.array, layer: nn.Module) -> mx.array:
+    """Return x Wᵀ without the layer's bias. A packed weight is multiplied as it is stored."""
+    if isinstance(layer, nn.QuantizedLinear):
+        how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        return mx.quantized_matmul(x, layer.weight, layer.scales, layer.get("biases"), transpose=True, **how)
+    if isinstance(layer, Int8Linear):
+        return layer.product(x)
+    return x @ cast(mx.array, layer.weight).T
+
+
 def storage(bases: Collection[nn.Module]) -> dict[str, int]:
     """Count the frozen weights of these layers and their bytes in memory, scales included."""
     parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first

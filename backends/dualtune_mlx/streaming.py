@@ -55,7 +55,7 @@ def check_streamable(request: LoadRequest, quantization: str, *, is_stored: bool
     problem = f"{KEY}: got {request.resident_layers}, but "
     if request.init == "random":
         raise ConfigError(f"{problem}with model.init: random the weights are in no file to read from. Set {KEY}: all")
-    if request.adapter.method != "lora":
+    if request.adapter.reads_base:
         raise ConfigError(
             f"{problem}adapter.method: {request.adapter.method} needs weights of the base that stay in memory. "
             f"Set adapter.method: lora, or {KEY}: all"

@@ -90,6 +90,9 @@ class TorchEngine:
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self.adapter_shapes = self._adapter.shapes
+        # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
+        if not self._is_full:
+            self.load_adapter_state(self.neutral_state())
         # Documents are separated before kernels are tried, because the trials read packed rows.
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
@@ -99,15 +102,12 @@ class TorchEngine:
         # What changes how layers are called comes after the kernels, whose trials compare with the plain calls.
         self._recomputation = Recomputation(model, groups)
         self._frozen_layers = FrozenLayers(model, self._layers.values())
-        # A full fine-tuning has its masters from the base already.
-        if not self._is_full:
-            self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self._graphs: MicroStepGraphs | None = None
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
-            check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
+            check_recordable(self._kernels, request.adapter, moves_weights=moves_weights)
             self._graphs = MicroStepGraphs(model.device)
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
@@ -224,7 +224,7 @@ class TorchEngine:
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
-        self._adapter.refresh()
+        self._refresh()
         return StepOutput(loss, norm)
 
     def offloaded_optimizer(self) -> AbstractContextManager[None]:
@@ -261,7 +261,13 @@ class TorchEngine:
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
         self._adapter.load(self._adapter.flat, state)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Update what follows from the trained numbers, which have changed."""
         self._adapter.refresh()
+        for layer in self._layers.values():
+            layer.refresh()
 
     def optimizer_state(self) -> OptimizerState:
         optimizer, names = self._optimizer, self._request.optimizer.slots

@@ -54,19 +54,31 @@ class LoRALinear(AdaptedLayer):
     def forward(self, x_BTI: Tensor) -> Tensor:
         if self.group is not None:
             return self.group(self, x_BTI)
-        y_BTO = self.base(x_BTI)
-        if self.dropout_seeds.seeds_BT is not None and self.dropout:
-            seeds_BT = self.dropout_seeds.seeds_BT
-            check_tokens(x_BTI.shape[:-1].numel(), seeds_BT.numel())
-            seeds = seeds_BT.reshape(x_BTI.shape[:-1])  # an MLP beside experts gets [B · T, I]
-            x_BTI = dropped(x_BTI, seeds, self.keys_I, *drop_rule(self.dropout))
+        return self.base(x_BTI) + self.update(self.after_dropout(x_BTI))
+
+    @property
+    def drops(self) -> bool:
+        """Whether the current micro-batch has dropout."""
+        return self.dropout_seeds.seeds_BT is not None and self.dropout > 0
+
+    def after_dropout(self, x_BTI: Tensor) -> Tensor:
+        if not self.drops:
+            return x_BTI
+        seeds_BT = self.dropout_seeds.seeds_BT
+        assert seeds_BT is not None
+        check_tokens(x_BTI.shape[:-1].numel(), seeds_BT.numel())
+        seeds = seeds_BT.reshape(x_BTI.shape[:-1])  # an MLP beside experts gets [B · T, I]
+        return dropped(x_BTI, seeds, self.keys_I, *drop_rule(self.dropout))
+
+    def update(self, x_BTI: Tensor) -> Tensor:
+        """Return scale · B (A x)."""
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
-        return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
+        return F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 
     @property
     def weight(self) -> Tensor:
         """The weight with the adapter, in the base's orientation, for models that multiply by it themselves."""
-        if self.dropout_seeds.seeds_BT is not None and self.dropout:
+        if self.drops:
             raise ConfigError(
                 f"adapter.dropout: this model reads the weight of {self.module} instead of calling the layer, so the "
                 "adapter's input is unknown. Set adapter.dropout: 0, or leave such layers out of adapter.targets"
@@ -76,9 +88,11 @@ class LoRALinear(AdaptedLayer):
                 f"model.quantization: this model reads the weight of {self.module} instead of calling the layer, and "
                 "the weight is packed. Set model.quantization: none, or leave such layers out of adapter.targets"
             )
-        base = weight_of(self.base, self.base.weight.dtype)
-        delta_OI = self.scale * (self.lora_B @ self.lora_A)
-        return as_stored(self.base, base + delta_OI.to(base.dtype))
+        return as_stored(self.base, self.adapted(weight_of(self.base, self.base.weight.dtype)))
+
+    def adapted(self, weight_OI: Tensor) -> Tensor:
+        """Return the weight with the adapter, as a function of the trainable parameters."""
+        return weight_OI + (self.scale * (self.lora_B @ self.lora_A)).to(weight_OI.dtype)
 
     @property
     def bias(self) -> Tensor | None:

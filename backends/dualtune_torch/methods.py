@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from itertools import chain
-from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,11 +28,14 @@ class AdaptedLayer(nn.Module):
     """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, seeds)."""
 
     base: FrozenLinear
-    grouped: ClassVar[bool] = False  # whether `kernels.lora` may compute it
+    grouped: bool = False  # whether `kernels.lora` may compute it
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Drop what was computed from the trainable parameters: they have changed."""
 
     def delta(self) -> Tensor:
         """ΔW, float32 [out, in], a tensor of its own."""

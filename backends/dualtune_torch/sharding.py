@@ -47,6 +47,13 @@ def decide(
         return "none", "the base is trained: adapter.method: full"
     if request.sharding == "none":
         return "none", "as configured"
+    if request.adapter.reads_base:
+        if request.sharding == "full":
+            raise ConfigError(
+                f"memory.sharding: got full, but adapter.method: {request.adapter.method} starts from whole weights; "
+                "allowed: auto, none, or adapter.method: lora"
+            )
+        return "none", f"adapter.method: {request.adapter.method} starts from whole weights"
     if request.resident_layers is not None:
         if request.sharding == "full":
             raise ConfigError(

@@ -121,8 +121,8 @@ class AdapterConfig(Section):
     """The adapter."""
 
     method: MethodName = "lora"
-    """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output; full
-    trains all parameters of the model, without an adapter."""
+    """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output; dora
+    also the length of each row of weight + scale · B·A; full trains all parameters of the model, without an adapter."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Factor = 32.0

@@ -60,6 +60,11 @@ class AdapterSpec:
     def method_spec(self) -> Method:
         return METHODS[self.method]
 
+    @property
+    def reads_base(self) -> bool:
+        """Whether layers compute with the numbers of the base's weights themselves: see `Method`."""
+        return self.trains_model or self.method_spec.reads_base
+
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
         """Return a fresh adapter of this spec: see `init_adapter`."""
         return init_adapter(shapes, self.rank, seed, method=self.method, init=self.init, weight=weight)

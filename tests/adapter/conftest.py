@@ -12,14 +12,15 @@ Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 
 @pytest.fixture(scope="session")
 def make_adapter():
-    """A function that draws an adapter whose B is not zero; by default of two square projections."""
+    """A function that draws an adapter whose B is not zero; by default LoRA of two square projections."""
 
-    def make(shapes=None, rank=3, alpha=6.0, targets=("q_proj",), **fields):
+    def make(shapes=None, rank=3, alpha=6.0, targets=("q_proj",), method="lora", **fields):
         shapes = shapes or {Q0: (8, 8), Q1: (8, 8)}
         rng = np.random.default_rng(0)
-        tensors = init_adapter(shapes, rank, seed=0)
+        weights = {module: np.random.default_rng(i).normal(size=shapes[module]) for i, module in enumerate(shapes)}
+        tensors = init_adapter(shapes, rank, seed=0, method=method, weight=weights.__getitem__)
         tensors = {n: x if x.any() else rng.normal(size=x.shape).astype(np.float32) for n, x in tensors.items()}
-        return Adapter(AdapterSpec(rank, alpha, 0.1, tuple(targets)), tensors, **fields)
+        return Adapter(AdapterSpec(rank, alpha, 0.1, tuple(targets), method=method), tensors, **fields)
 
     return make
 

@@ -10,12 +10,13 @@ import pytest
 import safetensors.numpy
 
 from dualtune.base.errors import FormatError
+from dualtune.model.adapter import tensor_name
 from dualtune.model.formats.canonical import to_pairs
 from dualtune.model.formats.directory import read_adapter, write_adapter
 
 pytest.importorskip("mlx_lm")
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
@@ -165,8 +166,34 @@ def test_mlx_layout_keeps_scale_and_numbers(tmp_path, random_adapter):
         np.testing.assert_array_equal(again.tensors[name], x)
 
 
+@pytest.mark.parametrize("layout", ["dual", "peft", "mlx"])
+def test_magnitudes_of_dora_go_there_and_back(tmp_path, layout):
+    """A directory as `mlx_lm.lora --fine-tune-type dora` leaves it; a model that loads what was written is the same."""
+    parameters = {"rank": 4, "scale": 1.5, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    model = tiny_llama()
+    model.freeze()
+    linear_to_lora_layers(model, LAYERS, parameters, use_dora=True)
+    model.update(tree_map(lambda x: x + 0.1 * mx.random.normal(x.shape), model.trainable_parameters()))
+    path = tmp_path / "mlx-lm"
+    path.mkdir()
+    stored = dict(tree_flatten(model.trainable_parameters()))
+    mx.save_safetensors(str(path / "adapters.safetensors"), stored)
+    whole = {"fine_tune_type": "dora", "num_layers": LAYERS, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(whole))
+    write_adapter(tmp_path / layout, read_adapter(path), layout=layout)
+    again = read_adapter(tmp_path / layout)
+    assert (again.spec.method, again.spec.scale, len(again.tensors)) == ("dora", 1.5, len(stored))
+    for module in stack("self_attn.q_proj", "mlp.down_proj"):
+        for part, end in (("A", "lora_a"), ("B", "lora_b"), ("m", "m")):
+            tensor = again.tensors[tensor_name(module, part, "dora")]
+            np.testing.assert_array_equal(tensor, np.array(stored[f"{module}.{end}"]).T)
+    if layout != "peft":
+        loaded = load_adapters(tiny_llama(), tmp_path / layout)
+        assert mx.array_equal(loaded(mx.arange(8)[None]), model(mx.arange(8)[None])).item()
+
+
 REFUSED = {
-    "fine_tune_type: got 'dora'": {"config": {"fine_tune_type": "dora"}},
+    "q_proj.*is missing; DoRA needs it": {"config": {"fine_tune_type": "dora"}},
     "fine_tune_type: got 'full'": {"config": {"fine_tune_type": "full"}},
     "lora_parameters: rank: missing": {"config": {"lora_parameters": None}},
     "scale: missing, and mlx-lm ignores 'alpha' .16": {"config": {"lora_parameters": {"rank": 4, "alpha": 16}}},

@@ -94,6 +94,8 @@ READABLE = {
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "mica": {"init_lora_weights": "mica"},
+    "DoRA": {"use_dora": True},
+    "DoRA with both patterns": {"use_dora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"down_proj": 5}},
 }
 
 
@@ -162,8 +164,33 @@ def test_targets_become_paths_where_the_names_would_select_more(tmp_path):
     assert read_adapter(tmp_path / "layers").spec.targets == ("model.layers.0.self_attn.q_proj",)
 
 
+@pytest.mark.parametrize("layout", ["dual", "peft", "mlx"])
+def test_magnitudes_of_dora_go_there_and_back(tmp_path, layout):
+    """PEFT's file has them without `.weight`; the logits of a model that loads what was written are PEFT's own."""
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_dora=True)
+    model = peft.get_peft_model(tiny_llama(), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "magnitude" in name:  # lengths other than those of any weight
+            torch.nn.init.uniform_(parameter, 0.1, 0.5)
+    model.save_pretrained(tmp_path / "peft")
+    stored = safetensors.numpy.load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    adapter = read_adapter(tmp_path / "peft")
+    assert (adapter.spec.method, adapter.notes) == ("dora", ())
+    assert adapter.tensors.keys() == stored.keys() >= {f"{Q}.lora_magnitude_vector"}
+    write_adapter(tmp_path / layout / "out", adapter, layout=layout)
+    again = read_adapter(tmp_path / layout / "out")
+    assert (again.spec.method, again.spec.scale, len(again.tensors)) == ("dora", 1.5, len(stored))
+    for name, x in stored.items():
+        np.testing.assert_array_equal(again.tensors[name], x)
+    if layout == "mlx":
+        return
+    tokens = torch.arange(8)[None]
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / layout / "out")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert (loaded(tokens).logits - tiny_llama()(tokens).logits).abs().max() > 0.01
+
+
 REFUSED_SAVES = {
-    "use_dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "bias": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
@@ -262,6 +289,11 @@ def test_peft_loads_the_dual_directory_as_the_same_function(
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+MAGNITUDE = {
+    "is missing; DoRA needs it": lambda t: t.pop(f"{Q}.lora_magnitude_vector"),
+    r"got shape \[3\], must be \[16\]": lambda t: t.update({f"{Q}.lora_magnitude_vector": np.ones(3, np.float32)}),
+    "belongs to use_dora: true, named": lambda t: t.update({f"{Q}.lora_magnitude_vector.x": np.ones(3, np.float32)}),
+}
 DAMAGE = {
     "lora_B is there, but lora_A is missing": lambda t: t.pop(f"{Q}.lora_A.weight"),
     "lora_A is there, but lora_B is missing": lambda t: t.pop(f"{Q}.lora_B.weight"),
@@ -285,13 +317,15 @@ def test_peft_warns_of_mlx_lms_keys_and_of_nothing_else(tmp_path, random_adapter
         peft.PeftConfig.from_pretrained(tmp_path / "peft")
 
 
-@pytest.mark.parametrize("message", DAMAGE)
-def test_wrong_tensors_are_named(tmp_path, message, random_adapter):
-    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+@pytest.mark.parametrize("message", [*DAMAGE, *MAGNITUDE])
+def test_wrong_tensors_are_named(tmp_path, message, make_adapter):
+    method = "dora" if message in MAGNITUDE else "lora"
+    adapter = make_adapter(SHAPES, rank=5, targets=("q_proj", "k_proj", "down_proj"), method=method)
+    write_adapter(tmp_path / "a", adapter, layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = safetensors.numpy.load_file(file)
-    DAMAGE[message](tensors)
+    (DAMAGE | MAGNITUDE)[message](tensors)
     safetensors.numpy.save_file(tensors, file)
     with pytest.raises(FormatError, match=message):
         read_adapter(tmp_path / "a")

@@ -407,7 +407,7 @@ def test_what_mlx_lm_has_alone_is_named(translate, more, named):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"fine_tune_type": "dora"}, "fine_tune_type: got 'dora', only lora"),
+        ({"fine_tune_type": "full"}, "fine_tune_type: got 'full', only lora and dora"),
         ({"train": False, "test": True}, "train: got false, without training there is nothing to translate"),
         ({"lora_parameters": {"rank": 8, "alpha": 16}}, "lora_parameters.scale: got 20.0, mlx-lm needs it"),
         ({"iters": 3, "grad_accumulation_steps": 4}, "iters: got 3, must be at least"),

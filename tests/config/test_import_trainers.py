@@ -128,6 +128,11 @@ def lost(imported):
         ("axolotl-rs", {"training": {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "max_steps": 7}},
          {"train.steps": 7, "train.documents_per_step": 4, "train.learning_rate": 1e-3}),
         ("axolotl-rs", {"adapter": "lora", "quantization": None}, {"model.quantization": "auto"}),
+        ("axolotl-rs", {"lora": {"use_dora": True}}, {"adapter.method": "dora"}),
+        ("LLaMA-Factory", {"use_dora": True}, {"adapter.method": "dora"}),
+        ("TRL", {"use_dora": True}, {"adapter.method": "dora"}),
+        ("TRL", {"use_dora": True, "use_peft": False}, {"adapter.method": "full"}),
+        ("Unsloth", {"lora": {"use_dora": True}}, {"adapter.method": "dora"}),
     ],
 )  # fmt: skip
 def test_values_become_ours(translate, trainer, more, ours):
@@ -156,7 +161,7 @@ def test_values_become_ours(translate, trainer, more, ours):
          {"ld_alpha", "max_prompt_length", "lora_target_modules"}),
         ("TRL", {"loss_type": "simpo", "label_smoothing": 0.1, "sync_ref_model": True},
          {"label_smoothing", "sync_ref_model", "lora_target_modules"}),
-        ("Unsloth", {"lora": {"use_dora": True, "nobody": 1}}, {"lora.use_dora", "lora.nobody"}),
+        ("Unsloth", {"lora": {"use_loftq": True, "nobody": 1}}, {"lora.use_loftq", "lora.nobody"}),
         ("axolotl-rs", {"dataset": {"path": None}, "hybrid": {"enabled": True}}, {"dataset.path", "hybrid"}),
         ("axolotl-rs", {"quantization": {"block_size": 128, "double_quant": False}},
          {"quantization.block_size", "quantization.double_quant"}),

@@ -60,7 +60,7 @@ def measure(open_backend, tmp_path):
         streams = asked.resident_layers is not None
         model_dir = write_tiny_llama(tmp_path, **config) if streams else tmp_path
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
+        spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets, method=asked.method)
         before = active()
         engine = backend.load(
             LoadRequest(
@@ -123,6 +123,11 @@ def assert_alike(estimated, held, peak, *, always_within=0.01, within=0.1):
 )
 def test_a_step_takes_what_was_estimated(measure, dropout, lengths):
     assert_alike(*measure(lengths, asked=replace(ASK, dropout=dropout)))
+
+
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+def test_dora_takes_what_was_estimated(measure, dropout):
+    assert_alike(*measure(asked=replace(ASK, method="dora", dropout=dropout)))
 
 
 def test_a_row_that_is_longer_than_a_chunk_takes_no_more_than_was_estimated(measure):

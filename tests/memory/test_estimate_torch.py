@@ -131,6 +131,19 @@ def test_a_step_that_is_not_compiled_takes_what_was_estimated(measure, lengths, 
     assert_alike(*measure(lengths, compiles=False, asked=replace(ASK, dtype=dtype)), peak=0.12)
 
 
+@pytest.mark.parametrize(
+    ("changes", "compiles"),
+    [({}, True), ({"dropout": False}, True), ({"dropout": False}, False), ({"kernels": "reference"}, False)],
+    ids=["dropout", "fused", "not compiled", "reference"],
+)
+def test_dora_takes_what_was_estimated(measure, changes, compiles):
+    """Each scaled output is kept too; with dropout also an input and a mask for each layer, as in the plain code."""
+    asked = replace(ASK, method="dora", **changes)
+    estimated, found = measure(SHORT, compiles=compiles, asked=asked)
+    assert estimated["activations"] > 1.15 * estimate(decoder_of(CONFIG), replace(asked, method="lora"))["activations"]
+    assert_alike(estimated, found, kept=0.015, peak=0.12)
+
+
 @pytest.mark.parametrize("lengths", [SHORT, long(LONG)], ids=["short", "long"])
 @DTYPES
 @pytest.mark.parametrize("quantization", ["nf4", "int8", "affine4", "affine8"])

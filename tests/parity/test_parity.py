@@ -101,10 +101,12 @@ def test_dropout_is_the_same_on_both_backends(material, backends, tmp_path):
     assert gap <= tolerances.STEP_LOSS
 
 
-@pytest.mark.parametrize(("first", "second"), [("mlx", "torch"), ("torch", "mlx")])
-def test_training_continues_on_the_other_backend(first, second, tiny, backends):
+@pytest.mark.parametrize(
+    ("first", "second", "method"), [("mlx", "torch", "lora"), ("torch", "mlx", "lora"), ("mlx", "torch", "dora")]
+)
+def test_training_continues_on_the_other_backend(first, second, method, tiny, backends):
     """Ten steps here, ten there, dropout included, are twenty steps in one place."""
-    spec = AdapterSpec(8, 16.0, 0.1, tuple(TARGETS))
+    spec = AdapterSpec(8, 16.0, 0.1, tuple(TARGETS), method=method)
     request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
 
     def train(engine, steps):

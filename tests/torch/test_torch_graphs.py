@@ -101,14 +101,13 @@ def test_a_step_is_recorded_the_second_time_and_replayed_with_new_numbers(monkey
 
 def test_what_cannot_be_recorded_is_refused(engine):
     kernels = engine._kernels
-    with pytest.raises(ConfigError, match=r"model.kernels: got graph, but adapter.method: full"):
-        graphs.check_recordable(kernels, is_full=True, moves_weights=False)
+    for method in ("full", "dora"):
+        with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but adapter.method: {method}"):
+            graphs.check_recordable(kernels, replace(SPEC, method=method), moves_weights=False)
     with pytest.raises(ConfigError, match=r"memory.sharding"):
-        graphs.check_recordable(kernels, is_full=False, moves_weights=True)
+        graphs.check_recordable(kernels, SPEC, moves_weights=True)
     with pytest.raises(ConfigError, match=r"depend on the data \(loss plain"):
-        graphs.check_recordable(
-            replace(kernels, head=None, plain=["loss plain: x"]), is_full=False, moves_weights=False
-        )
+        graphs.check_recordable(replace(kernels, head=None, plain=["loss plain: x"]), SPEC, moves_weights=False)
     with pytest.raises(ConfigError, match=r"memory\.offload"):
         graphs.check_offload(ActivationCheckpointing("all", offload=True))
     with pytest.raises(ConfigError, match="document by document"):  # float32, and no flash kernel

@@ -14,6 +14,7 @@ from dualtune.engine.memory.estimate import (
     MemoryPart,
     adapted,
     has_plain_loss,
+    num_scaled,
     num_trained,
     optimizer,
     packed_bytes,
@@ -57,8 +58,11 @@ def _stored(layer: CountedLayer, ask: Ask) -> int:
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
     n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers).inputs
-    formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
-    return MemoryPart("adapter", MASTER_BYTES * n + 4 * keys, formula)
+    norms = num_scaled(counted, ask)
+    formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
+        norms
+    )
+    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
 
 
 def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:
@@ -80,6 +84,8 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
         masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
+    if ask.scales_outputs:
+        masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     return saved.token + scores + c * (ask.rank * len(on) + read + masks)

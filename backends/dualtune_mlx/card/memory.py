@@ -22,6 +22,7 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    num_scaled,
     num_trained,
     optimizer,
     padded,
@@ -97,10 +98,11 @@ def _base(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     on = adapted(decoder, ask.targets, ask.layers)
-    n, keys = num_trained(decoder, ask), on.layers * _read(decoder, ask)
-    return MemoryPart(
-        "adapter", MASTER_BYTES * n + 4 * keys, f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
+    n, keys, norms = num_trained(decoder, ask), on.layers * _read(decoder, ask), num_scaled(decoder, ask)
+    formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
+        norms
     )
+    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
 
 
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:
@@ -132,11 +134,13 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     """Return how many numbers a layer keeps for a token."""
     on, d, q = adapted(decoder, ask.targets, ask.layers), decoder.hidden, decoder.width
     kv, i = decoder.kv_width, decoder.inner
-    inputs = [layer.in_ for name, layer in decoder.linears().items() if name in on.inside]
-    read = _read(decoder, ask)
+    linears = [layer for name, layer in decoder.linears().items() if name in on.inside]
+    inputs, read = [layer.in_ for layer in linears], _read(decoder, ask)
     numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     numbers += ask.rank * len(inputs)
+    if ask.scales_outputs:  # and with dropout a mask for each module
+        numbers += sum(layer.out for layer in linears) + sum(inputs) * ask.dropout
     if (
         ask.checkpointing.adapter_inputs
     ):  # norms and gated activations keep what these inputs are made of, masks are made too

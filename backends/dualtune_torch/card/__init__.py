@@ -39,7 +39,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
-        "adapter.method": ("lora", "full"),
+        "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),

@@ -122,8 +122,8 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     chosen = selected(counted, ask.targets, ask.layers)
     adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
     T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
-    ranks = c * ask.rank * len(adapted)
-    if ask.kernels == "reference" and ask.dropout:  # the input after dropout and a mask, for each module
+    ranks = c * ask.rank * len(adapted) + c * sum(linear.out for linear in adapted) * ask.scales_outputs
+    if ask.adapts_alone and ask.dropout:  # the input after dropout and a mask, for each module
         return T * (ranks + (c + 1) * sum(linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)

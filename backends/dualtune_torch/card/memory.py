@@ -22,10 +22,11 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    num_scaled,
     num_trained,
     optimizer,
 )
-from dualtune.engine.memory.shapes import Decoder
+from dualtune.engine.memory.shapes import Decoder, Linear
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sizes for the kernels and the memory formulas. No import here: the formulas read this file without torch.
@@ -125,7 +126,9 @@ def adapter(decoder: Shape, ask: Ask) -> MemoryPart:
     on, n, copy = adapted_by(decoder, ask), num_trained(decoder, ask), _copy_bytes(ask)
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
-    return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
+    norms = num_scaled(decoder, ask)
+    formula += f" + {norms:,} norms × 4 B" * bool(norms)
+    return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * (on.inputs + norms), formula)
 
 
 def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
@@ -187,7 +190,19 @@ def kept_layers(decoder: Shape, ask: Ask) -> range:
 
 def _layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of a layer that is kept."""
-    return _plain_layer(decoder, ask) if ask.kernels == "reference" else _fused_layer(decoder, ask)
+    layer = _plain_layer(decoder, ask) if ask.kernels == "reference" else _fused_layer(decoder, ask)
+    return layer + ask.item_bytes * sum(linear.out for linear in _inside(decoder, ask)) * ask.scales_outputs
+
+
+def _inside(decoder: Decoder, ask: Ask) -> list[Linear]:
+    """The adapted linear layers of a layer."""
+    inside = adapted_by(decoder, ask).inside
+    return [linear for name, linear in decoder.linears().items() if name in inside]
+
+
+def _dropped_alone(decoder: Decoder, ask: Ask) -> int:
+    """Bytes per token where each adapter has an input of its own: after dropout, and a mask."""
+    return (ask.item_bytes + 1) * sum(linear.in_ for linear in _inside(decoder, ask))
 
 
 def _angles(decoder: Decoder, ask: Ask) -> int:
@@ -205,6 +220,8 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     token_bytes = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
+    if ask.adapts_alone:
+        reads, token_bytes = frozenset[str | int](), token_bytes + _dropped_alone(decoder, ask)
     if not _norms_are_recomputed(decoder, ask):
         token_bytes += (
             c * d * (("before attention" in reads) + ("before feed-forward" in reads))
@@ -234,7 +251,7 @@ def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     token_bytes += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
     token_bytes += c * i * (GELU if decoder.is_gpt2 else 1 + 2 * decoder.gated)  # gate, act(gate) and up
     if ask.dropout:
-        return token_bytes + (c + 1) * sum(layer.in_ for name, layer in decoder.linears().items() if name in on.inside)
+        return token_bytes + _dropped_alone(decoder, ask)
     token_bytes += c * d * (("before attention" in on.reads) + ("before feed-forward" in on.reads))
     return token_bytes + c * i * ("inner" in on.reads)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import ActivationCheckpointing
+from dualtune.model.adapter import AdapterSpec
 from dualtune_torch.host.inputs import pinned
 from dualtune_torch.host.transfers import flat_size, views
 from dualtune_torch.kernels.choose import Kernels
@@ -63,11 +64,15 @@ class MicroStepGraphs:
         return graph, place
 
 
-def check_recordable(kernels: Kernels, *, is_full: bool, moves_weights: bool) -> None:
+def check_recordable(kernels: Kernels, adapter: AdapterSpec, *, moves_weights: bool) -> None:
     """Raise ConfigError if a micro-step of this model does not launch the same each time, and add the graphs to the
     kernels in use if it does."""
-    if is_full:
+    if adapter.trains_model:
         raise _refusal("adapter.method: full adds gradients to the float32 ones from Python")
+    if adapter.reads_base:
+        raise _refusal(
+            f"adapter.method: {adapter.method} computes with the base only in the first micro-batch of a step"
+        )
     if moves_weights:
         raise _refusal("memory.resident_layers and memory.sharding move weights while a step computes")
     if not kernels.attention or kernels.head is None:

@@ -53,6 +53,11 @@ def lora(file: ForeignFile, rank: str, alpha: str, dropout: str) -> Settings:
     return settings
 
 
+def dora(file: ForeignFile, switch: str) -> Settings:
+    """Translate the switch of DoRA, for a file with an adapter."""
+    return {"adapter.method": file.note("dora", switch)} if file.flag(switch) else {}
+
+
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
     """Translate the learning rate of B over that of A. LoRA+ has one for embeddings too, which are not trained here."""
     if embedding in file:

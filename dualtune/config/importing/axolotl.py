@@ -19,6 +19,7 @@ from dualtune.config.importing.arguments import (
     OTHER_TRACKERS,
     PATTERN,
     Arguments,
+    dora,
     held_out,
     lora,
     lora_plus,
@@ -264,11 +265,11 @@ def _method(file: ForeignFile) -> Settings:
     if _compared(file) not in (None, *_PREFERENCES):
         raise file.wrong("rl", f"cannot be translated: {NO_REWARDS}; allowed are ipo, {', '.join(_PREFERENCES)}")
     if "adapter" not in file:
-        file.skip_all(f"{_LORA} {_TARGETS}", "without an adapter it has no meaning")
+        file.skip_all(f"{_LORA} peft_use_dora {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if file.get("adapter") not in ("lora", "qlora"):
         raise file.wrong("adapter", f"only lora and qlora can be translated, or none: all is trained. {NEAREST}")
-    return {}
+    return dora(file, "peft_use_dora")
 
 
 # By objective: our keys of `preference` and theirs. That of beta has several names.
@@ -423,7 +424,7 @@ _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding sp
 
 RULES = (
     renamed("base_model", "model.name", ForeignFile.model),
-    translated("adapter reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
+    translated("adapter peft_use_dora reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
                "lora and qlora; without an adapter, full; rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
@@ -477,7 +478,6 @@ RULES = (
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
-    absent("peft_use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualtune.config.importing.arguments import DETECTED, EIGHT_BITS, Arguments, lora, module_names, nf4_only
+from dualtune.config.importing.arguments import DETECTED, EIGHT_BITS, Arguments, dora, lora, module_names, nf4_only
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -41,7 +41,7 @@ def _method(file: ForeignFile) -> Settings:
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if file.get("adapter") not in ("lora", "qlora"):
         raise file.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
-    return {}
+    return dora(file, "lora.use_dora")
 
 
 def _quantization(file: ForeignFile) -> Settings:
@@ -98,7 +98,7 @@ def _data(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("base_model", "model.name", ForeignFile.model),
-    translated("adapter", "adapter.method", _method, "lora and qlora; without an adapter, full"),
+    translated("adapter lora.use_dora", "adapter.method", _method, "lora and qlora; without an adapter, full"),
     translated("quantization.bits quantization.quant_type quantization.double_quant quantization.block_size",
                "model.quantization", _quantization, "adapter: qlora becomes nf4"),
     translated("lora.r lora.alpha lora.dropout lora.target_modules",
@@ -119,7 +119,7 @@ RULES = (
     translated("training.gradient_checkpointing", "memory.checkpointing", _ARGS.checkpointing),
     renamed("output_dir", "run.dir", ForeignFile.text),
     renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
-    absent("lora.bias lora.use_dora lora.modules_to_save", "only LoRA matrices of linear layers are trained"),
+    absent("lora.bias lora.modules_to_save", "only LoRA matrices of linear layers are trained"),
     absent("hybrid", "predictive training has the section hybrid here: see docs/hybrid.md"),
     needless("device", "it is set by --platform"),
 )  # fmt: skip

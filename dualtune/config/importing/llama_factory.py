@@ -17,6 +17,7 @@ from dualtune.config.importing.arguments import (
     NO_REWARDS,
     OF_SOURCES,
     Arguments,
+    dora,
     held_out,
     lora,
     lora_plus,
@@ -62,7 +63,7 @@ def _method(file: ForeignFile) -> Settings:
         raise file.wrong("stage", f"{stage} cannot be translated; allowed are sft, dpo, kto, and pt for plain text")
     if (kind := file.get("finetuning_type")) not in ("lora", "full"):
         raise file.wrong("finetuning_type", f"only lora and full can be translated. {NEAREST}")
-    return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else {}
+    return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else dora(file, "use_dora")
 
 
 def _preference(file: ForeignFile) -> Settings:
@@ -308,7 +309,7 @@ def _mixture(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
-    translated("stage finetuning_type do_train", "adapter.method", _method,
+    translated("stage finetuning_type do_train use_dora", "adapter.method", _method,
                "`lora` and `full`; the stages sft, pt, dpo and kto; rm and ppo are refused"),
     translated("bf16 fp16 pure_bf16", "model.dtype", _dtype),
     translated("quantization_bit quantization_method quantization_type double_quantization", "model.quantization",
@@ -344,7 +345,6 @@ RULES = (
     absent("ld_alpha", "every token of an answer counts alike"),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
     absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
-    absent("use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
     absent("pissa_* create_new_adapter", "LoRA starts at zero"),

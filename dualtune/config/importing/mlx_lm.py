@@ -32,15 +32,12 @@ _SCHEDULES = {"cosine_decay": "cosine", "linear_schedule": "linear"}
 
 
 def _method(file: ForeignFile) -> Settings:
-    if file.get("fine_tune_type") != "lora":
-        raise file.wrong(
-            "fine_tune_type",
-            "only lora can be translated: DoRA is not supported, and adapter.method: full trains all of the model, "
-            "not its last layers",
-        )
+    if (kind := file.get("fine_tune_type")) not in ("lora", "dora"):
+        rule = "only lora and dora can be translated: adapter.method: full trains all of the model, not its last layers"
+        raise file.wrong("fine_tune_type", rule)
     if "train" in file and not file.flag("train"):
         raise file.wrong("train", "without training there is nothing to translate; to evaluate, use `dualtune eval`")
-    return {}
+    return {"adapter.method": file.note(kind, "fine_tune_type")} if kind == "dora" else {}
 
 
 def _adapter(file: ForeignFile) -> Settings:
@@ -209,8 +206,8 @@ def _init_from(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model", "model.name", ForeignFile.text),
-    translated("fine_tune_type train", "", _method,
-               "only lora; mlx-lm's full trains the last num_layers layers, adapter.method: full all parameters"),
+    translated("fine_tune_type train", "adapter.method", _method,
+               "lora and dora; mlx-lm's full trains the last num_layers layers, adapter.method: full all parameters"),
     translated("lora_parameters.rank lora_parameters.scale lora_parameters.dropout",
                "adapter.rank, adapter.alpha, adapter.dropout", _adapter,
                "alpha is scale × rank: mlx-lm multiplies by scale, dualtune by alpha / rank"),

@@ -13,6 +13,7 @@ from dualtune.config.importing.arguments import (
     EIGHT_BITS,
     OF_SOURCES,
     Arguments,
+    dora,
     lora,
     module_names,
     nf4_only,
@@ -92,8 +93,8 @@ def _objective(file: ForeignFile) -> Settings:
     else:
         file.assume(learning_rate=1e-6)
     if file.flag("use_peft"):
-        return {}
-    file.skip_all(f"{_LORA} lora_target_modules", "without use_peft it has no meaning")
+        return dora(file, "use_dora")
+    file.skip_all(f"{_LORA} use_dora lora_target_modules", "without use_peft it has no meaning")
     return {"adapter.method": Note("full", "no use_peft: all parameters are trained")}
 
 
@@ -242,7 +243,7 @@ def _steps(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
-    translated("use_peft " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
+    translated("use_peft use_dora " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
                "without use_peft, full; the options of GRPO, reward and distillation trainers are refused"),
     translated("bf16 fp16", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant", "model.quantization",
@@ -268,7 +269,6 @@ RULES = (
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
                "packed: the product with max_length, in tokens; times the number of GPUs"),
     translated("load_best_model_at_end", "guards.restore_best", _ARGS.guards),
-    absent("use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("lora_modules_to_save lora_target_parameters", "only LoRA matrices of linear layers are trained",
            "adapter.targets"),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),

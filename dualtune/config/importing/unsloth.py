@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_REWARDS, Arguments, lora, module_names
+from dualtune.config.importing.arguments import DETECTED, NAMED_OUTSIDE, NO_REWARDS, Arguments, dora, lora, module_names
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -27,7 +27,9 @@ def _method(file: ForeignFile) -> Settings:
     kind = file.get("training.training_type")
     if kind not in ("lora", "full"):
         raise file.wrong("training.training_type", f"only lora and full can be translated; {NO_REWARDS}")
-    return {"adapter.method": file.note("full", "training.training_type")} if kind == "full" else {}
+    if kind == "full":
+        return {"adapter.method": file.note(kind, "training.training_type")}
+    return dora(file, "lora.use_dora")
 
 
 def _is_full(file: ForeignFile) -> bool:
@@ -97,7 +99,7 @@ def _intervals(file: ForeignFile) -> Settings:
 
 RULES = (
     renamed("model", "model.name", ForeignFile.model),
-    translated("training.training_type", "adapter.method", _method, "`lora` and `full`"),
+    translated("training.training_type lora.use_dora", "adapter.method", _method, "`lora` and `full`"),
     translated("training.load_in_4bit", "model.quantization", _quantization, "`nf4`; it is off by default here"),
     translated("lora.lora_r lora.lora_alpha lora.lora_dropout lora.use_rslora lora.target_modules",
                "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling, adapter.targets", _adapter),
@@ -123,7 +125,6 @@ RULES = (
     translated("logging.enable_wandb logging.enable_tensorboard logging.wandb_project logging.tensorboard_dir",
                "run.track", _trackers, "W&B is offline by default"),
     absent("lora.use_loftq", "LoRA starts at zero"),
-    absent("lora.use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("training.trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     needless("lora.vision_all_linear lora.finetune_vision_layers lora.finetune_language_layers "
              "lora.finetune_attention_modules lora.finetune_mlp_modules",

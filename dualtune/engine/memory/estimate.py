@@ -84,6 +84,16 @@ class Ask:
         return self.method == FULL
 
     @property
+    def scales_outputs(self) -> bool:
+        """Whether adapters scale the outputs of their layers, which are kept for the gradient of the scale: DoRA."""
+        return not self.trains_model and "m" in METHODS[self.method].parts
+
+    @property
+    def adapts_alone(self) -> bool:
+        """Whether each adapter is computed for itself, by the plain code: where it is asked for, and DoRA's dropout."""
+        return self.kernels == "reference" or (self.scales_outputs and self.dropout)
+
+    @property
     def num_slots(self) -> int:
         """The number of slots that the optimizer has, the average's included."""
         return len(slots_of(self.optimizer, averages=self.averages))
@@ -174,6 +184,11 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     if adapter.method == FULL:
         return decoder.num_parameters
     return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers)
+
+
+def num_scaled(decoder: Shape, ask: Ask) -> int:
+    """Return how many outputs of layers are scaled by adapters."""
+    return sum(out for out, _ in adapted(decoder, ask.targets, ask.layers).shapes) if ask.scales_outputs else 0
 
 
 @cache

@@ -35,9 +35,11 @@ from dualtune.engine.testing.conformance_case import (
     gradient_in,
     in_float64,
     llama_case,
+    moved,
     norm_of,
     random_adapter,
     softmax_case,
+    with_each_method,
     with_each_optimizer,
 )
 from dualtune.engine.testing.oracles import loss_of, target_logprobs_of
@@ -201,6 +203,7 @@ def check_new_adapter_is_initialized_by_the_core(case: Case) -> None:
         assert all(w.dtype == np.float32 for w in state.values())
 
 
+@with_each_method
 def check_loss_equals_the_oracle(case: Case) -> None:
     """evaluate() = −Σ log p of an independent forward pass, and logprobs() equals all its log-probabilities."""
     engine, batch = case.engine(), case.batch()
@@ -213,6 +216,7 @@ def check_loss_equals_the_oracle(case: Case) -> None:
     assert abs(result.loss_sum - loss_of(expected, batch)) <= tolerances.LOGPROBS * result.num_targets
 
 
+@with_each_method
 def check_gradient_equals_finite_differences(case: Case) -> None:
     """Along random directions, the gradient equals central differences of the float64 oracle's loss."""
     engine, batch = case.engine(), case.batch()
@@ -222,11 +226,9 @@ def check_gradient_equals_finite_differences(case: Case) -> None:
         direction = random_adapter(state, seed=100 + seed)
         epsilon = 1e-3
         up, down = (
-            loss_of(
-                case.oracle(batch, {n: state[n] + sign * epsilon * direction[n].astype(np.float64) for n in state},
-                            case.spec.scale), batch)
+            loss_of(case.oracle(batch, moved(case, state, direction, sign * epsilon), case.spec.scale), batch)
             for sign in (1, -1)
-        )  # fmt: skip
+        )
         expected = (up - down) / (2 * epsilon) / batch.num_targets
         got = sum(float((grads[n].astype(np.float64) * direction[n]).sum()) for n in state)
         assert abs(got - expected) <= tolerances.GRADIENT * (abs(expected) + norm_of(grads)), (got, expected)
@@ -254,6 +256,7 @@ def check_every_adapter_tensor_has_a_gradient(case: Case) -> None:
     assert not dead, f"no gradient reaches {dead}"
 
 
+@with_each_method
 def check_accumulation_does_not_matter(case: Case) -> None:
     """One micro-batch of four rows, or four of one row: the same gradient, with dropout too."""
     for dropout in (0.0, 0.3):
@@ -392,6 +395,7 @@ def check_zero_b_is_the_base_model(case: Case) -> None:
     assert np.array_equal(fresh.logprobs(batch), zeroed.logprobs(batch))
 
 
+@with_each_method
 def check_base_stays_frozen(case: Case) -> None:
     """After training, with the adapter reset to its start, the model computes the same as before, bitwise."""
     engine, batch = case.engine(trained=False), case.batch()
@@ -405,6 +409,7 @@ def check_base_stays_frozen(case: Case) -> None:
     assert np.array_equal(engine.logprobs(batch), before)
 
 
+@with_each_method
 def check_dropout_is_a_function_of_the_seeds(case: Case) -> None:
     """The same dropout seeds give the same gradient, others give another; evaluation has no dropout."""
     batch = case.batch()
@@ -450,10 +455,11 @@ def check_a_cache_changes_no_token(case: Case) -> None:
         assert continued(prompt, cache) == continued(prompt, None)
 
 
+@with_each_method
 def check_merge_equals_adapter(case: Case) -> None:
     """A model directory with merged weights computes the same as base and adapter."""
     engine, batch = case.engine(), case.batch()
-    merged_dir = case.model_dir.parent / "merged"
+    merged_dir = case.model_dir.parent / f"merged-{case.spec.method}"
     engine.save_merged(merged_dir)
     merged = case.engine(model_dir=merged_dir, trained=False)
     gap = np.abs(merged.logprobs(batch) - engine.logprobs(batch)).max()

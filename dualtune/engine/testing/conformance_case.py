@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from dualtune.engine.backend import Backend, Batch, Engine, LoadRequest, OptimizerState, SharedBase
 from dualtune.engine.card import NUMBER
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
-from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, tensor_name
+from dualtune.model.methods import METHODS
 from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName, Settings
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
@@ -80,8 +82,41 @@ def softmax_case(backend: Backend, directory: Path) -> Case:
 
 
 def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
+    """Return random matrices, and vectors that are multiples of those of `like`: lengths stay lengths."""
     rng = np.random.default_rng(seed)
-    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[-1])).astype(np.float32) for n, w in like.items()}
+    noise = {n: 0.3 * rng.normal(size=w.shape) for n, w in like.items()}
+    random = {n: x / np.sqrt(x.shape[-1]) if x.ndim > 1 else like[n] * (1 + x) for n, x in noise.items()}
+    return {n: x.astype(np.float32) for n, x in random.items()}
+
+
+def moved(case: Case, state: Tensors, direction: Tensors, step: float) -> Tensors:
+    """Return the state after a step, float64.
+
+    With DoRA a magnitude also keeps its ratio to the norm of its row, which is a constant in the gradient (arXiv
+    2402.09353, section 4.3).
+    """
+    after = {n: w + step * direction[n].astype(np.float64) for n, w in state.items()}
+    for module in modules_of(state) if case.spec.method == "dora" else ():
+        A, B, m = (tensor_name(module, part, "dora") for part in ("A", "B", "m"))
+        weight_OI = load_file(case.model_dir / "model.safetensors")[f"{module}.weight"].astype(np.float64)
+        before, now = (np.linalg.norm(weight_OI + case.spec.scale * w[B] @ w[A], axis=1) for w in (state, after))
+        after[m] *= now / before
+    return after
+
+
+def with_each_method(check: Callable[[Case], None]) -> Callable[[Case], None]:
+    """Repeat a check with each method of adapters that the backend honours."""
+
+    @wraps(check)
+    def check_each(case: Case) -> None:
+        for method in sorted(case.backend.capabilities().get("adapter.method", {"lora"}) & METHODS.keys()):
+            try:
+                check(replace(case, spec=replace(case.spec, method=method)))
+            except AssertionError as error:
+                error.add_note(f"with the method {method}")
+                raise
+
+    return check_each
 
 
 def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:

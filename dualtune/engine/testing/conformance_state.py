@@ -21,6 +21,7 @@ from dualtune.engine.testing.conformance_case import (
     assert_same_loss_and_gradient,
     gradient,
     random_adapter,
+    with_each_method,
     with_each_optimizer,
 )
 from dualtune.engine.testing.oracles import loss_of
@@ -195,6 +196,7 @@ def check_a_gradient_that_is_not_finite_changes_nothing(case: Case) -> None:
         assert_same_state(engine, adapter, optimizer)
 
 
+@with_each_method
 def check_shared_base(case: Case) -> None:
     """An engine on a base that another engine has used computes bitwise what one with a base of its own does."""
     shared, batches = SharedBase(), [case.batch(seed=s) for s in range(2)]
@@ -281,6 +283,7 @@ VALUES = {
 }
 
 
+@with_each_method
 def check_checkpointing_changes_no_bit(case: Case) -> None:
     """Every value gives the same gradient, with dropout and accumulation; one that an engine lacks is refused."""
     honoured = case.backend.capabilities().get("memory.checkpointing", frozenset({"auto"}))

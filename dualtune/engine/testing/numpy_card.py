@@ -14,6 +14,7 @@ CARD = Card(
     devices=(Device("cpu", auto_dtype="float64"),),
     honoured={
         "model.init": ("pretrained",),
+        "adapter.method": ("lora", "dora"),
         "adapter.init": INITS,
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
         "memory.offload": ("auto", "none"),

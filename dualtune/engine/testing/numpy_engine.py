@@ -1,7 +1,7 @@
 """A complete backend in NumPy: the example for authors of new ones, and an oracle in float64.
 
-The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA on `mixer`
-and `head`, and gradients written by hand. Master weights and the optimizer's slots are float32, as in every
+The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA or DoRA on
+`mixer` and `head`, and gradients written by hand. Master weights and the optimizer's slots are float32, as in every
 engine; all arithmetic is float64.
 
 Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import channel_keys, keep_mask
+from dualtune.model.methods.dora import LEAST_NORM, row_norms
 from dualtune.model.targets import select_modules
 
 MODEL_TYPE = "dualtune-softmax"
@@ -125,31 +127,50 @@ class NumpyEngine:
 
     # --- forward and backward -------------------------------------------------------------------------------------
 
+    def _parts(self, module: str) -> dict[str, np.ndarray]:
+        """Return the trained parts of a module, float64."""
+        parts, method = self._request.adapter.method_spec.parts, self._request.adapter.method
+        return {part: self._params[tensor_name(module, part, method)].astype(np.float64) for part in parts}
+
+    def _norms(self, module: str, parts: dict[str, np.ndarray]) -> np.ndarray | float:
+        """Return DoRA's divisor of the magnitudes; for LoRA, whose magnitudes are 1, also 1."""
+        if "m" not in parts:
+            return 1.0
+        scale = self._request.adapter.scale
+        return row_norms(self._weights[f"{module}.weight"] + scale * parts["B"] @ parts["A"]).clip(LEAST_NORM)
+
     def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return W x + scale · B (A x̃), and x̃, which is x after dropout."""
-        y_NO = x_ND @ self._weights[f"{module}.weight"].T
+        """Return W x + (g - 1) ∘ W x̃ + g ∘ scale · B (A x̃), and x̃, which is x after dropout. For LoRA g is 1."""
+        W_OI = self._weights[f"{module}.weight"]
+        y_NO = x_ND @ W_OI.T
         if module not in self._keys:
             return y_NO, x_ND
-        spec = self._request.adapter
+        spec, parts = self._request.adapter, self._parts(module)
         if seeds_N is not None and spec.dropout:
             x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
-        return y_NO + spec.scale * (x_ND @ a_rI.T) @ b_Or.T, x_ND
+        u_NO = spec.scale * (x_ND @ parts["A"].T) @ parts["B"].T
+        h_O = parts.get("m", 1.0) / self._norms(module, parts) - 1
+        return y_NO + u_NO + h_O * (x_ND @ W_OI.T + u_NO), x_ND
 
     def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
-        """Add the gradients of A and B for the output gradient g, and return the gradient of the layer's input."""
-        g_NI = g_NO @ self._weights[f"{module}.weight"]
+        """Add the gradients of the parts for the output gradient g, and return the gradient of the layer's input."""
+        W_OI = self._weights[f"{module}.weight"]
+        g_NI = g_NO @ W_OI
         if module not in self._keys:
             return g_NI
-        spec = self._request.adapter
-        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
-        v_Nr = spec.scale * g_NO @ b_Or
-        self._grads[tensor_name(module, "B")] += spec.scale * g_NO.T @ (x_NI @ a_rI.T)
-        self._grads[tensor_name(module, "A")] += v_Nr.T @ x_NI
-        through_adapter = v_Nr @ a_rI
+        spec, parts = self._request.adapter, self._parts(module)
+        norms = self._norms(module, parts)
+        h_O = parts.get("m", 1.0) / norms - 1
+        u_Nr, v_Nr = x_NI @ parts["A"].T, spec.scale * ((1 + h_O) * g_NO) @ parts["B"]
+        slopes = {"A": v_Nr.T @ x_NI, "B": spec.scale * ((1 + h_O) * g_NO).T @ u_Nr}
+        if "m" in parts:
+            slopes["m"] = (g_NO * (x_NI @ W_OI.T + spec.scale * u_Nr @ parts["B"].T)).sum(0) / norms
+        for part, slope in slopes.items():
+            self._grads[tensor_name(module, part, spec.method)] += slope
+        through_dropout = (h_O * g_NO) @ W_OI + v_Nr @ parts["A"]
         if spec.dropout:
-            through_adapter *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        return g_NI + through_adapter
+            through_dropout *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        return g_NI + through_dropout
 
     def _forward(
         self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
@@ -235,7 +256,10 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
-        return self._request.adapter.initial(self._shapes, self._request.seed)
+        return self._request.adapter.initial(self._shapes, self._request.seed, self._frozen)
+
+    def _frozen(self, module: str) -> np.ndarray:
+        return self._weights[f"{module}.weight"].astype(np.float32)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -270,10 +294,10 @@ class NumpyEngine:
         return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
 
     def save_merged(self, path: Path) -> None:
-        merged = dict(self._weights)
+        merged = {name: w.copy() for name, w in self._weights.items()}
         for module in self._keys:
-            a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
-            merged[f"{module}.weight"] = merged[f"{module}.weight"] + self._request.adapter.scale * b_Or @ a_rI
+            spec, frozen = self._request.adapter, partial(self._frozen, module)
+            merged[f"{module}.weight"] += spec.method_spec.delta(self._parts(module), spec.scale, frozen)
         path.mkdir(parents=True)
         (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
         save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")

@@ -110,11 +110,15 @@ def _load(path: Path) -> Tensors:
 
 
 def _merged(weights: Tensors, adapter: Tensors, scale: float) -> Tensors:
+    """Merge an adapter of LoRA, or of DoRA, which has the lengths of the rows besides."""
     merged = dict(weights)
     for name in weights:
-        a, b = (adapter.get(tensor_name(name.removesuffix(".weight"), part)) for part in ("A", "B"))
+        module = name.removesuffix(".weight")
+        a, b, m = (adapter.get(tensor_name(module, part, "dora")) for part in ("A", "B", "m"))
         if a is not None and b is not None:
             merged[name] = weights[name] + scale * (b.astype(np.float64) @ a.astype(np.float64))
+        if m is not None:
+            merged[name] *= m[:, None] / np.linalg.norm(merged[name], axis=1, keepdims=True)
     return merged
 
 

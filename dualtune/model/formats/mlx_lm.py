@@ -131,7 +131,7 @@ def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensor
     for name, tensor in tensors.items():
         module, _, end = name.rpartition(".")
         if not module or end not in parts:
-            kind = "DoRA's magnitude" if end == "m" else f"not part of a {method.title} adapter"
+            kind = "DoRA's magnitude (fine_tune_type: dora)" if end == "m" else f"not part of a {method.title} adapter"
             raise FormatError(f"{where}: tensor {name!r}: {kind}; only {' and '.join(parts)} can be converted")
         if _EMBEDDING.fullmatch(module):
             raise FormatError(f"{where}: tensor {name!r}: LoRA of an embedding cannot be converted")

@@ -86,7 +86,7 @@ _LEAVES_OUT = (
     "again with save_embedding_layers=False if it was not resized"
 )
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
-    "lora_magnitude_vector": "DoRA's magnitude",
+    "lora_magnitude_vector": "DoRA's magnitude, which belongs to use_dora: true, named <module>.lora_magnitude_vector",
     "lora_embedding_": "LoRA of an embedding",
     "modules_to_save": "a fully trained module",
     ".bias": "a trained bias",

@@ -213,7 +213,8 @@ def _parse(config: dict[str, Any], weights: WeightFile, reading: Reading) -> Par
 
 
 def _distance(a: Parts, b: Parts) -> float:
-    """Return the largest relative difference of ΔW over the common modules; infinite if shapes differ."""
+    """Return the largest relative difference of B A, and of what a method trains besides, over the common modules;
+    infinite if shapes differ."""
     pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (a, b))
     gaps = [
         canonical.delta_distance(pairs[m], a.spec.scale, others[m], b.spec.scale)
@@ -221,7 +222,10 @@ def _distance(a: Parts, b: Parts) -> float:
         else np.inf
         for m in pairs.keys() & others.keys()
     ]
-    return float(max(gaps, default=np.inf))
+    extras, other_extras = (canonical.extra_tensors(parts.tensors) for parts in (a, b))
+    shared = extras.keys() & other_extras.keys()
+    gaps.append(canonical.extras_distance(*({n: x[n] for n in shared} for x in (extras, other_extras))))
+    return float(max(gaps)) if len(gaps) > 1 else np.inf
 
 
 def _report_changes(weights: WeightFile, reading: Reading, findings: list[Finding]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dualtune.model.methods import lora
+from dualtune.model.methods import dora, lora
 from dualtune.model.methods.method import Method
 
-METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (lora.METHOD,)})
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (lora.METHOD, dora.METHOD)})
 
 # Full fine-tuning: all parameters of the model are trained, under their own names. No layer is adapted, so it has no
 # record.
@@ -24,7 +24,6 @@ INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in meth
 # Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
 UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",
-    "use_dora": "DoRA rescales the merged weight",
 }
 
 # Other adapters of PEFT, by peft_type in lower case -> what they are, and the nearest that is here.

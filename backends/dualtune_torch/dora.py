@@ -1,0 +1,108 @@
+"""DoRA on torch: a LoRA layer, each of whose outputs is scaled (`dualtune.model.methods.dora`).
+
+Legend: B rows, T tokens, I input features, O output features, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.methods.dora import LEAST_NORM, LEAST_SHARE
+from dualtune_torch.lora import LoRALinear
+from dualtune_torch.methods import DropoutSeeds
+from dualtune_torch.weights.frozen import FrozenLinear, weight_of
+
+
+class DoRALinear(LoRALinear):
+    """y = z + h ∘ (z - b), with z the output of the LoRA layer and 1 + h = m / ‖W + s B A‖.
+
+    h is small in training, so that it keeps its digits where y is computed in 16 bits. A `group` may compute z; with
+    dropout, where what is scaled is not z, there is only the plain code.
+    """
+
+    squares_O: Tensor  # ‖W‖² of each row
+
+    def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
+        super().__init__(base, module, spec, seeds)
+        self.grouped = not spec.dropout
+        weight_OI = weight_of(base, torch.float32)
+        self.register_buffer("squares_O", _norms(weight_OI).square_(), persistent=False)
+        self.lora_m = nn.Parameter(torch.empty_like(self.squares_O))
+        self._norms_O: Tensor | None = None
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        h_O = self.growth(x_BTI.dtype)
+        if not self.drops:
+            return _Scaled.apply(super().forward(x_BTI), None, h_O, self.bias)
+        dropped_BTI = self.after_dropout(x_BTI)
+        u_BTO, w_BTO = self.update(dropped_BTI), self.base(dropped_BTI)
+        w_BTO = w_BTO if self.bias is None else w_BTO - self.bias
+        return _Scaled.apply(self.base(x_BTI) + u_BTO, w_BTO + u_BTO, h_O, None)
+
+    def growth(self, dtype: torch.dtype) -> Tensor:
+        """Return h = m / ‖W + s B A‖ - 1, float32. `dtype`: that in which packed weights are unpacked.
+
+        The norm is computed once after each change of the adapter: a step has it for all of its micro-batches.
+        """
+        if self._norms_O is None:
+            with torch.no_grad():
+                self._norms_O = self._norms_of_sum(weight_of(self.base, dtype))
+        return self.lora_m / self._norms_O - 1
+
+    def _norms_of_sum(self, weight_OI: Tensor) -> Tensor:
+        A_rI, B_Or, s = self.lora_A, self.lora_B, self.scale
+        product_Or = (weight_OI @ A_rI.T.to(weight_OI.dtype)).float()
+        change_O = (B_Or * (2 * s * product_Or + s**2 * (B_Or @ (A_rI @ A_rI.T)))).sum(1)
+        return (self.squares_O + change_O).maximum(LEAST_SHARE * self.squares_O).sqrt_().clamp_min_(LEAST_NORM)
+
+    def refresh(self) -> None:
+        self._norms_O = None
+
+    def adapted(self, weight_OI: Tensor) -> Tensor:
+        return super().adapted(weight_OI) * (1 + self.growth(weight_OI.dtype))[:, None].to(weight_OI.dtype)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return {**super().trainable(), "m": self.lora_m}
+
+    def delta(self) -> Tensor:
+        weight_OI = weight_of(self.base, torch.float32).float()
+        sum_OI = super().delta().add_(weight_OI)
+        factors_O = self.lora_m.detach() / _norms(sum_OI).clamp_min_(LEAST_NORM)
+        return sum_OI.mul_(factors_O[:, None]).sub_(weight_OI)
+
+
+class _Scaled(torch.autograd.Function):
+    """z + h ∘ w, where w is z - bias if none is given. The gradient of h is summed over the tokens in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, z_BTO: Tensor, w_BTO: Tensor | None, h_O: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.is_own = w_BTO is None
+        ctx.save_for_backward(z_BTO if w_BTO is None else w_BTO, h_O, bias_O)
+        w_BTO = _without(z_BTO, bias_O) if w_BTO is None else w_BTO
+        return torch.addcmul(z_BTO, w_BTO, h_O.to(z_BTO.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        w_BTO, h_O, bias_O = ctx.saved_tensors
+        dh_O = (g_BTO * _without(w_BTO, bias_O)).flatten(0, -2).sum(0, dtype=h_O.dtype)
+        h_O = h_O.to(g_BTO.dtype)
+        if ctx.is_own:
+            return torch.addcmul(g_BTO, g_BTO, h_O), None, dh_O, None
+        return g_BTO, g_BTO * h_O, dh_O, None
+
+
+def _without(z_BTO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return z_BTO if bias_O is None else z_BTO - bias_O
+
+
+def _norms(weight_OI: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32)
+
+
+LAYER = DoRALinear

@@ -1,0 +1,234 @@
+"""DoRA: PEFT, mlx-lm and all engines compute one function, learn the same from it, and merge it to the same weights."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name
+from dualtune.model.dropout import channel_keys, keep_mask
+from dualtune.model.formats.directory import read_adapter
+from dualtune.model.methods.dora import METHOD, row_norms
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+mx = pytest.importorskip("mlx.core")
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
+SPEC = AdapterSpec(4, 6.0, 0.0, TARGETS, method="dora")
+VOCAB = 46
+
+
+@pytest.fixture
+def load(backends, tiny):
+    def load_(name, spec=SPEC, model_dir=tiny.model_dir, dtype="float32", quantization="auto", **options):
+        request = LoadRequest(model_dir, dtype, quantization, "pretrained", spec, OptimizerSpec(), seed=5, **options)
+        return backends[name].load(request)
+
+    return load_
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class OurDropout(torch.nn.Module):
+    """In the place of PEFT's dropout: the mask that is a function of the seeds."""
+
+    def __init__(self, module, in_dim, p, seeds):
+        super().__init__()
+        self.keys, self.p, self.seeds = channel_keys(module, in_dim), p, seeds
+
+    def forward(self, x):
+        return x * torch.from_numpy(keep_mask(self.seeds[0], self.keys, self.p)) / (1 - self.p)
+
+
+def losses_of_peft(model_dir, spec, batches, steps):
+    """The steps of a run, written out with PEFT's layers and torch's AdamW."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    weights = {n: m.weight.detach().numpy() for n, m in base.named_modules() if n.split(".")[-1] in TARGETS}
+    config = peft.LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(TARGETS), use_dora=True, lora_dropout=spec.dropout
+    )
+    model = peft.get_peft_model(base, config).train()
+    seeds = [None]
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.lora.Linear) and spec.dropout:
+            module = name.removeprefix("base_model.model.")
+            layer.lora_dropout["default"] = OurDropout(module, layer.in_features, spec.dropout, seeds)
+    shapes = {module: weight.shape for module, weight in weights.items()}
+    start = init_adapter(shapes, spec.rank, 5, method="dora", weight=weights.__getitem__)
+    found = peft.set_peft_model_state_dict(model, {n: torch.from_numpy(w) for n, w in start.items()})
+    assert not found.unexpected_keys
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), []
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        seeds[0] = batch.dropout_seeds_BT
+        tokens, labels = (torch.from_numpy(x).long() for x in (batch.tokens_BT, batch.labels_BT))
+        logits = model(input_ids=tokens, attention_mask=torch.from_numpy(batch.segments_BT)).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of(engine, batches, steps):
+    losses = []
+    for step in steps:
+        batch = batches[step % len(batches)]
+        engine.forward_backward(batch, divisor=batch.num_targets)
+        losses.append(float(engine.optim_step(lr=3e-3, max_grad_norm=0.3).loss))
+    return losses
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
+def test_each_step_is_that_of_peft(load, tiny, dropout):
+    """The start, the detached norm, the dropped input of both products: any other choice is another loss."""
+    batches, spec = [random_batch([9, 16, 5, 12], VOCAB, seed=s) for s in range(4)], replace(SPEC, dropout=dropout)
+    expected = losses_of_peft(tiny.model_dir, spec, batches, steps=16)
+    assert expected[-1] < expected[0] - 0.1, "nothing was learned, so nothing is shown"
+    for name in ("torch", "mlx"):
+        found = losses_of(load(name, spec), batches, range(16))
+        gap = np.abs(np.array(found) - expected).max()
+        print(f"{name}: {gap:.1e}")
+        assert gap <= tolerances.STEP_LOSS, name
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_a_resumed_engine_takes_the_same_steps_to_the_bit(load, name):
+    batches, spec = [random_batch([9, 16, 5, 12], VOCAB, seed=s) for s in range(2)], replace(SPEC, dropout=0.2)
+    engine = load(name, spec)
+    losses_of(engine, batches, range(3))
+    again = load(name, spec)
+    again.load_adapter_state(engine.adapter_state())
+    again.load_optimizer_state(engine.optimizer_state())
+    assert losses_of(again, batches, range(3, 6)) == losses_of(engine, batches, range(3, 6))
+    assert_equal(again.adapter_state(), engine.adapter_state())
+
+
+# --- the base ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("torch", "nf4"), ("torch", "int8"), ("torch", "affine4"), ("mlx", "int8"), ("mlx", "affine4")],
+)
+def test_the_norm_is_of_the_unpacked_weight(load, name, quantization):
+    engine = load(name, quantization=quantization)
+    start = engine.neutral_state()
+    engine.load_adapter_state(random_adapter(start))
+    state = engine.adapter_state()
+    for module, layer in engine._layers.items():
+        W = engine._frozen(module)
+        np.testing.assert_allclose(values_of(start, module)["m"], row_norms(W), rtol=1e-6)
+        x = np.random.default_rng(0).normal(size=(1, 5, W.shape[1])).astype(np.float32)
+        y = layer(mx.array(x)) if name == "mlx" else layer(torch.from_numpy(x)).detach()
+        expected = x @ (W + METHOD.delta(values_of(state, module), SPEC.scale, lambda W=W: W)).T
+        np.testing.assert_allclose(np.array(y), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def values_of(tensors, module):
+    return {part: tensors[f"base_model.model.{module}.{end}"] for part, end, _ in METHOD.parameters}
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_biases_are_not_scaled(load, gpt2, tmp_path, name):
+    """Nor are the weights of GPT-2, which are stored transposed, taken by their columns."""
+    spec = replace(SPEC, targets=("c_attn", "c_fc"), dropout=0.3)
+    stored = load_file(gpt2.model_dir / "model.safetensors")
+    assert min(np.abs(x).max() for n, x in stored.items() if n.endswith(("c_attn.bias", "c_fc.bias"))) > 0.01
+    engine, batch = load(name, spec, model_dir=gpt2.model_dir), random_batch([9, 16, 5, 12], VOCAB)
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    engine.save_merged(tmp_path / "merged")
+    merged, real = load(name, spec, model_dir=tmp_path / "merged").logprobs(batch), batch.segments_BT > 0
+    assert np.abs(merged - engine.logprobs(batch))[real].max() <= tolerances.MERGE
+
+
+def test_a_row_that_vanishes_or_is_zero_gives_finite_numbers(load, tiny, tmp_path):
+    """W + s B A is zero in one row, and W itself in another: what is left there is rounding, and is not divided by."""
+    weights = load_file(tiny.model_dir / "model.safetensors")
+    path = tmp_path / "model"
+    shutil.copytree(tiny.model_dir, path)
+    name, module = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj"
+    weights[name][3] = 0.0
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    batch = random_batch([9, 16, 5, 12], VOCAB)
+    for backend in ("torch", "mlx"):
+        engine = load(backend, replace(SPEC, targets=("q_proj",)), model_dir=path)
+        state = {parse_name(n): x for n, x in engine.neutral_state().items()}
+        assert state[module, "m"][3] == 0.0
+        state[module, "A"][0] = weights[name][5]
+        state[module, "B"][:] = 0.0
+        state[module, "B"][5, 0] = -1 / SPEC.scale
+        engine.load_adapter_state({n: state[parse_name(n)] for n in engine.adapter_shapes})
+        assert all(np.isfinite(g).all() for g in gradient(engine, batch).values())
+        assert np.isfinite(engine.logprobs(batch)).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_in_bfloat16_the_magnitudes_keep_their_digits(load, name):
+    """One that grows by 0.1 %, which bfloat16 rounds away, changes what is computed; its gradient is about right."""
+    batch, state = random_batch([9, 16, 5, 12], VOCAB), random_adapter(load("torch").neutral_state())
+    engine = load_with(load, name, state, dtype="bfloat16")
+    before = engine.logprobs(batch)
+    assert_close(gradient(engine, batch), gradient(load_with(load, "torch", state), batch), 0.06)
+    engine.load_adapter_state({n: x * 1.001 if parse_name(n)[1] == "m" else x for n, x in state.items()})
+    assert not np.array_equal(engine.logprobs(batch), before)
+
+
+def load_with(load, name, state, **options):
+    engine = load(name, **options)
+    engine.load_adapter_state(state)
+    return engine
+
+
+def test_streamed_layers_compute_the_same(load, tiny):
+    """On torch, which has the weights of a layer while it computes; on MLX they are refused by name."""
+    full = ActivationCheckpointing("all")
+    batch, state = random_batch([9, 16, 5, 12], VOCAB), random_adapter(load("torch").neutral_state())
+    streamed = load_with(load, "torch", state, resident_layers=1, checkpointing=full)
+    assert_equal(gradient(streamed, batch), gradient(load_with(load, "torch", state, checkpointing=full), batch))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_a_trained_adapter_is_one_function_everywhere(name, backends, tiny, assert_one_function, tmp_path):
+    """A run writes a directory that PEFT, mlx-lm, both engines and the formula read; merged it is the same model."""
+    config = tiny.config(
+        tmp_path / "run",
+        adapter={"method": "dora", "rank": 6, "alpha": 3.0, "targets": list(TARGETS), "dropout": 0.1},
+        train={"steps": 6, "learning_rate": 1e-2, "warmup": 0, "schedule": "constant"},
+    )
+    path = run(config, backends[name]).adapter_dir
+    assert json.loads((path / "adapter_config.json").read_text())["use_dora"] is True
+    assert_one_function(tiny, path)
+    longer = tiny.oracle(path, lambda n, w: w * 1.01 if parse_name(n)[1] == "m" else w)
+    assert tiny.gap(longer, tiny.oracle(path)) > 1e-3, "the magnitudes do nothing, so nothing is shown"
+    adapter = read_adapter(path)
+    weights = load_file(tiny.model_dir / "model.safetensors")
+    engine = backends[name].load(
+        LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", adapter.spec, OptimizerSpec(), seed=5)
+    )
+    engine.load_adapter_state(adapter.tensors)
+    engine.save_merged(tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for module in engine._layers:
+        values, W = values_of(adapter.tensors, module), weights[f"{module}.weight"]
+        np.testing.assert_allclose(merged[f"{module}.weight"] - W, METHOD.delta(values, 0.5, lambda W=W: W), atol=1e-6)
+        np.testing.assert_allclose(row_norms(merged[f"{module}.weight"]), values["m"], rtol=1e-5)
