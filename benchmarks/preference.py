@@ -1,6 +1,7 @@
 """What preference training does on a real model: SmolLM2-135M-Instruct, right against corrupted WikiSQL queries.
 
     python benchmarks/preference.py [--shared ../shared] [--arms dpo,orpo,kto] [--seeds 1 2 3] [--threads 1]
+    python benchmarks/preference.py --cost [--pairs 7]    # the time of a step of dpo over one of sft on the same tokens
     python benchmarks/preference.py --table    # writes the table of docs/objectives.md from the recorded result
 
 Each seed first learns the task by sft; the other arms start from that adapter, which is also the reference of dpo and
@@ -19,9 +20,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import page_tables
@@ -38,7 +41,10 @@ from dualtune.train.comparison import AnswerComparison, evaluate_answers
 from dualtune.train.evaluation import layout_of
 from dualtune.train.inference import load_model
 from dualtune.train.preference import Cpo
+from dualtune.train.prepare import prepare
 from dualtune.train.recovery import Recovery
+from dualtune.train.start import load_comparison, load_engine
+from dualtune.train.step import TrainingStep
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "objectives.md"
@@ -174,6 +180,34 @@ class Bench:
             "rejected_logp": found["eval_rejected_logp"], "exact": result["exact_match"], "loss": result["loss"],
         }  # fmt: skip
 
+    def cost(self, rounds: int) -> dict[str, Any]:
+        """Return the time of a step of dpo with a cached reference over that of sft on both answers, by objective.
+
+        The same micro-batches by the same engine, in turns; the first round does not count.
+        """
+        settings = self.config("dpo", 0) | {"adapter": {"dropout": 0.0}}
+        ratios: dict[str, Any] = {}
+        for objective in ("dpo", "kto"):
+            own = self.config(objective, 0)["data"]
+            config = load_config(
+                settings | {"data": own, "train": {"objective": objective, "documents_per_step": ROWS}}
+            )
+            prepared = prepare(config, self.backend)
+            engine = load_engine(prepared)
+            compared = load_comparison(prepared, engine)
+            seconds: dict[str, list[float]] = {"sft": [], objective: []}
+            for step in range(1 + rounds):
+                batches = prepared.batches(step)
+                for name, comparison in (("sft", None), (objective, compared)):
+                    start = time.perf_counter()
+                    taken = TrainingStep(prepared, engine, step, lambda _: batches, comparison=comparison)  # noqa: B023
+                    taken.add_gradients()
+                    taken.update()
+                    seconds[name].append(time.perf_counter() - start)
+            pairs = [b / a for a, b in zip(seconds["sft"][1:], seconds[objective][1:], strict=True)]
+            ratios[objective] = {"ratios": pairs, "median": median(pairs), "dtype": engine.description.dtype}
+        return ratios
+
     def _call(self, command: list[Any]) -> str:
         words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", "cpu"]
         return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -198,6 +232,8 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, help="the learning rate of all arms, to look for one; nothing is recorded"
     )
+    parser.add_argument("--cost", action="store_true", help="measure the time of steps instead")
+    parser.add_argument("--pairs", type=int, default=7, help="steps of each kind, in turns")
     parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
     if args.table:
@@ -205,6 +241,8 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(args, Path(name))
+        if args.cost:
+            return note("cost", bench.cost(args.pairs))
         if args.rate:
             for arm in ARMS:
                 ARMS[arm]["train"]["learning_rate"] = args.rate

@@ -60,14 +60,15 @@ def _print_example(name: str) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--from", "trainer",
-    type=click.Choice(["axolotl", "mlx-lm", "LLaMA-Factory", "TRL", "Unsloth", "axolotl-rs"], case_sensitive=False),
+    type=click.Choice(["axolotl", "mlx-lm", "LLaMA-Factory", "TRL", "Unsloth", "axolotl-rs", "mlx-lm-lora"],
+                      case_sensitive=False),
     help="The trainer that FILE was written for. Default: detected by its keys.",
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write the config to this new file instead of standard output."
 )
 def import_(file: Path, trainer: str | None, output: Path | None) -> None:
-    """Translate FILE, a YAML config of axolotl, mlx-lm, LLaMA-Factory, TRL or Unsloth.
+    """Translate FILE, a YAML config of axolotl, mlx-lm, mlx-lm-lora, LLaMA-Factory, TRL or Unsloth.
 
     Comments in the result show where every line comes from. What cannot be translated is listed with the reason, in the
     config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.

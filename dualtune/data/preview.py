@@ -17,7 +17,7 @@ from dualtune.data.chat.formats import Example, answers
 from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.order import Order
 from dualtune.data.sources.rows import RowError
-from dualtune.data.survey import Survey, duplicates, first_indices, histogram, lengths_of
+from dualtune.data.survey import Survey, duplicates, first_indices, histogram, labels_of, lengths_of, pairs_of
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ class Sample:
     num_targets: int
     lost: int  # tokens of the row lost by truncation
     original: str | None  # path:line of the document that it repeats
-    answer: str  # of a preference: chosen, rejected, desirable or undesirable
+    answer: str = ""  # of a preference: chosen, rejected, desirable or undesirable
 
 
 def kinds_of(numbers: Survey) -> list[SampleKind]:
@@ -378,7 +378,7 @@ def counts(
     """
     if not len(train):
         return {}
-    digests = train.unit_digests()
+    digests, shown = train.unit_digests(), np.flatnonzero(_is_shown(train))
     return {
         "rows": train.num_rows,
         "bad_rows": train.num_bad,
@@ -386,6 +386,8 @@ def counts(
         "cut": train.num_truncated,
         "split": train.num_split,
         "documents": len(train),
+        "pairs": asdict(pairs) if (pairs := pairs_of(train, config)) else None,
+        "labels": asdict(labels) if (labels := labels_of(train, config)) else None,
         "tokens": train.num_tokens,
         "trained_tokens": train.num_targets,
         "lengths": asdict(lengths_of(train.lengths)),
@@ -397,7 +399,7 @@ def counts(
         "sources": [
             {"path": source.path, **_of_source(train, number)} for number, source in enumerate(config.data.sources())
         ],
-        "samples": [sample_row(train, i, decode) for i in sorted({0, len(train) // 2, len(train) - 1})],
+        "samples": [sample_row(train, i, decode) for i in shown[sorted({0, len(shown) // 2, len(shown) - 1})].tolist()],
     }
 
 

@@ -131,8 +131,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         first_control_text_row=control[0] if control else None,
         documents=len(train),
         answers=answers,
-        pairs=_pairs(train, config),
-        labels=_labels(train, config),
+        pairs=pairs_of(train, config),
+        labels=labels_of(train, config),
         tokens=train.num_tokens,
         trained_tokens=train.num_targets,
         trained_share=train.num_targets / train.num_tokens,
@@ -164,14 +164,16 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     )
 
 
-def _pairs(train: Documents, config: Config) -> PairNumbers | None:
+def pairs_of(train: Documents, config: Config) -> PairNumbers | None:
+    """Compare the answers of the pairs to train on; None if the documents are no pairs."""
     if train.answers == 1 or train.has_labels:
         return None
     chosen, rejected = train.row_lengths().reshape(-1, 2).T
     return pair_numbers(chosen, rejected, "tokens", config.data.max_length)
 
 
-def _labels(train: Documents, config: Config) -> LabelNumbers | None:
+def labels_of(train: Documents, config: Config) -> LabelNumbers | None:
+    """Count the labels of the answers to train on; None if they have none."""
     labels = train.labels[::2] if train.answers == 2 else train.labels
     weights = config.preference.desirable_weight, config.preference.undesirable_weight
     return label_numbers(int((labels > 0).sum()), int((labels < 0).sum()), weights)

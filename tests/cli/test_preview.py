@@ -136,7 +136,9 @@ def test_a_pair_is_shown_side_by_side(dualtune_main, config_file, write_rows, tm
     result = dualtune_main("preview", config, "--rows", 1, "--html", tmp_path / "page.html")
     assert (result.returncode, result.stderr) == (0, "")
     wording(result.stdout)
-    rows = Page((tmp_path / "page.html").read_text()).rows
+    page = (tmp_path / "page.html").read_text()
+    assert all(f'<span class="tag">{answer}</span>' in page for answer in ANSWERS)
+    rows = Page(page).rows
     trained = {"".join(text for _, kinds, text in row["tokens"] if "target" in kinds) for row in rows}
     assert trained == {f"{answer}<|im_end|>" for answer in ANSWERS.values()}
     report = json.loads(dualtune_main("preview", config, "--rows", 1, "--json").stdout)

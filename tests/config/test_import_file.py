@@ -193,6 +193,7 @@ RIGHT = {
     "TRL": {"model_name_or_path": "m", "dataset_name": "d", "use_peft": True},
     "Unsloth": {"model": "m", "data": {"dataset": "d"}},
     "axolotl-rs": {"base_model": "m", "adapter": "lora", "dataset": {"path": "d"}},
+    "mlx-lm-lora": {"model": "m", "data": "d", "train_type": "lora"},
 }  # fmt: skip
 
 

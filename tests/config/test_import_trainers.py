@@ -10,6 +10,7 @@ from dualtune.config import parse_config
 from dualtune.config.importing.translate import TRAINERS, import_config, to_text
 
 BASE = {
+    "mlx-lm-lora": {"model": "some/model", "train": True, "train_mode": "dpo", "data": "pairs"},
     "LLaMA-Factory": {"model_name_or_path": "some/model", "stage": "sft", "dataset": "rows", "learning_rate": 1e-4},
     "TRL": {"model_name_or_path": "some/model", "use_peft": True, "dataset_name": "o/n", "assistant_only_loss": True},
     "Unsloth": {"model": "some/model", "data": {"dataset": "o/n"}, "training": {}, "lora": {}},
@@ -58,6 +59,22 @@ def lost(imported):
         ("axolotl-rs", {}, {"model.quantization": "nf4", "adapter.rank": 8, "adapter.alpha": 16, "data.eval": 0.1,
                             "data.max_length": 256, "data.format": "alpaca", "data.template": "none",
                             "train.warmup": 0.1, "train.weight_decay": 0.01, "train.max_grad_norm": 0.3}),
+        ("mlx-lm-lora", {}, {"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1,
+                             "preference.reference": "base", "adapter.rank": 8, "adapter.alpha": 80, "train.steps": 100,
+                             "train.documents_per_step": 1, "data.loss_on": "assistant", "train.learning_rate": 1e-5,
+                             "adapter.targets": "all-linear", "train.schedule": "constant", "run.seed": 0}),
+        ("mlx-lm-lora", {"train_mode": "sft", "mask_prompt": True, "batch_size": 2, "gradient_accumulation_steps": 4},
+         {"train.objective": "sft", "data.loss_on": "last", "train.documents_per_step": 8, "train.steps": 25}),
+        ("mlx-lm-lora", {"train_mode": "cpo", "beta": 0.2, "epochs": 2, "load_in_4bits": True},
+         {"train.objective": "cpo", "preference.sft_weight": 0, "preference.beta": 0.2, "train.epochs": 2,
+          "model.quantization": "affine4"}),
+        ("mlx-lm-lora", {"train_mode": "sft", "train_type": "full"}, {"adapter.method": "full", "data.loss_on": "all"}),
+        ("mlx-lm-lora", {"train_mode": "orpo", "wandb": "p"}, {"train.objective": "orpo", "preference.sft_weight": 1,
+                                                               "run.track": ["wandb"]}),
+        ("mlx-lm-lora", {"dpo_cpo_loss_type": "ipo", "chosen_feature": "good", "hf_dataset": {
+            "path": "o/n", "rejected_feature": "bad"}},
+         {"preference.loss": "ipo", "data.columns": {"chosen": "good"},
+          "data.train": [{"path": "o/n", "split": "train[:80%]", "columns": {"rejected": "bad"}}]}),
         ("LLaMA-Factory", {"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 2},
          {"train.tokens_per_step": 2048, "data.packing": True, "data.max_length": 1024}),
         ("LLaMA-Factory", {"quantization_bit": 4, "lora_target": "q_proj,v_proj", "lora_alpha": 5, "use_rslora": True},
@@ -143,6 +160,9 @@ def test_values_become_ours(translate, trainer, more, ours):
 @pytest.mark.parametrize(
     ("trainer", "more", "named"),
     [
+        ("mlx-lm-lora", {"lora_parameters": {"keys": ["q"], "rank": 4}, "reference_model_path": "other", "wandb": "p",
+                         "qat_enable": True, "qat_bits": 4, "load_in_6bits": True},
+         {"lora_parameters.keys", "reference_model_path", "wandb", "qat_enable", "load_in_6bits", "optimizer"}),
         ("LLaMA-Factory", {"template": "qwen3_nothink", "max_samples": 9}, {"template", "max_samples", "dataset_dir"}),
         ("LLaMA-Factory", {"packing": True, "pissa_init": True}, {"packing", "pissa_init", "dataset_dir"}),
         ("LLaMA-Factory", {"quantization_bit": 8, "optim": "lion_8bit"}, {"quantization_bit", "optim", "dataset_dir"}),
@@ -176,12 +196,21 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
 @pytest.mark.parametrize(
     ("trainer", "more", "key"),
     [
+        ("mlx-lm-lora", {"train_mode": "grpo"}, "train_mode: got 'grpo'"),
+        (
+            "mlx-lm-lora",
+            {"dpo_cpo_loss_type": "dpop"},
+            "dpo_cpo_loss_type: got 'dpop', of dpo, only sigmoid, hinge, ipo",
+        ),
+        ("mlx-lm-lora", {"train_mode": "cpo", "dpo_cpo_loss_type": "hinge"}, "of cpo, only sigmoid"),
+        ("mlx-lm-lora", {"train_type": "dora"}, "train_type: got 'dora'"),
         ("LLaMA-Factory", {"stage": "ppo"}, "stage: got 'ppo'"),
         ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: got 'kto_pair', allowed are sigmoid"),
         ("LLaMA-Factory", {"finetuning_type": "oft"}, "finetuning_type: got 'oft'"),
         ("LLaMA-Factory", {"do_train": False}, "do_train: got false"),
         ("TRL", {"beta": 0.1}, "beta: got 0.1, it belongs to dpo"),
         ("TRL", {"loss_type": "exo_pair"}, "loss_type: got 'exo_pair', it cannot be translated, allowed are nll"),
+        ("TRL", {"loss_type": []}, "loss_type: got an empty list, must be the name of a loss"),
         ("TRL", {"loss_type": ["sigmoid", "bco_pair"]}, "loss_type: got a list, allowed are sigmoid"),
         ("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}, "loss_weights: got a list"),
         ("TRL", {"loss_type": "hinge", "cpo_alpha": 1.0}, "loss_type: got 'hinge', of cpo, only sigmoid"),

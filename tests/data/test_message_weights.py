@@ -174,6 +174,7 @@ def test_a_cache_of_before_is_read(tmp_path):
     table = {
         "files": ["a"],
         "num_rows": 1,
+        "answers": 1,
         "num_bad": 0,
         "bad": [],
         "bytes": {"tokens.bin": 12, "index.bin": entry.nbytes},

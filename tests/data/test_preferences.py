@@ -3,6 +3,7 @@
 import pytest
 
 from dualtune.data.chat.formats import to_examples
+from dualtune.data.documents import Data
 from dualtune.data.preferences import (
     PreferenceCounts,
     difference,
@@ -11,7 +12,10 @@ from dualtune.data.preferences import (
     pair_numbers,
     preference_warnings,
 )
+from dualtune.data.preview import counts
 from dualtune.data.sources.rows import RawRow
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.show.report.run_sections import _preferences as preferences_told
 
 
 def counted(*rows, **options):
@@ -51,6 +55,24 @@ def test_a_prompt_is_all_that_stands_before_the_answers():
         return {"chosen": chosen, "rejected": rejected}
 
     assert counted(pair("a", "1", "2"), pair("a", "1", "3"), pair("b", "1", "2")).num_prompts == 2
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_run_records_its_preferences_and_its_page_tells_them(objective, make_config, write_rows, tiny_softmax):
+    rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" if n else "never"} for n in range(4)]
+    config = make_config(write_rows(rows), {"train.objective": objective, "data.eval": 0})
+    tokenizer = Tokenizer(tiny_softmax)
+    recorded = counts(config, *Data(config).train_and_eval(tokenizer), tokenizer.decode_all)
+    told = dict(preferences_told(recorded))
+    texts = [sample["text"][slice(*sample["targets"][0])].removesuffix("<|im_end|>") for sample in recorded["samples"]]
+    if objective == "dpo":
+        assert (recorded["documents"], recorded["labels"], recorded["pairs"]["chosen_longer"]) == (8, None, 3)
+        assert told == {"pairs": "4; the chosen answer is the longer one in 3, the rejected one in 1"}
+        assert texts == ["yes", "yes", "no"]
+    else:
+        assert (recorded["documents"], recorded["pairs"], recorded["labels"]["balance"]) == (16, None, 1)
+        assert told == {"labels": "4 desirable, 4 undesirable"}
+        assert texts == ["yes", "yes", "yes"]  # none of them an answer to another prompt
 
 
 def test_labels_are_balanced_by_number_and_weight():

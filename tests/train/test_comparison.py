@@ -1,7 +1,9 @@
 """Runs that compare answers: their gradient, what does not change it, resumption, the reference and the metrics."""
 
+import importlib.util
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,10 @@ from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.start import load_comparison
 from dualtune.train.step import TrainingStep
+
+_spec = importlib.util.spec_from_file_location("test_team", Path(__file__).parents[1] / "distributed" / "test_team.py")
+threads = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(threads)
 
 PAIRS = [
     {"prompt": f"{n} + {n} =", "chosen": f" {2 * n}" * (1 + n % 3), "rejected": f" {2 * n + 1} or so" * (1 + n % 2)}
@@ -250,3 +256,51 @@ def test_what_a_person_sees_of_a_run(compare, dualtune_main):
     header, first, *_ = dualtune_main("runs", "export", run_dir).stdout.splitlines()
     row = dict(zip(header.split(","), first.split(","), strict=True))
     assert {"eval_reward_accuracy", "reward_margin"} <= row.keys() and row["perplexity"] == row["eval_perplexity"] == ""
+
+
+# --- backends and processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+@pytest.mark.parametrize(
+    ("objective", "steps"),
+    [("dpo", 10), ("kto", 10), *(pytest.param(o, 100, marks=pytest.mark.long) for o in OBJECTIVES)],
+)
+def test_torch_and_mlx_take_the_same_steps(compare, open_backend, rows_of, objective, steps):
+    """With dropout: the loss of each step and of each evaluation."""
+    lab = compare(objective)
+    settings = RUN | {"train__objective": objective, "model__dtype": "float32", "adapter__dropout": 0.2,
+                      "train__steps": steps}  # fmt: skip
+    runs = [run(lab.config(name, **settings), open_backend(name)) for name in ("torch", "mlx")]
+    for rows, others, key in zip(*(rows_of(result.run_dir) for result in runs), ("loss", "eval_loss"), strict=True):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], abs=2e-5)
+        assert {*rows[0]} == {*others[0]}
+
+
+@on_numpy
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_processes_that_share_a_step_compare_the_same_answers(compare, objective):
+    lab = compare(objective)
+    config = lab.config(train__objective=objective, train__micro_batch_tokens=64, train__documents_per_step=7)
+    prepared = prepare(config, lab.backend)
+
+    def work(team):
+        mine = replace(prepared, team=team)
+        engine = load_engine(mine)
+        compared = load_comparison(mine, engine)
+        engine.load_adapter_state({name: x + np.float32(0.1) for name, x in engine.adapter_state().items()})
+        step = TrainingStep(mine, engine, 0, mine.batches, comparison=compared)
+        step.add_gradients()
+        recovery = Recovery(None, engine, mine.data.layout, team=team)
+        evaluation = evaluate_answers(engine, mine.data.train, recovery, team=team,
+                                      comparison=replace(compared, eval=compared.train))  # fmt: skip
+        return step._loss.value, evaluation.eval_loss, engine.gradient()
+
+    (alone,) = threads.in_world(1, work)
+    for size in (2, 3):
+        shared = threads.in_world(size, work)
+        assert len({(value, evaluated) for value, evaluated, _ in shared}) == 1
+        assert shared[0][:2] == pytest.approx(alone[:2], rel=1e-6)
+        for name, gradient in alone[2].items():
+            total = sum(each[name] for _, _, each in shared)
+            np.testing.assert_allclose(total, gradient, rtol=1e-4, atol=1e-6)

@@ -5,6 +5,7 @@ Based on mlx_lm/lora.py, mlx_lm/tuner/utils.py, trainer.py and datasets.py of ml
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from dualtune.config.importing.arguments import OF_SOURCES, lora, reported_to, template_variables
@@ -53,6 +54,11 @@ def _targets(file: ForeignFile) -> Settings:
     keys = file.get("lora_parameters.keys")
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in cast(list[Any], keys))):
         raise file.wrong("lora_parameters.keys", "must be a list of names")
+    return last_layers(file, cast(list[str] | None, keys))
+
+
+def last_layers(file: ForeignFile, keys: list[str] | None) -> Settings:
+    """Translate num_layers: these modules, or all, of the last layers. -1 means all layers."""
     count, model = file.count("num_layers", least=-1), file.get("model")
     num_layers = file.count_layers(model) if isinstance(model, str) else None
     if count > (num_layers or count):
@@ -63,13 +69,14 @@ def _targets(file: ForeignFile) -> Settings:
     return settings | {"adapter.layers": file.note(f"last {count}", "num_layers")}
 
 
-def _data(file: ForeignFile) -> Settings:
-    columns = {column: file.get(key) for key, column in _COLUMNS.items() if key in file}
-    settings: Settings = {"data.columns": file.note(columns, *_COLUMNS)} if columns else {}
+def data_of(file: ForeignFile, names: Mapping[str, str]) -> Settings:
+    """Translate the data. `names`: the keys that name a column, and ours for it."""
+    columns = {column: file.get(key) for key, column in names.items() if key in file}
+    settings: Settings = {"data.columns": file.note(columns, *names)} if columns else {}
     if "hf_dataset" in file:
         if "data" in file:
             file.skip("data", "hf_dataset wins over it")
-        return settings | _hub(file)
+        return settings | _hub(file, names)
     reason = (
         "The valid file of the directory is used; without one, a tenth of the rows is held out, unless data.eval is 0"
     )
@@ -79,36 +86,36 @@ def _data(file: ForeignFile) -> Settings:
     return settings | {"data.train": file.note(file.text("data"), "data")}
 
 
-_COLUMNS = {
+COLUMNS = {
     "prompt_feature": "prompt", "completion_feature": "completion", "text_feature": "text", "chat_feature": "messages",
 }  # fmt: skip
 
 
-def _hub(file: ForeignFile) -> Settings:
+def _hub(file: ForeignFile, names: Mapping[str, str]) -> Settings:
     entries = file.tables("hf_dataset")
     for entry in entries:
-        for name in entry.keys() - {"path", "train_split", "valid_split", "config", *_COLUMNS}:
+        for name in entry.keys() - {"path", "train_split", "valid_split", "config", *names}:
             file.lose(f"hf_dataset.{name}", OF_SOURCES, value=entry[name])
         for name, value in table_in(entry.get("config")).items():
             if name != "name":
                 reason = "of the options of load_dataset, only subset is supported"
                 file.lose(f"hf_dataset.config.{name}", reason, value=value)
     return {
-        "data.train": [_hub_source(entry, entry.get("train_split") or "train[:80%]") for entry in entries],
-        "data.eval": [_hub_source(entry, entry.get("valid_split") or "train[-10%:]") for entry in entries],
+        "data.train": [_hub_source(entry, names, entry.get("train_split") or "train[:80%]") for entry in entries],
+        "data.eval": [_hub_source(entry, names, entry.get("valid_split") or "train[-10%:]") for entry in entries],
     }
 
 
-def _hub_source(entry: dict[str, Any], split: Any) -> dict[str, Any]:
+def _hub_source(entry: dict[str, Any], names: Mapping[str, str], split: Any) -> dict[str, Any]:
     source = {"path": entry["path"], "split": split}
-    if columns := {column: entry[key] for key, column in _COLUMNS.items() if entry.get(key)}:
+    if columns := {column: entry[key] for key, column in names.items() if entry.get(key)}:
         source["columns"] = columns
     if subset := table_in(entry.get("config")).get("name"):
         source["subset"] = subset
     return source
 
 
-def _loss_on(file: ForeignFile) -> Settings:
+def loss_on(file: ForeignFile) -> Settings:
     if file.flag("mask_prompt"):
         return {"data.loss_on": Note("last", "mask_prompt: true; everything before the last message is masked")}
     return {"data.loss_on": Note("all", "mask_prompt: false")}
@@ -165,7 +172,7 @@ def _check_end(file: ForeignFile, name: str, numbers: list[float]) -> None:
     steps = file.count("iters") // file.count("grad_accumulation_steps")
     end, over = (numbers[2:3], numbers[1:2]) if name == "cosine_decay" else (numbers[1:2], numbers[2:3])
     if any(end) or over not in ([], [steps]):
-        reason = f"here the learning rate falls to 0 over all {steps} steps; arguments after the first have no effect"
+        reason = "here the learning rate falls to 0 over the whole run; arguments after the first have no effect"
         file.lose("lr_schedule.arguments", reason)
 
 
@@ -218,8 +225,9 @@ RULES = (
                "num_layers counts from the last layer: `last 16`; -1 is `all`"),
     translated("resume_adapter_file", "adapter.init_from", _init_from, "the directory of the file"),
     translated("data hf_dataset test prompt_feature completion_feature text_feature chat_feature",
-               "data.train, data.eval, data.columns", _data, "the valid file of a directory is found automatically"),
-    translated("mask_prompt", "data.loss_on", _loss_on, "false is `all`, true is `last`"),
+               "data.train, data.eval, data.columns", lambda file: data_of(file, COLUMNS),
+               "the valid file of a directory is found automatically"),
+    translated("mask_prompt", "data.loss_on", loss_on, "false is `all`, true is `last`"),
     renamed("max_seq_length", "data.max_length", ForeignFile.count, "longer documents are cut, as in mlx-lm", least=2),
     translated("iters batch_size grad_accumulation_steps", "train.steps, train.documents_per_step", _steps,
                "iters counts micro-batches: steps are iters // grad_accumulation_steps, of batch_size × "

@@ -23,9 +23,11 @@ def compared(file: ForeignFile, objective: str, *origin: str, **keys: str) -> Se
 
 
 def losses_of(file: ForeignFile, key: str) -> list[str]:
-    """Return TRL's `loss_type`, which may be a name or a list of names."""
+    """Return TRL's `loss_type`, which may be a name or a list of names, not an empty one."""
     value = file.get(key)
     listed = cast(list[Any], value) if isinstance(value, list) else [value]
+    if not listed:
+        raise file.wrong(key, "must be the name of a loss, or a list of names")
     return [str(name) for name in listed]
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from dualtune.base.errors import ConfigError
 from dualtune.base.redaction import redact
 from dualtune.base.text import one_line
-from dualtune.config.importing import axolotl, axolotl_rs, llama_factory, mlx_lm, trl, unsloth
+from dualtune.config.importing import axolotl, axolotl_rs, llama_factory, mlx_lm, mlx_lm_lora, trl, unsloth
 from dualtune.config.importing.table import (
     ForeignFile,
     ImportedConfig,
@@ -81,9 +81,13 @@ def _with_origin(line: str, origins: dict[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 TRAINERS: dict[str, ModuleType] = {
     "axolotl": axolotl, "mlx-lm": mlx_lm, "LLaMA-Factory": llama_factory, "TRL": trl, "Unsloth": unsloth,
-    "axolotl-rs": axolotl_rs,
+    "axolotl-rs": axolotl_rs, "mlx-lm-lora": mlx_lm_lora,
 }  # fmt: skip
 _MLX_LM_KEYS = {"data", "hf_dataset", "iters", "lora_parameters", "num_layers", "fine_tune_type", "adapter_path"}
+_MLX_LM_LORA_KEYS = {
+    "train_type", "train_mode", "load_in_4bits", "load_in_6bits", "load_in_8bits", "load_in_mxfp4", "dpo_cpo_loss_type",
+    "reference_model_path",
+}  # fmt: skip
 _LLAMA_FACTORY_KEYS = {
     "stage", "finetuning_type", "template", "cutoff_len", "dataset", "dataset_dir", "lora_rank", "lora_target",
     "quantization_bit",
@@ -94,6 +98,7 @@ _MARKS = {  # of each trainer, for the error message
     "LLaMA-Factory": "model_name_or_path and one of " + ", ".join(sorted(_LLAMA_FACTORY_KEYS)),
     "TRL": "model_name_or_path", "Unsloth": "training with lora or data",
     "mlx-lm": "model and one of " + ", ".join(sorted(_MLX_LM_KEYS)),
+    "mlx-lm-lora": "one of " + ", ".join(sorted(_MLX_LM_LORA_KEYS)),
 }  # fmt: skip
 
 
@@ -162,6 +167,8 @@ def _detect(keys: dict[str, Any], path: Path) -> str:
         return "LLaMA-Factory" if _LLAMA_FACTORY_KEYS & keys.keys() else "TRL"
     if isinstance(keys.get("training"), dict) and _UNSLOTH_KEYS & (keys.keys() - {"training"}):
         return "Unsloth"
+    if _MLX_LM_LORA_KEYS & keys.keys():
+        return "mlx-lm-lora"
     if not isinstance(keys.get("model"), dict) and _MLX_LM_KEYS & keys.keys():
         return "mlx-lm"
     if keys.keys() <= sections().keys():

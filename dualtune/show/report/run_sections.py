@@ -153,6 +153,7 @@ def data(run: RunFiles) -> dict[str, Any] | None:
     pairs = [
         ("rows", f"{_count(counts, 'rows')}, {_count(counts, 'bad_rows')} bad ones left out"),
         ("documents", f"{_count(counts, 'documents')} to train on, {_count(counts, 'eval_documents')} held out"),
+        *_preferences(counts),
         ("tokens", f"{_count(counts, 'tokens')}, {_count(counts, 'trained_tokens')} of them targets"),
         ("tokens of a document", f"{text}, 90 % up to {_count(lengths, 'p90')}"),
         ("over-long", f"{_count(counts, 'cut')} cut, {_count(counts, 'split')} split"),
@@ -172,6 +173,17 @@ def data(run: RunFiles) -> dict[str, Any] | None:
         for row in _tables(counts.get("samples"))[:MAX_SAMPLES]
     ]
     return {"counts": pairs, "bars": bars, "sources": sources, "samples": samples}
+
+
+def _preferences(counts: Mapping[str, Any]) -> Pairs:
+    """Return what is known of answers that are compared, if there are any."""
+    rows: list[tuple[str, str]] = []
+    if pairs := as_table(counts.get("pairs")):
+        longer = f"{_count(pairs, 'chosen_longer')}, the rejected one in {_count(pairs, 'rejected_longer')}"
+        rows.append(("pairs", f"{_count(pairs, 'pairs')}; the chosen answer is the longer one in {longer}"))
+    if labels := as_table(counts.get("labels")):
+        rows.append(("labels", f"{_count(labels, 'desirable')} desirable, {_count(labels, 'undesirable')} undesirable"))
+    return rows
 
 
 def _left_out(counts: Mapping[str, Any]) -> Pairs:
