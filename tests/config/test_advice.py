@@ -85,7 +85,7 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
         ),
         (
             "adapter: {method: vera}",
-            "adapter.method: got 'vera', allowed: lora, full. VeRA trains vectors between random matrices",
+            "adapter.method: got 'vera', allowed: lora, dora, full. VeRA trains vectors between random matrices",
         ),
         (
             "run: {report_to: wandb}",
