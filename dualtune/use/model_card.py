@@ -12,6 +12,7 @@ from typing import Any, cast
 import yaml
 
 from dualtune.config import Config
+from dualtune.config.schema import PREFERENCE_KEYS
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, describe_template
 from dualtune.model.formats.directory import Adapter
 
@@ -105,10 +106,12 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
     method += [("rank", spec.rank), (f"scale ({scale})", spec.scale), ("modules", ", ".join(spec.targets))]
     method += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:
-        values = config.model_dump(mode="json")
-        method += [
-            (f"`{key}`", values[section][name]) for key in _SETTINGS for section, _, name in [key.partition(".")]
-        ]
+        values, objective = config.model_dump(mode="json"), config.train.objective
+        keys = [*_SETTINGS]
+        if objective != "sft":
+            keys += ["train.objective", *(f"preference.{key}" for key in PREFERENCE_KEYS.get(objective, ()))]
+        settings = {key: values[section][name] for key in keys for section, _, name in [key.partition(".")]}
+        method += [(f"`{key}`", value) for key, value in settings.items() if value is not None]
 
     data: list[tuple[str, Any]] = [("source", ", ".join(sources))] if config else []
     data += [("documents trained on", training["train_documents"])] if "train_documents" in training else []

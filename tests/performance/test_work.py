@@ -12,7 +12,18 @@ from dualtune.engine.backend import LoadRequest
 from dualtune.engine.card import card_of
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.shapes import decoder_of
-from dualtune.engine.step_time import ATTENTION, BASE, HEAD, PARTS, pieces_of
+from dualtune.engine.step_time import (
+    ANSWERS,
+    ATTENTION,
+    BASE,
+    HEAD,
+    OPTIMIZER,
+    PARTS,
+    RECOMPUTATION,
+    REST,
+    TRANSFERS,
+    pieces_of,
+)
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
 
@@ -185,6 +196,15 @@ def test_the_launches_are_those_of_the_engine(step_of, lengths, changes):
 def test_a_gpu_launches_as_many_for_many_documents_as_for_one():
     one, many = (sum(piece.launches for piece in pieces(lengths, kind="cuda")) for lengths in ([400], [100] * 4))
     assert one == many
+
+
+def test_a_step_that_compares_answers_has_one_more_forward_pass():
+    once, twice = (pieces([100, 100], compares=compares) for compares in (False, True))
+    assert [piece for piece in twice if piece.part != ANSWERS] == once
+    forward = [p for p in once if not p.is_backward and p.part not in (OPTIMIZER, REST, RECOMPUTATION, TRANSFERS)]
+    more = [piece for piece in twice if piece.part == ANSWERS]
+    for what in ("products", "elementwise", "bytes", "launches"):
+        assert sum(getattr(p, what) for p in more) == pytest.approx(sum(getattr(p, what) for p in forward))
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import cache_dir
+from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
 from dualtune.train import comparison
@@ -180,6 +181,35 @@ def test_what_a_row_says(compare, rows_of):
     assert [row["epoch"] for row in steps[:4]] == pytest.approx([4 / 18, 8 / 18, 12 / 18, 16 / 18])  # of pairs
     per_document = [row["documents_per_min"] * row["step_s"] / 60 for row in steps]
     assert per_document[:3] == pytest.approx([4, 4, 4])
+
+
+@on_numpy
+@pytest.mark.parametrize("passes", ["target_logprobs", "forward_backward"])
+def test_memory_that_runs_out_in_either_pass_cuts_the_step_and_changes_nothing(compare, monkeypatch, rows_of, passes):
+    lab, settings = compare("kto"), RUN | {"train__objective": "kto", "train__micro_batch_tokens": 96}
+    straight, calls, original = lab.run("straight", **settings), [], getattr(NumpyEngine, passes)
+
+    def short(self, *args, **options):
+        calls.append(self)
+        if len(calls) == 7:
+            np.empty(1 << 60, np.uint8)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(NumpyEngine, passes, short)
+    cut = lab.run("cut", **settings)
+    lines = map(json.loads, (cut.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [row["tokens_before"] for row in lines if row.get("event") == "out_of_memory"] == [96]
+    for rows, others, key in zip(rows_of(cut.run_dir), rows_of(straight.run_dir), ("loss", "eval_loss"), strict=True):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], abs=RESUMED_LOSS)
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_with_hidden_states_from_the_cache_the_run_is_the_same(compare, rows_of):
+    lab = compare("dpo")
+    settings = RUN | {"train__objective": "dpo", "adapter__targets": ["layers.1.self_attn.q_proj"]}
+    runs = [lab.run(cache, train__activation_cache=cache, **settings) for cache in ("none", "disk")]
+    for rows, others, key in zip(*(rows_of(result.run_dir) for result in runs), ("loss", "eval_loss"), strict=True):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], abs=1e-5)
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------

@@ -254,6 +254,15 @@ def test_the_card_says_what_was_recorded_and_nothing_else(adapter):
     }  # fmt: skip
 
 
+def test_the_card_of_a_preference_run_names_its_objective_and_what_that_uses(adapter):
+    text = "model: {name: m}\ndata: {train: t}\ntrain: {objective: orpo}\npreference: {beta: 0.2}"
+    card = adapter_card("me/tiny", read_adapter(adapter()), parse_config(text))
+    rows = [line for line in card.splitlines() if "objective" in line or "preference" in line]
+    assert rows == [
+        "| `train.objective` | orpo |", "| `preference.beta` | 0.2 |", "| `preference.sft_weight` | auto |",
+    ]  # fmt: skip
+
+
 def test_a_card_of_what_was_not_recorded_invents_nothing(tmp_path):
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
     write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, None), layout="peft")

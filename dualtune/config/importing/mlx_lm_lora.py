@@ -21,8 +21,8 @@ _LOSSES = {"dpo": ("sigmoid", "hinge", "ipo"), "cpo": ("sigmoid",)}
 
 
 def _method(file: ForeignFile) -> Settings:
-    if (kind := file.get("train_type")) not in ("lora", "full"):
-        raise file.wrong("train_type", "only lora and full can be translated")
+    if (kind := file.get("train_type")) not in ("lora", "dora", "full"):
+        raise file.wrong("train_type", "allowed are lora, dora and full")
     if (mode := file.get("train_mode")) not in ("sft", "dpo", "cpo", "orpo"):
         raise file.wrong("train_mode", "only sft, dpo, cpo and orpo can be translated")
     if "train" in file and not file.flag("train"):
@@ -30,7 +30,7 @@ def _method(file: ForeignFile) -> Settings:
     if mode == "sft" and file.get("sft_loss_type") == "dft":
         file.lose("sft_loss_type", "the loss is the cross-entropy of the targets")
     file.assume(grad_accumulation_steps=file.count("gradient_accumulation_steps"))  # its name in mlx-lm
-    return {"adapter.method": file.note("full", "train_type")} if kind == "full" else {}
+    return {} if kind == "lora" else {"adapter.method": file.note(kind, "train_type")}
 
 
 def _adapter(file: ForeignFile) -> Settings:
@@ -108,7 +108,7 @@ def _tracker(file: ForeignFile) -> Settings:
 
 
 _OWN = (
-    translated("train_type train sft_loss_type", "adapter.method", _method, "`lora` and `full`"),
+    translated("train_type train sft_loss_type", "adapter.method", _method, "`lora`, `dora` and `full`"),
     translated("lora_parameters.rank lora_parameters.scale lora_parameters.dropout",
                "adapter.rank, adapter.alpha, adapter.dropout", _adapter, "alpha is scale × rank; the scale is 10"),
     translated("lora_parameters.keys num_layers", "adapter.targets, adapter.layers", _targets,
