@@ -99,10 +99,13 @@ def transferring(verb: str, retries: int) -> Generator[Patience]:
 # ----------------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
-    """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
+    """Yield the callback for the progress of a run until its first step: (what is made, the share that is done)."""
+    from dualtune.train.comparison import REFERENCE
     from dualtune.train.prepare import DOWNLOAD, FINGERPRINT, UNPACKED
 
-    verbs = {DOWNLOAD: ("checking", "checked"), UNPACKED: ("unpacking", "unpacked")}
+    verbs = {
+        DOWNLOAD: ("checking", "checked"), UNPACKED: ("unpacking", "unpacked"), REFERENCE: ("computing", "computed"),
+    }  # fmt: skip
     with phases() as shown:
         shown.begin("checking", "model and data")
         reading: str | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.model.adapter import Tensors, position_of
+from dualtune.model.adapter import Tensors
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
     Pair,
@@ -33,6 +33,7 @@ from dualtune.model.formats.directory import (
     open_directory,
     read_adapter,
 )
+from dualtune.model.targets import position_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The difference between two adapters: settings, adapted modules, and updates ΔW = scale · B A.

@@ -297,6 +297,11 @@ def test_only_true_and_false_make_a_label_of_a_column_of_that_name(label):
     assert converted({"prompt": "2+2=", "completion": "4", "label": True}, columns={"label": None}).label == 0
 
 
+def test_a_column_that_is_named_as_the_label_is_one():
+    row = {"prompt": "2+2=", "completion": "4", "thumb": 0}
+    assert converted(row, columns={"label": "thumb"}) == replace(pair("2+2=", "4"), label=-1)
+
+
 def test_a_label_that_judges_nothing_is_refused():
     for label in (0.7, "spam", 2):
         got = reason({"prompt": "2+2=", "completion": "4", "label": label}, format="unpaired_preference")

@@ -138,7 +138,7 @@ class Format:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SYSTEM_NAMES)
     layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
     can_lack: tuple[str, ...] = ()  # those of `keys` that data.columns may leave out
-    is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # by the values of `keys`, where it is detected
+    is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # see `is_detected`
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -157,6 +157,13 @@ class Format:
         if any(key in without or fields.get(self.column(key, fields, columns)) is None for key in needed):
             return False
         return not self.layouts or self.layout(fields, columns) is not self
+
+    def is_detected(self, fields: Mapping[str, Any], columns: Columns) -> bool:
+        """Return whether a row has this format's keys, and values that tell it, unless data.columns names a key."""
+        if not self.has_keys(fields, columns):
+            return False
+        values = {key: fields[self.column(key, fields, columns)] for key in self.needed(columns)}
+        return any(columns.get(key) for key in self.keys) or self.is_told(values)
 
     def layout(self, fields: Mapping[str, Any], columns: Columns) -> Format:
         return next((layout for layout in self.layouts if layout.has_keys(fields, columns)), self)
@@ -203,12 +210,7 @@ def detect_format(row: RawRow, columns: Columns) -> str:
 
 
 def _formats_of(row: RawRow, columns: Columns) -> list[str]:
-    return [
-        name
-        for name, format in FORMATS.items()
-        if format.has_keys(row.fields, columns)
-        and format.is_told({key: row.fields[format.column(key, row.fields, columns)] for key in format.needed(columns)})
-    ]
+    return [name for name, format in FORMATS.items() if format.is_detected(row.fields, columns)]
 
 
 def _check_columns(columns: Columns, name: str | None = None) -> None:

@@ -38,6 +38,7 @@ from dualtune.model.importing.foreign import (
     unscrambled,
     without_copies,
 )
+from dualtune.model.targets import position_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def _repair(
     elif settings.r and settings.rank and settings.r != settings.rank:
         config = diagnose.repair_rank(config, settings.r, findings)
     config = diagnose.repair_scale(config, layout, findings)
-    depth = len({p.layer for m in shapes if (p := diagnose.position_of(m))}) or None
+    depth = len({p.layer for m in shapes if (p := position_of(m))}) or None
     findings += diagnose.missing_modules(config, by_layout[main], shapes)
     return diagnose.repair_num_layers(config, by_layout[main], depth, findings), by_layout
 
