@@ -130,7 +130,7 @@ def add_layers(
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
     shared: dict[tuple[str, int], Any] = {}
     wrapped: dict[str, AdaptedLayer] = {}
-    for path, (_, in_dim) in select_modules(shapes, spec.targets).items():
+    for path, (_, in_dim) in select_modules(shapes, spec.targets, spec.layers).items():
         reads = (input_of(path), in_dim)
         wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared

@@ -64,7 +64,9 @@ def add_layers(
     linear = linear_layers(model)
     paths = {(names or {}).get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
-    wrapped = {name: make(linear[paths[name]], name, spec, seeds) for name in select_modules(shapes, spec.targets)}
+    wrapped = {
+        name: make(linear[paths[name]], name, spec, seeds) for name in select_modules(shapes, spec.targets, spec.layers)
+    }
     for name, layer in wrapped.items():
         model.set_submodule(paths[name], layer)
     return wrapped

@@ -6,6 +6,7 @@ from dualtune.base.text import closest, did_you_mean, either
 from dualtune.config.data_section import SourceConfig
 from dualtune.config.schema import sections
 from dualtune.config.values import KeyPath, dotted
+from dualtune.model.methods import OTHERS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keys and values of other trainers without a counterpart here, with the advice to show instead of a suggestion.
@@ -34,9 +35,6 @@ NO_SUCH_KEY = {
         "LoRA matrices are trained, or all parameters ('adapter.method: full'); single modules are not supported yet": (
             "bias lora_bias modules_to_save unfreeze trainable_modules"
         ),
-        "To adapt only some layers, list their modules in 'adapter.targets', such as layers.3.self_attn.q_proj": (
-            "layers_to_transform lora_layers num_layers"
-        ),
         "NEFTune is not supported yet": "neftune neftune_noise_alpha noise_alpha",
         "The model's own tokenizer is always used": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
         "Batches are prepared while the previous step runs; there is nothing to set": (
@@ -59,6 +57,7 @@ NO_SUCH_KEY = {
 
 NO_SUCH_VALUE: dict[str, str] = {
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "Preference training is chosen by 'train.objective'"),
+    **{name: reason[0].upper() + reason[1:] for name, reason in OTHERS.items()},
     **dict.fromkeys(("grpo", "ppo", "rl", "rlhf"), "Training on the model's own samples is not supported yet"),
 }
 
@@ -82,6 +81,7 @@ FOREIGN_KEYS = {
         "adapter.dropout": "lora_dropout",
         "adapter.init": "init_lora_weights peft_init_lora_weights",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
+        "adapter.layers": "layers_to_transform lora_layers num_layers peft_layers_to_transform",
         "adapter.init_from": "adapter_name_or_path resume_adapter_file",
         "data.train": "data_path dataset dataset_name dataset_path datasets train_data train_file train_path",
         "data.eval": "eval_file test_size train_split val_data val_set_size val_size valid validation_split",

@@ -22,6 +22,7 @@ from dualtune.config.values import (
     Fraction,
     InitName,
     KeyPath,
+    Layers,
     MethodName,
     ModuleNames,
     Name,
@@ -37,7 +38,7 @@ from dualtune.config.values import (
 )
 from dualtune.model.methods import FULL, INITS
 from dualtune.model.optimizer import OptimizerName
-from dualtune.model.targets import DEFAULT_TARGETS
+from dualtune.model.targets import ALL_LAYERS, DEFAULT_TARGETS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Engines of `hybrid` that are a kind of optimizer or result, not a step policy: short for keys of `train`.
@@ -133,6 +134,8 @@ class AdapterConfig(Section):
     targets: Literal["all-linear"] | ModuleNames = DEFAULT_TARGETS
     """The linear layers to adapt, each named by its path or the end of its path; all-linear replaces the default names
     in a model that lacks one of them."""
+    layers: Layers = ALL_LAYERS
+    """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
     init: InitName = INITS[0]
     """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
     init_from: PathText | None = None
@@ -384,7 +387,7 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
-_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "init")
+_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "layers", "init")
 
 
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -405,9 +408,11 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         rule = f"must be below train.steps ({train.steps})"
         yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
     yield from _impossible_averages(config)
-    if config.adapter.init_from is not None and config.adapter.init != INITS[0]:
-        rule = "but adapter.init_from gives the start; remove one of the two"
-        yield ("adapter", "init"), ("adapter", "init_from"), f"got {config.adapter.init}, {rule}"
+    if config.adapter.init_from is not None:
+        for key, default in (("init", INITS[0]), ("layers", ALL_LAYERS)):
+            if (value := getattr(config.adapter, key)) != default:
+                rule = f"but adapter.init_from gives the {'start' if key == 'init' else key}; remove one of the two"
+                yield ("adapter", key), ("adapter", "init_from"), f"got {value}, {rule}"
     if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
         rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
         yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
@@ -490,9 +495,11 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
     if config.adapter.trains_model:
         rule = "but adapter.method: full trains the first layer too, so nothing stays the same over the epochs"
         yield cache, ("adapter", "method"), f"{got}, {rule}; allowed: none"
-    elif isinstance(config.adapter.targets, str) and config.adapter.init_from is None:
-        rule = f"but adapter.targets: {config.adapter.targets} adapts the first layer too; name modules of upper layers"
-        yield cache, ("adapter", "targets"), f"{got}, {rule} by their paths, such as layers.10.self_attn.q_proj"
+    elif (
+        isinstance(config.adapter.targets, str) and config.adapter.layers == ALL_LAYERS and not config.adapter.init_from
+    ):
+        rule = f"but adapter.targets: {config.adapter.targets} adapts the first layer too; choose upper layers"
+        yield cache, ("adapter", "targets"), f"{got}, {rule}, such as adapter.layers: last 8"
     if memory.sharding == "full":
         rule = "but memory.sharding: full needs all processes for every layer"
         yield cache, ("memory", "sharding"), f"{got}, {rule}; allowed: none, or memory.sharding: none"

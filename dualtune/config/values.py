@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from dualtune.base.redaction import secret_in
 from dualtune.model.methods import INITS, NAMES
+from dualtune.model.targets import LAYERS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Problems of a config and their places: the lines of a ConfigError.
@@ -91,6 +92,13 @@ def as_list(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _listed(value: object) -> object:
+    """Return the text for a number, or a list of them: [0, 4] is the same as 0,4."""
+    numbers: list[object] = [*cast(list[object], value)] if isinstance(value, list | tuple) else [value]
+    is_listed = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    return ",".join(map(str, numbers)) if is_listed else cast(object, value)
+
+
 # `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -123,6 +131,11 @@ def template_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 TemplateVariables = Annotated[
     dict[str, JsonValue], AfterValidator(template_variables), Field(json_schema_extra={"format": "variables"})
+]
+Layers = Annotated[
+    str,
+    Field(pattern=rf"^({LAYERS})$", json_schema_extra={"format": "layers"}),
+    BeforeValidator(_listed),
 ]
 PathText = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]

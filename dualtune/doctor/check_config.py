@@ -37,6 +37,7 @@ from dualtune.engine.memory.estimate import num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
+from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, with_adapter_of
@@ -175,6 +176,7 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
+    usual += "" if adapter.layers == ALL_LAYERS else f" in layers {adapter.layers}"
     usual += "" if adapter.init == INITS[0] else f", starts {adapter.init}"
     return rows or [Check("adapter", "ok", usual)]
 

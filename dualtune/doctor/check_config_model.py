@@ -181,7 +181,7 @@ def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
     if decoder is None:
         return [Check(name, "skipped", "only the loaded model shows whether a layer lies below the adapter")]
     try:
-        below = layers_below(decoder, (targets,) if isinstance(targets, str) else targets)
+        below = layers_below(decoder, (targets,) if isinstance(targets, str) else targets, config.adapter.layers)
     except DualtuneError as error:
         return [failure(name, error)]
     text = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
@@ -200,7 +200,7 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
     targets = config.adapter.targets
     try:
         shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
-        adapted = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
+        adapted = select_modules(shapes, (targets,) if isinstance(targets, str) else targets, config.adapter.layers)
     except DualtuneError as error:
         return [failure("targets", error)]
     kinds = adapted_as(shapes, (targets,) if isinstance(targets, str) else targets)

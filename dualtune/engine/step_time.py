@@ -85,11 +85,11 @@ class StepDocuments:
 # Legend: T tokens of a micro-batch with padding, r rank, c bytes of a number in the compute dtype.
 
 BASE, LORA, ATTENTION, NORMS = "base products", "LoRA products", "attention", "norms and residuals"
-ROTARY, ACTIVATION, DROPOUT, UNPACKING = "rotary", "activation", "dropout", "unpacking"
+ROTARY, ACTIVATION, DROPOUT, UNPACKING, SCALING = "rotary", "activation", "dropout", "unpacking", "scaled outputs"
 HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
 RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
 ANSWERS = "answers"  # the forward pass before a step that compares answers
-IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING)
+IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING, SCALING)
 RECOMPUTED_INPUTS = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
 PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS, ANSWERS)
 
@@ -125,8 +125,8 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
     step = _Step(decoder, ask, costs, documents, adapted_by(decoder, ask))
     counts = units(step)
     pieces = [
-        *_base_products(step), *_lora_products(step), *_attention(step, counts), *_unpacking(step, counts),
-        *_head(step), _update(step), *_by_card(step, counts),
+        *_base_products(step), *_lora_products(step), *_norms_of_sums(step), *_attention(step, counts),
+        *_unpacking(step, counts), *_head(step), _update(step), *_by_card(step, counts),
     ]  # fmt: skip
     pieces += [*_recomputed(step, pieces), *_transfers(step)]
     if ask.compares:
@@ -172,12 +172,20 @@ class _Step:
         """Rows of the output head: without the fused loss those of all tokens."""
         return self.cells if has_plain_loss(self.decoder, self.ask) else sum(self.documents.targets)
 
+    @property
+    def drops_base(self) -> bool:
+        """Whether adapted layers multiply their input after dropout by W too, as DoRA's do."""
+        return self.ask.scales_outputs and self.ask.dropout
+
     def groups(self) -> dict[str, list[Linear]]:
-        """Return the adapted linear layers of one layer, by what they read: one group has one input."""
+        """Return the adapted linear layers of one layer, by what they read: one group has one input.
+
+        With DoRA's dropout each has an input of its own.
+        """
         by_input: dict[str, list[Linear]] = {}
         for name, linear in self.decoder.linears().items():
             if name in self.on.inside:
-                by_input.setdefault(linear.reads, []).append(linear)
+                by_input.setdefault(name if self.drops_base else linear.reads, []).append(linear)
         return by_input
 
 
@@ -209,6 +217,7 @@ def units(step: _Step) -> Counts:
         "layer": (m * forward, m * backward),
         "linear": (m * forward * linears, m * (backward * linears - _below_lowest(step))),
         "adapted": (m * len(step.on.shapes), m * len(step.on.shapes)),
+        "adapted in a step": (len(step.on.shapes), 0.0),
         "group": (input_groups, input_groups),
         "inner group": (inner_groups, inner_groups),
         "document": (documents * forward, documents * backward),
@@ -217,6 +226,7 @@ def units(step: _Step) -> Counts:
     }
     inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())
     inner = cells * step.adapted_layers * decoder.inner * ("inner" in groups)
+    outputs = cells * sum(out for out, _ in step.on.shapes)
 
     def by_pass(layer: float) -> tuple[float, float]:
         return layer * forward, layer * backward
@@ -229,6 +239,7 @@ def units(step: _Step) -> Counts:
         "normed heads": by_pass(cells * (decoder.width + decoder.kv_width) * decoder.qk_norm),
         "inputs": (inputs, inputs),
         "inner inputs": (inner, inner),
+        "outputs": (outputs, outputs),
         "scores": by_pass(decoder.heads * pairs),
         "logits": (step.targets * decoder.vocab, 0.0),
     }
@@ -249,12 +260,13 @@ def _base_products(step: _Step) -> Iterator[Piece]:
     stored = step.ask.quantization != "none" and step.ask.quantization not in step.costs.unpacking
     weight_bytes = _stored_bytes(step.ask) if stored else c
     for is_backward, layers in enumerate(step.layers):
-        for linear in step.decoder.linears().values():
+        for name, linear in step.decoder.linears().items():
             first = is_backward and linear.reads == "before attention" and _below_lowest(step)
             times = layers - bool(first)
             size = linear.out * linear.in_
             # The gradient of a weight that is trained is another product.
             products = 2 if is_backward and step.ask.trains_model else 1
+            products += step.drops_base and name in step.on.inside
             moved = c * T * (linear.out + linear.in_) + step.micro_batches * weight_bytes * size
             side = min(linear.out, linear.in_, T / step.micro_batches)
             yield Piece(BASE, bool(is_backward), products * times * 2 * T * size, side, bytes=products * times * moved)
@@ -275,6 +287,13 @@ def _lora_products(step: _Step) -> Iterator[Piece]:
         yield Piece(LORA, True, into, ranks, bytes=layer_bytes * (width + ranks))  # of A
         # Of the input: added to that of the base, or a tensor of its own until it has passed dropout.
         yield Piece(LORA, True, into, ranks, bytes=layer_bytes * ((1 if step.ask.dropout else 2) * width + ranks))
+
+
+def _norms_of_sums(step: _Step) -> Iterator[Piece]:
+    """W Aᵀ, of which DoRA's norms are made: once in a step."""
+    if step.ask.scales_outputs:
+        size, r = sum(out * in_ for out, in_ in step.on.shapes), step.ask.rank
+        yield Piece(SCALING, False, 2 * r * size, r, bytes=step.ask.item_bytes * size)
 
 
 def _attention(step: _Step, counts: Counts) -> Iterator[Piece]:
@@ -339,7 +358,7 @@ def _by_card(step: _Step, counts: Counts) -> Iterator[Piece]:
     """Launches, numbers and elementwise operations: a piece for each part and pass."""
     costs = step.costs
     for part in PARTS:
-        if part == DROPOUT and not step.ask.dropout:
+        if (part == DROPOUT and not step.ask.dropout) or (part == SCALING and not step.ask.scales_outputs):
             continue
         for is_backward in (False, True):
             launches, numbers, operations = (

@@ -16,13 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, Shapes, is_target
+from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, Shapes, is_target, position_of
 
 Tensors = dict[str, np.ndarray]
 
@@ -44,6 +44,7 @@ class AdapterSpec:
     scaling: Scaling = "standard"
     method: str = "lora"  # one of `dualtune.model.methods.NAMES`
     init: str = INITS[0]  # of a fresh adapter; says nothing of one that was trained, and is in no file
+    layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
 
     @property
     def scale(self) -> float:
@@ -120,27 +121,13 @@ def init_adapter(
 # PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, in every layer. Both short
 # forms are correct only if the adapter covers the whole stack; full paths are always correct.
 
-# The first number in the path is the layer; later numbers are experts.
-_POSITION = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
 MAX_PATH = 512  # characters
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
-
-
-class LayerPosition(NamedTuple):
-    stack: str  # model.layers
-    layer: int  # 3
-    name: str  # self_attn.q_proj
 
 
 def is_module_path(text: str) -> bool:
     """Return whether the text is a dotted path: names from files get into terminals, reports and regexes."""
     return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
-
-
-def position_of(module: str) -> LayerPosition | None:
-    """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
-    match = _POSITION.fullmatch(module)
-    return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
 def within_stack(module: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.model.adapter import Tensors, position_of
+from dualtune.model.adapter import Tensors
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
     Pair,
@@ -33,6 +33,7 @@ from dualtune.model.formats.directory import (
     open_directory,
     read_adapter,
 )
+from dualtune.model.targets import position_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The difference between two adapters: settings, adapted modules, and updates ΔW = scale · B A.
@@ -223,7 +224,9 @@ def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms,
 def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     spec, flags = adapter.spec, list[str]()
     idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
-    if len(idle) == len(pairs):
+    if idle and extra_tensors(adapter.tensors):
+        flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules: {shortened(idle)}")
+    elif len(idle) == len(pairs):
         flags.append("B is all zeros (the adapter does nothing)")
     elif idle:
         flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {shortened(idle)}")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualtune.base.errors import ConfigError
-from dualtune.model.adapter import modules_of, position_of
+from dualtune.model.adapter import modules_of
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, rename_modules
-from dualtune.model.targets import is_text, matched
+from dualtune.model.targets import is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from typing import NamedTuple
 
 from dualtune.base.errors import ConfigError
 
@@ -15,6 +17,11 @@ OUTPUT_HEAD = "lm_head"
 # The default of adapter.targets. A family that lacks one of them is adapted as by all-linear.
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+ALL_LAYERS = "all"
+LAYERS = r"all|(first|last) [1-9]\d{0,3}|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*"  # the values of adapter.layers
+
+# The first number in the path is the layer; later numbers are experts.
+_POSITION = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
 # Components of a module's path. An expert is one of many alternatives (shared experts are not), a router chooses.
 _EXPERT = re.compile(r"(?!shared)(\w*_)?experts|switch_(mlp|glu)")
 _ROUTER = re.compile(r"gate|(\w+_)?router")
@@ -26,6 +33,18 @@ _LATENT = "kv_b_proj"
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
 # A part of a model that is no text model.
 _OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
+
+
+class LayerPosition(NamedTuple):
+    stack: str  # model.layers
+    layer: int  # 3
+    name: str  # self_attn.q_proj
+
+
+def position_of(module: str) -> LayerPosition | None:
+    """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
+    match = _POSITION.fullmatch(module)
+    return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
 def is_text(name: str) -> bool:
@@ -70,15 +89,40 @@ def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
     return [target for target in names if not any(_selects(target, module) for module in modules)]
 
 
-def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return the linear layers of a model that the targets select, in sorted order.
+def layer_numbers(layers: str, available: Iterable[str]) -> frozenset[int] | None:
+    """Return the numbers of the decoder layers that adapter.layers names, of a model with these modules; None for all.
+
+    `first 8`, `last 8`, or numbers from 0 and ranges, both ends included: `0,4-11`. ConfigError for a layer that the
+    model does not have.
+    """
+    if layers == ALL_LAYERS:
+        return None
+    numbers = {position.layer for module in available if is_text(module) and (position := position_of(module))}
+    count = max(numbers, default=-1) + 1
+    word, _, size = layers.partition(" ")
+    if size:
+        ranges = [range(int(size)) if word == "first" else range(count - int(size), count)]
+    else:
+        ends = [part.partition("-") for part in layers.split(",")]
+        ranges = [range(int(first), int(last or first) + 1) for first, _, last in ends]
+    if not all(numbers and numbers[0] >= 0 and numbers[-1] < count for numbers in ranges):
+        raise ConfigError(
+            f"adapter.layers: got {layers}, but the model has {count} layers: allowed are the numbers 0 to "
+            f"{count - 1}, and ranges of them from low to high, or first and last with at most {count}"
+        )
+    return frozenset(chain.from_iterable(ranges))
+
+
+def select_modules(available: Shapes, targets: Iterable[str], layers: str = ALL_LAYERS) -> dict[str, tuple[int, int]]:
+    """Return the linear layers of a model that the targets select in these layers, in sorted order.
 
     "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts,
     routers and what one backend has no layer for: these are selected only by name. It replaces the default targets
     where a model lacks one of them.
+    What is in no layer, such as an output head, is selected by name in spite of `layers`.
     ConfigError, with the names in the model, if a target selects nothing.
     """
-    chosen = tuple(targets)
+    chosen, numbers = tuple(targets), layer_numbers(layers, available)
     if lacks(available, chosen):
         chosen = (ALL_LINEAR,)
     # Each target has to select something: a misspelt one would silently train less.
@@ -97,8 +141,16 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
                 f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names) or 'none'}. "
                 f"Use --set adapter.targets={ALL_LINEAR}, or names: --set 'adapter.targets=[{', '.join(names[:2])}]'"
             )
-        selected |= {module: available[module] for module in matches}
+        inside = [module for module in matches if _is_inside(module, numbers, by_name=target != ALL_LINEAR)]
+        if not inside:
+            raise ConfigError(f"adapter.layers: got {layers}, but none of these layers has '{target}'")
+        selected |= {module: available[module] for module in inside}
     return dict(sorted(selected.items()))
+
+
+def _is_inside(module: str, numbers: frozenset[int] | None, *, by_name: bool) -> bool:
+    position = position_of(module)
+    return numbers is None or (by_name if position is None else position.layer in numbers)
 
 
 def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:

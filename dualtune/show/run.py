@@ -15,6 +15,7 @@ from dualtune.engine.choose import choose
 from dualtune.engine.deferred import deferred
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.methods import INITS
+from dualtune.model.targets import ALL_LAYERS
 from dualtune.show.report.run_page import run_page
 from dualtune.show.trackers.tracker import TrackerProcesses, check_installed
 from dualtune.show.view.lines import RunLog, log_result
@@ -97,7 +98,8 @@ def summary(prepared: Prepared) -> list[str]:
         "adapter     none: all parameters of the model are trained"
         if spec.trains_model
         else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, {start}"
-        f"on {', '.join(spec.targets[:8])}{' …' if len(spec.targets) > 8 else ''}",
+        f"on {', '.join(spec.targets[:8])}{' …' if len(spec.targets) > 8 else ''}"
+        f"{'' if spec.layers == ALL_LAYERS else f' in layers {spec.layers}'}",
         f"train data  {data.train.summary()}",
         f"eval data   {data.eval.summary() if data.eval.num_rows else data.eval.remark or 'none'}",
         *(

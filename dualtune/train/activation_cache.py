@@ -28,6 +28,7 @@ from dualtune.engine.backend import NOISE, Backend, Batch, Engine
 from dualtune.engine.card import card_of
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import adapted
+from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.team import Team
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -222,25 +223,26 @@ def _engine_key(engine: Engine, backend: Backend, base: Mapping[str, Any]) -> di
 
 DOCUMENTS, LONGEST = 3, 16  # documents that are tried, and the tokens they are cut to
 KEY = "train.activation_cache"
-BY_PATH = "Name modules of upper layers by their paths, as in adapter.targets: [layers.10.self_attn.q_proj, …]"
+UPPER = "Choose upper layers, as in adapter.layers: last 8"
 
 
-def check_layers(layers_below: int | None, targets: Sequence[str]) -> None:
+def check_layers(layers_below: int | None, targets: Sequence[str], layers: str) -> None:
     """Raise ConfigError if no layer lies below the lowest adapted module."""
     if not layers_below:
         shown = ", ".join(targets[:4]) + (", …" if len(targets) > 4 else "")
+        shown += "" if layers == ALL_LAYERS else f" in layers {layers}"
         reason = "this model does not list its layers" if layers_below is None else f"adapter.targets ({shown}) adapts"
         where = "" if layers_below is None else " the first layer, or a module outside of the layers"
         raise ConfigError(
-            f"{KEY}: got disk, but {reason}{where}, so there is no layer whose output could be cached. {BY_PATH}, or "
+            f"{KEY}: got disk, but {reason}{where}, so there is no layer whose output could be cached. {UPPER}, or "
             f"set {KEY}=none"
         )
 
 
-def layers_below(decoder: Shape, targets: Sequence[str]) -> int:
+def layers_below(decoder: Shape, targets: Sequence[str], layers: str) -> int:
     """Return how many layers lie below the lowest adapted module. ConfigError if there are none."""
-    below = decoder.layers - adapted(decoder, tuple(targets)).layers
-    check_layers(below, targets)
+    below = decoder.layers - adapted(decoder, tuple(targets), layers).layers
+    check_layers(below, targets, layers)
     return below
 
 

@@ -271,7 +271,8 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
         decoder = decoder_of(read_config(model_dir))
     except UnknownShape:
         return
-    layers_below(decoder, _spec(config, start).targets)
+    spec = _spec(config, start)
+    layers_below(decoder, spec.targets, spec.layers)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
@@ -349,5 +350,6 @@ def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
         targets = tuple(modules_of(start.tensors))  # exactly these modules, even if the targets would select others
     adapter = config.adapter
     return AdapterSpec(
-        adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init
-    )
+        adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
+        adapter.layers,
+    )  # fmt: skip

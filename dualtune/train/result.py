@@ -30,7 +30,7 @@ from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
-from dualtune.model.targets import ALL_LINEAR, lacks
+from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, lacks
 from dualtune.train.evaluation import result_of, using, using_result
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
@@ -187,6 +187,8 @@ def _adapter(prepared: Prepared, tensors: Tensors) -> Adapter:
     spec, modules = prepared.spec, modules_of(tensors)
     if prepared.start is not None:
         spec = replace(spec, targets=prepared.start.spec.targets)
+    elif spec.layers != ALL_LAYERS:
+        spec = replace(spec, targets=tuple(modules), layers=ALL_LAYERS)
     elif spec.targets == (ALL_LINEAR,) or lacks(modules, spec.targets):
         spec = replace(spec, targets=tuple(sorted({module.split(".")[-1] for module in modules})))
     is_transposed = is_fan_in_fan_out(read_config(prepared.model.directory))

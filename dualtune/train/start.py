@@ -51,7 +51,7 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     # The checks above ran the model as it is. From here on its documents may have their hidden states below the lowest
     # adapter from the disk, where they are computed now unless they are there.
     if config.train.activation_cache == "disk":
-        check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
+        check_layers(engine.description.layers_below_adapter, prepared.spec.targets, prepared.spec.layers)
         parts = [prepared.data.train, prepared.data.eval]
         use_cache(engine, prepared.backend, parts, _base(prepared), prepared.team, packs=config.data.packing)
     return engine

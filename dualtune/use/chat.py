@@ -49,9 +49,9 @@ class AdapterSet:
         self._caches = {name: GenerationCache() for name in self.names}
         self._tensors: dict[str, Tensors] = {}
         if spec is not None:
-            empty = {name: np.zeros(shape, np.float32) for name, shape in self.engine.adapter_shapes.items()}
-            fitted = {name: fit(adapter, spec, empty) for name, adapter in adapters.items()}
-            self._tensors = {BASE: self.engine.neutral_state()} | fitted
+            neutral = self.engine.neutral_state()
+            fitted = {name: fit(adapter, spec, neutral) for name, adapter in adapters.items()}
+            self._tensors = {BASE: neutral} | fitted
         self._current: str | None = None
 
     def use(self, name: str) -> GenerationCache:
@@ -115,8 +115,14 @@ def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
     """Return a spec that all adapters fit in: the largest rank, and the modules of all.
 
     The scale is that of the adapters if they agree; otherwise it is 1, and `fit` multiplies B by each one's own.
+    ConfigError if they were trained by different methods.
     """
     first = inference_spec(adapters[0])
+    if len(methods := sorted({adapter.spec.method for adapter in adapters})) > 1:
+        raise ConfigError(
+            f"adapter: got adapters of {' and '.join(methods)}, but one loaded model has adapters of one method. Load "
+            "them one after another, or merge one: dualtune adapter merge"
+        )
     rank = max(adapter.spec.rank for adapter in adapters)
     scales = {adapter.spec.scale for adapter in adapters}
     scale = scales.pop() if len(scales) == 1 else 1.0
@@ -124,16 +130,16 @@ def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
     return AdapterSpec(rank, scale * rank, 0.0, tuple(modules), method=first.method)
 
 
-def fit(adapter: Adapter, spec: AdapterSpec, empty: Tensors) -> Tensors:
+def fit(adapter: Adapter, spec: AdapterSpec, neutral: Tensors) -> Tensors:
     """Return the tensors of an adapter as those of a spec with at least its rank and modules: the same function.
 
-    Rows of A and columns of B beyond its rank are 0, and so are the modules that it does not adapt. `empty`: zeros in
-    the shapes of the spec. Where the scales differ, scale · B A changes by the rounding of B.
+    Rows of A and columns of B beyond its rank are 0, and modules that it does not adapt are as in `neutral`, the
+    tensors that change nothing. Where the scales differ, scale · B A changes by the rounding of B.
     """
     factor = np.float32(adapter.spec.scale / spec.scale)
-    fitted = dict(empty)
+    fitted = dict(neutral)
     for name, tensor in adapter.tensors.items():
-        target = np.zeros_like(empty[name])
+        target = np.zeros_like(neutral[name])
         parsed = parse_name(name)
         scaled = tensor * factor if parsed and parsed[1] == "B" else tensor
         target[tuple(slice(size) for size in tensor.shape)] = scaled

@@ -119,11 +119,12 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
     name = f"`{_safe(base)}`" if base else "a base model that was not recorded"
     usable_base = base if base and _HUB_NAME.fullmatch(base) else "BASE_MODEL"
     return _joined([
-        _front_matter("peft", ["lora", "dualtune", "mlx"], base, "adapter",
+        _front_matter("peft", [spec.method, "dualtune", "mlx"], base, "adapter",
                       [source for source in sources if _HUB_NAME.fullmatch(source) and "." not in source]),
         f"# {repo}",
-        f"A LoRA adapter for {name}. It holds only the adapter: the base model is needed too. `dualtune.json` has the "
-        "sha256 of each file and of parts of the base, and what both compute for fixed prompts.",
+        f"A {spec.method_spec.title} adapter for {name}. It holds only the adapter: the base model is needed too. "
+        "`dualtune.json` has the sha256 of each file and of parts of the base, and what both compute for fixed "
+        "prompts.",
         _section("How it was trained", method),
         _section("Data", data),
         _section("Measured", measured) or "## Measured\n\nNothing was recorded.",

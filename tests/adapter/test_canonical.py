@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import (
-    LayerPosition,
     exact_targets,
     is_module_path,
-    position_of,
     short_targets,
     uniform_names,
 )
 from dualtune.model.formats.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
+from dualtune.model.targets import LayerPosition, position_of
 
 
 def stack(*names, layers=range(3)):

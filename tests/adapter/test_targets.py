@@ -16,8 +16,41 @@ TOWER = ["vision_tower.layers.0.self_attn.q_proj", "model.visual.merger.mlp.0"]
 HEAD = ["lm_head", "embed_out", "unembed"]  # the second is GPT-NeoX's, the third Inkling's
 
 
-def chosen(available: list[str], *targets: str) -> set[str]:
-    return {*select_modules(dict.fromkeys(available, (4, 4)), targets)}
+def chosen(available: list[str], *targets: str, layers: str = "all") -> set[str]:
+    return {*select_modules(dict.fromkeys(available, (4, 4)), targets, layers)}
+
+
+TWELVE = [
+    *(f"model.layers.{i}.self_attn.{n}_proj" for i in range(12) for n in "qv"),
+    "vision.layers.20.q_proj",
+    "lm_head",
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "numbers"),
+    [
+        ("first 2", [0, 1]), ("last 3", [9, 10, 11]), ("last 12", range(12)), ("4-6", [4, 5, 6]),
+        ("0,3,10-11", [0, 3, 10, 11]),
+    ],
+)  # fmt: skip
+def test_layers_are_chosen_by_number(layers, numbers):
+    """Of the text model, whose layers alone are counted. The head is in no layer: it is adapted if it is named."""
+    queries = {f"model.layers.{i}.self_attn.q_proj" for i in numbers}
+    assert chosen(TWELVE, "q_proj", layers=layers) == queries
+    assert chosen(TWELVE, "q_proj", "lm_head", layers=layers) == queries | {"lm_head"}
+    values = {name.replace("q_proj", "v_proj") for name in queries}
+    assert chosen(TWELVE, ALL_LINEAR, layers=layers) == queries | values
+
+
+@pytest.mark.parametrize("layers", ["last 13", "first 13", "12", "4-12", "6-4", "0,6-4"])
+def test_layers_that_a_model_does_not_have_are_refused(layers):
+    with pytest.raises(ConfigError, match=f"adapter.layers: got {layers}, but the model has 12 layers"):
+        chosen(TWELVE, "q_proj", layers=layers)
+    with pytest.raises(
+        ConfigError, match=r"adapter.layers: got 0-2, but none of these layers has 'layers.3.self_attn.q"
+    ):
+        chosen(TWELVE, "layers.3.self_attn.q_proj", layers="0-2")
 
 
 def test_all_linear_leaves_out_what_has_to_be_named() -> None:

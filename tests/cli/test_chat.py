@@ -38,9 +38,10 @@ SPECS = {  # ranks, scales and modules that differ
 def write_random(path, spec, shapes, seed=0):
     """An adapter that changes much."""
     rng = np.random.default_rng(seed)
+    start = init_adapter(shapes, spec.rank, seed, method=spec.method, weight=lambda module: np.eye(*shapes[module]))
     tensors = {
         name: value if "lora_A" in name else rng.normal(0, 0.3, value.shape).astype(np.float32)
-        for name, value in init_adapter(shapes, spec.rank, seed).items()
+        for name, value in start.items()
     }
     write_adapter(path, Adapter(replace(spec, targets=(*shapes,)), tensors))
     return path
@@ -93,6 +94,21 @@ def test_each_adapter_of_a_set_is_the_function_that_it_is_alone(open_backend, ti
         np.testing.assert_allclose(found.engine.logprobs(batch), alone[name], atol=1e-5)
     with pytest.raises(ConfigError, match="got 'three', allowed: base, one, two"):
         found.use("three")
+
+
+def test_a_set_of_dora_leaves_what_one_does_not_adapt_as_it_is(open_backend, tiny_llama, directories, tmp_path):
+    """Magnitudes of zero would silence the layer. Adapters of LoRA and DoRA do not share an engine."""
+    backend, batch, found = open_backend("torch"), random_batch([7, 5], vocab=262), {}
+    for name, spec in SPECS.items():
+        shapes = {f"model.layers.{i}.{module}": SHAPES[module] for i in range(2) for module in spec.targets}
+        found[name] = write_random(tmp_path / name, replace(spec, method="dora"), shapes, seed=len(found))
+    models = load_adapter_set(backend, str(tiny_llama), found, dtype="float32")
+    for name in ("one", "two", "base"):
+        alone = load_model(backend, str(tiny_llama), found.get(name), dtype="float32").engine.logprobs(batch)
+        models.use(name)
+        np.testing.assert_allclose(models.engine.logprobs(batch), alone, atol=1e-5)
+    with pytest.raises(ConfigError, match="got adapters of dora and lora"):
+        load_adapter_set(backend, str(tiny_llama), {"a": found["one"], "b": directories["two"]})
 
 
 @pytest.mark.parametrize("backend", ["torch", "numpy"])

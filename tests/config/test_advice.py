@@ -81,7 +81,11 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
         ("train: {betas: 1}", "train.betas: unknown key. Other constants are fixed; set 'train.optimizer'"),
         (
             "adapter: {num_layers: 16}",
-            "adapter.num_layers: unknown key. To adapt only some layers, list their modules in 'adapter.targets'",
+            "adapter.num_layers: unknown key. Did you mean 'layers'?",
+        ),
+        (
+            "adapter: {method: vera}",
+            "adapter.method: got 'vera', allowed: lora, dora, full. VeRA trains vectors between random matrices",
         ),
         (
             "run: {report_to: wandb}",

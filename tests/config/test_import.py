@@ -99,6 +99,8 @@ def test_a_plain_axolotl_config(translate):
         ({"gradient_checkpointing": "offload"},
          {"memory.checkpointing": "full", "memory.offload": "activations"}),
         ({"peft_init_lora_weights": True}, {"adapter.init": "kaiming"}),
+        ({"peft_layers_to_transform": [0, 3]}, {"adapter.layers": "0,3"}),
+        ({"peft_layers_to_transform": 7}, {"adapter.layers": "7"}),
         ({"loraplus_lr_ratio": 16, "loraplus_lr_embedding": 1e-6}, {"train.lora_plus_ratio": 16}),
         ({"output_dir": "out", "seed": 7}, {"run.dir": "out", "run.seed": 7}),
         ({"logging_steps": 5, "eval_steps": 20, "save_steps": 30, "save_total_limit": 2},
@@ -341,8 +343,10 @@ def test_a_plain_mlx_lm_config(translate):
         ({"lora_parameters": {"rank": 4, "scale": 2, "dropout": 0, "keys": ["self_attn.q_proj"]}}, None,
          {"adapter.targets": ["self_attn.q_proj"]}),
         ({"lora_parameters": {"rank": 4, "scale": 2, "dropout": 0, "keys": ["self_attn.q_proj"]}, "num_layers": 2}, 5,
-         {"adapter.targets": ["layers.3.self_attn.q_proj", "layers.4.self_attn.q_proj"]}),
-        ({"num_layers": 5}, 5, {"adapter.targets": "all-linear"}),
+         {"adapter.targets": ["self_attn.q_proj"], "adapter.layers": "last 2"}),
+        ({"num_layers": 5}, 5, {"adapter.targets": "all-linear", "adapter.layers": "all"}),
+        ({"num_layers": 4}, None, {"adapter.targets": "all-linear", "adapter.layers": "last 4"}),
+        ({"num_layers": None}, None, {"adapter.layers": "last 16"}),  # the default
         ({"iters": 100, "grad_accumulation_steps": 4, "batch_size": 2}, None,
          {"train.steps": 25, "train.documents_per_step": 8, "run.save_every": 25, "run.log_every": 2}),
         ({"mask_prompt": True}, None, {"data.loss_on": "last"}),
@@ -378,8 +382,6 @@ def test_mlx_lm_s_values_become_ours(translate, more, layers, ours):
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"num_layers": 4}, "num_layers"),
-        ({"num_layers": None}, "num_layers"),  # the default is 16
         ({"optimizer": "muon"}, "optimizer"),
         ({"optimizer_config": {"adam": {"betas": [0.9, 0.95]}}}, "optimizer_config.adam.betas"),
         ({"lr_schedule": {"name": "exponential_decay", "arguments": [1e-4, 0.9]}}, "lr_schedule.name"),

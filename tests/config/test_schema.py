@@ -15,6 +15,7 @@ DEFAULTS = {
         "dropout": 0.05,
         "scaling": "standard",
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "layers": "all",
         "init": "kaiming",
         "init_from": None,
     },

@@ -181,13 +181,12 @@ def test_a_row_that_vanishes_or_is_zero_gives_finite_numbers(load, tiny, tmp_pat
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_in_bfloat16_the_magnitudes_keep_their_digits(load, name):
-    """One that grows by 0.1 %, which bfloat16 rounds away, changes what is computed; its gradient is about right."""
+    """Rounded to bfloat16 they would scale a fresh adapter's outputs by up to 0.4 %; the gradient is about right."""
     batch, state = random_batch([9, 16, 5, 12], VOCAB), random_adapter(load("torch").neutral_state())
-    engine = load_with(load, name, state, dtype="bfloat16")
-    before = engine.logprobs(batch)
-    assert_close(gradient(engine, batch), gradient(load_with(load, "torch", state), batch), 0.06)
-    engine.load_adapter_state({n: x * 1.001 if parse_name(n)[1] == "m" else x for n, x in state.items()})
-    assert not np.array_equal(engine.logprobs(batch), before)
+    fresh = [losses_of(load(name, replace(SPEC, method=m), dtype="bfloat16"), [batch], [0]) for m in ("lora", "dora")]
+    assert fresh[0] == fresh[1]
+    found = gradient(load_with(load, name, state, dtype="bfloat16"), batch)
+    assert_close(found, gradient(load_with(load, "torch", state), batch), 0.06)
 
 
 def load_with(load, name, state, **options):

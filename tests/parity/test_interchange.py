@@ -38,10 +38,11 @@ def trained(backend, material, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def square(backend, tiny, tmp_path_factory) -> Path:
-    """The same with rank 64 on 64×64 projections: every tensor is square, so that no shape gives a transpose away."""
+    """The same with rank 64 on 64×64 projections of the last layer: as every tensor is square, no shape gives a
+    transpose away."""
     config = tiny.config(
         tmp_path_factory.mktemp("square") / "r",
-        adapter={"rank": 64, "alpha": 32.0, "targets": ["q_proj", "o_proj"]},
+        adapter={"rank": 64, "alpha": 32.0, "targets": ["q_proj", "o_proj"], "layers": "last 1"},
         train={"steps": 6, "learning_rate": 1e-2, "warmup": 0, "schedule": "constant"},
     )
     return run(config, backend).adapter_dir
@@ -54,6 +55,8 @@ def test_a_trained_adapter_is_one_function_everywhere(trained, material, assert_
 
 
 def test_a_square_adapter_is_one_function_everywhere(square, tiny, assert_one_function):
+    adapted = [f"model.layers.2.self_attn.{name}_proj" for name in ("o", "q")]
+    assert modules_of(read_adapter(square).tensors) == adapted == [*read_adapter(square).spec.targets]
     assert_one_function(tiny, square)
     for part in "AB":  # and a transposed tensor would be seen
         wrong = tiny.oracle(square, lambda n, w, part=part: w.T if parse_name(n)[1] == part else w)

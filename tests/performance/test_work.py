@@ -105,16 +105,17 @@ class OperatorCounter(TorchDispatchMode):
 def step_of(open_backend, tmp_path, monkeypatch):
     """(a step of the real engine on documents of these lengths, its launch counter, the predicted pieces)."""
 
-    def build(lengths, *, dropout=0.05, quantization="none", **changes):
+    def build(lengths, *, dropout=0.05, quantization="none", method="lora", **changes):
         counter, config = OperatorCounter(), CONFIG | changes
         monkeypatch.setattr(compiled, "compile_function", counter.as_one)
         monkeypatch.setattr(compiled, "why_not", lambda device: None)
         monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = AdapterSpec(RANK, 16.0, dropout, SEVEN)
+        spec = AdapterSpec(RANK, 16.0, dropout, SEVEN, method=method)
         request = LoadRequest(tmp_path, "float32", quantization, "random", spec, OptimizerSpec(), seed=1)
         engine = open_backend("torch").load(request)
-        assert engine.description.kernels == "fused: lora, attention, loss, norms, mlp, rotary"
+        lora = "" if method == "dora" and dropout else "lora, "
+        assert engine.description.kernels.startswith(f"fused: {lora}attention, loss, norms, mlp, rotary")
         rng = np.random.default_rng(0)
         documents = in_memory([(rng.integers(0, 256, n).astype(np.int32), np.ones(n, bool)) for n in lengths])
         batches = micro_batches(documents, range(len(lengths)), LAYOUT, seed=0, step=0)
@@ -126,7 +127,7 @@ def step_of(open_backend, tmp_path, monkeypatch):
 
         step()
         counter.counts.clear()
-        return step, counter, pieces(lengths, config, dropout=dropout > 0, quantization=quantization)
+        return step, counter, pieces(lengths, config, dropout=dropout > 0, quantization=quantization, method=method)
 
     return build
 
@@ -141,7 +142,12 @@ def pieces(lengths, config=CONFIG, kind="cpu", **changes):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "changes"), [([100, 60], {}), ([300], {"dropout": 0.0, "num_key_value_heads": 4, "hidden_size": 96})]
+    ("lengths", "changes"),
+    [
+        ([100, 60], {}),
+        ([300], {"dropout": 0.0, "num_key_value_heads": 4, "hidden_size": 96}),
+        ([300], {"method": "dora"}),
+    ],
 )
 def test_the_operations_are_those_that_torch_counts(step_of, lengths, changes):
     """Up to 4 %: documents are rounded up to 16. Torch has no formula for its flash kernel on a CPU, so the forward
@@ -183,7 +189,7 @@ def test_the_output_head_reads_its_weights_for_every_chunk():
 @pytest.mark.parametrize(
     ("lengths", "changes"),
     [([100, 100], {"dropout": 0.0}), ([600], {}), ([40] * 6, {"quantization": "affine4"}),
-     ([100], {"quantization": "int8"})],
+     ([100], {"quantization": "int8"}), ([600], {"dropout": 0.0, "method": "dora"})],
 )  # fmt: skip
 def test_the_launches_are_those_of_the_engine(step_of, lengths, changes):
     """Up to 4 %: the lowest layer has a few less, because nothing below it is trained."""
@@ -215,7 +221,7 @@ def test_a_card_names_parts_and_units_that_exist(backend, kind):
     costs = card_of(backend).costs[kind]
     tables = (costs.launches, costs.numbers, costs.operations)
     assert {part for table in tables for part in table} <= {*PARTS}
-    ask = Ask(backend, kind, "none", "float32", RANK, SEVEN, 2048, 100)
+    ask = Ask(backend, kind, "none", "float32", RANK, SEVEN, 2048, 100, method="dora")  # which has all parts
     documents = step_documents(np.array([100]), LAYOUT, "the test")
     found = pieces_of(decoder_of(CONFIG), ask, costs, documents)  # KeyError for an unknown unit
     assert {piece.part for piece in found} >= {part for table in tables for part in table}

@@ -16,6 +16,7 @@ LAUNCHES: PassCosts = {
     "base products": {"linear": (1, 1)},
     "LoRA products": {"group": (2, 3), "adapted": (1, 2)},
     "dropout": {"group": (1, 1)},
+    "scaled outputs": {"adapted": (10, 4)},
     "norms and residuals": {"layer": (4, 4)},
     "rotary": {"layer": (2, 2)},
     "activation": {"layer": (1, 1)},
@@ -31,12 +32,14 @@ NUMBERS: PassCosts = {
     "rotary": {"heads": (2, 2), "kv": (2, 2)},
     "activation": {"inner": (3, 5)},
     "dropout": {"inputs": (2, 3)},
+    "scaled outputs": {"outputs": (2, 5)},
     "attention": {"heads": (2, 4), "kv": (2, 4), "scores": (5, 9)},
     "head and loss": {"logits": (8, 0)},  # in float32 where they are elementwise
 }
 OPERATIONS: PassCosts = {
     "activation": {"inner": (EXPONENTIAL, EXPONENTIAL)},
     "dropout": {"inputs": (HASH, HASH)},
+    "scaled outputs": {"outputs": (2, 4)},
     "head and loss": {"logits": (2 * EXPONENTIAL, 0)},
     "attention": {"scores": (EXPONENTIAL, 0)},
 }

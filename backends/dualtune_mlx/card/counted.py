@@ -57,7 +57,7 @@ def _stored(layer: CountedLayer, ask: Ask) -> int:
 
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
-    n, keys = num_trained(counted, ask), adapted(counted, ask.targets).inputs
+    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers).inputs
     norms = num_scaled(counted, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
@@ -78,7 +78,7 @@ def _kept(counted: Counted, ask: Ask, layers: range, inputs: int) -> MemoryPart:
 def _layer(counted: Counted, ask: Ask, number: int) -> int:
     """Bytes that a layer keeps for a token, with its adapters."""
     layer, prefix, c = counted.by_layer[number], f"{counted.paths[number]}.", ask.item_bytes
-    chosen = selected(counted, ask.targets)
+    chosen = selected(counted, ask.targets, ask.layers)
     on = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
     read = sum({linear.reads: linear.in_ for linear in on}.values())
     masks = 0

@@ -19,6 +19,7 @@ LAUNCHES: PassCosts = {
     "base products": {"linear": (1, 1)},
     "LoRA products": {"group": (1, 2), "adapted": (1, 2)},
     "dropout": {"group": (1, 1), "inner group": (0, 1)},
+    "scaled outputs": {"adapted": (3, 5), "adapted in a step": (13, 0)},  # in 16 bits 1, 1 and 2 more: copies
     "norms and residuals": {"layer": (4, 4)},
     "rotary": {"layer": (2, 4)},
     "activation": {"layer": (1, 2)},
@@ -36,6 +37,7 @@ NUMBERS: PassCosts = {
     "rotary": {"heads": (2, 2), "kv": (2, 2)},
     "activation": {"inner": (3, 3 + 5)},  # computed again in the backward pass
     "dropout": {"inputs": (2, 3), "inner inputs": (0, 2)},
+    "scaled outputs": {"outputs": (2, 6)},  # z, and its gradient twice: for the scale, and scaled
 }
 NUMBERS_OF: dict[str, PassCosts] = {
     # Forward: keys and values repeated, the output copied. Backward: zeros, sums; scores, probabilities, gradients.
@@ -47,6 +49,7 @@ NUMBERS_OF: dict[str, PassCosts] = {
 OPERATIONS: PassCosts = {
     "activation": {"inner": (EXPONENTIAL, 3 * EXPONENTIAL)},  # again, and its gradient
     "dropout": {"inputs": (HASH, HASH), "inner inputs": (0, HASH)},
+    "scaled outputs": {"outputs": (2, 4)},
     "head and loss": {"logits": (2 * EXPONENTIAL, 0)},
     "attention": {"scores": (EXPONENTIAL, EXPONENTIAL + MASK)},
 }

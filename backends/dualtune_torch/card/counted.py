@@ -119,7 +119,7 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     """Bytes that the adapters of a layer keep: each input once, or after dropout, and what each rank makes of it."""
     if ask.trains_model:
         return 0
-    chosen = selected(counted, ask.targets)
+    chosen = selected(counted, ask.targets, ask.layers)
     adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
     T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
     ranks = c * ask.rank * len(adapted) + c * sum(linear.out for linear in adapted) * ask.scales_outputs

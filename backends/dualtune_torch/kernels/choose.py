@@ -18,6 +18,7 @@ from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
 from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
 from dualtune_torch.lora import LoRAPieces
+from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.sharding import class_of, is_split
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, num_parameters
@@ -75,7 +76,11 @@ def choose(
         chosen.maybe_compile = compiled.compile_function
     # The model's own results come before the first change to it.
     expected = own_results(model)
-    if "lora" in names and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+    if any(isinstance(module, AdaptedLayer) and not module.grouped for module in model.modules()):
+        chosen.remarks.append("adapters plain: DoRA's dropout has no fast code")
+    elif "lora" in names and not any(
+        parameter.requires_grad for parameter in model.get_input_embeddings().parameters()
+    ):
         chosen.groups = True
         chosen.used.append("lora")
     if "attention" in names:

@@ -285,6 +285,7 @@ EIGHT_BITS = (
     "bitsandbytes' LLM.int8() also rounds the inputs of a layer to 8 bits; the base keeps its stored format, "
     "which takes more memory. model.quantization: int8 rounds the weights alone"
 )
+NEAREST = "For another kind of adapter, the nearest here is lora"
 NO_REWARDS = "reward models and training on the model's own samples are not supported yet"
 _HF = Arguments()
 

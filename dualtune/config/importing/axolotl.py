@@ -13,6 +13,7 @@ from dualtune.config.importing.arguments import (
     DETECTED,
     EIGHT_BITS,
     NAMED_OUTSIDE,
+    NEAREST,
     NO_REWARDS,
     OF_SOURCES,
     OTHER_TRACKERS,
@@ -267,7 +268,7 @@ def _method(file: ForeignFile) -> Settings:
         file.skip_all(f"{_LORA} peft_use_dora {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if file.get("adapter") not in ("lora", "qlora"):
-        raise file.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
+        raise file.wrong("adapter", f"only lora and qlora can be translated, or none: all is trained. {NEAREST}")
     return dora(file, "peft_use_dora")
 
 
@@ -365,6 +366,11 @@ def _targets(file: ForeignFile) -> Settings:
         reason = "the file names none, so PEFT chooses by architecture; here the default of adapter.targets is used"
         file.lose("lora_target_modules", reason)
     return {}
+
+
+def _layers(file: ForeignFile) -> Settings:
+    key = "peft_layers_to_transform"
+    return {"adapter.layers": file.note(file.get(key), key)} if key in file and "adapter" in file else {}
 
 
 def _max_length(file: ForeignFile) -> Settings:
@@ -474,8 +480,8 @@ RULES = (
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
     absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
-    absent("peft_layers_to_transform peft_layers_pattern", "name the layers: layers.3.self_attn.q_proj",
-           "adapter.targets"),
+    translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),
+    absent("peft_layers_pattern", "the layers are those of the text model", "adapter.layers"),
     absent("lora_rank_pattern lora_alpha_pattern", "every layer has the same rank and alpha"),
     absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not supported yet"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "

@@ -13,6 +13,7 @@ from dualtune.base.untrusted import read_json
 from dualtune.config.importing import arguments, preferences
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
+    NEAREST,
     NO_REWARDS,
     OF_SOURCES,
     Arguments,
@@ -61,7 +62,7 @@ def _method(file: ForeignFile) -> Settings:
     if (stage := file.get("stage")) not in ("sft", "pt", "dpo", "kto"):
         raise file.wrong("stage", f"{stage} cannot be translated; allowed are sft, dpo, kto, and pt for plain text")
     if (kind := file.get("finetuning_type")) not in ("lora", "full"):
-        raise file.wrong("finetuning_type", "only lora and full can be translated")
+        raise file.wrong("finetuning_type", f"only lora and full can be translated. {NEAREST}")
     return {"adapter.method": file.note(kind, "finetuning_type")} if kind == "full" else dora(file, "use_dora")
 
 

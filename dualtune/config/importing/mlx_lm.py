@@ -28,11 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6b",
 }  # fmt: skip
 
-# The default of `keys` for model families with Llama's architecture.
-_LINEAR = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 _WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01}
 _SCHEDULES = {"cosine_decay": "cosine", "linear_schedule": "linear"}
 
@@ -66,19 +61,12 @@ def last_layers(file: ForeignFile, keys: list[str] | None) -> Settings:
     """Translate num_layers: these modules, or all, of the last layers. -1 means all layers."""
     count, model = file.count("num_layers", least=-1), file.get("model")
     num_layers = file.count_layers(model) if isinstance(model, str) else None
-    if count > 0 and num_layers is None:
-        reason = (
-            "the model is not on this machine, so its layers cannot be counted, and all of them get an adapter; "
-            "download it and import again, or list names such as layers.27.self_attn.q_proj in adapter.targets"
-        )
-        file.lose("num_layers", reason)
     if count > (num_layers or count):
         raise file.wrong("num_layers", f"the model has {num_layers} layers")
-    if count <= 0 or num_layers is None or count == num_layers:
-        return {"adapter.targets": keys or "all-linear"}
-    layers, modules = range(num_layers - count, num_layers), keys or _LINEAR
-    names = [f"layers.{layer}.{module}" for layer in layers for module in modules]
-    return {"adapter.targets": Note(names, f"num_layers: the last {count} of {num_layers}")}
+    settings: Settings = {"adapter.targets": keys or "all-linear"}
+    if count <= 0 or count == num_layers:
+        return settings
+    return settings | {"adapter.layers": file.note(f"last {count}", "num_layers")}
 
 
 def data_of(file: ForeignFile, names: Mapping[str, str]) -> Settings:
@@ -233,8 +221,8 @@ RULES = (
     translated("chat_template_args chat_template_config", "data.template_variables",
                lambda file: template_variables(file, "chat_template_args", "chat_template_config"),
                "options of mlx_lm.server and mlx_lm.generate: here the training has them too"),
-    translated("lora_parameters.keys num_layers", "adapter.targets", _targets,
-               "num_layers counts from the last layer: the targets name these layers one by one"),
+    translated("lora_parameters.keys num_layers", "adapter.targets, adapter.layers", _targets,
+               "num_layers counts from the last layer: `last 16`; -1 is `all`"),
     translated("resume_adapter_file", "adapter.init_from", _init_from, "the directory of the file"),
     translated("data hf_dataset test prompt_feature completion_feature text_feature chat_feature",
                "data.train, data.eval, data.columns", lambda file: data_of(file, COLUMNS),

@@ -20,6 +20,7 @@ from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
+from dualtune.model.targets import ALL_LAYERS
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -50,6 +51,9 @@ class HasAdapter(Protocol):
     @property
     def targets(self) -> tuple[str, ...] | Literal["all-linear"]: ...
 
+    @property
+    def layers(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -69,6 +73,7 @@ class Ask:
     optimizer: RuleName = "adamw"
     averages: bool = False  # whether it also keeps an average of the weights
     method: str = "lora"
+    layers: str = ALL_LAYERS
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -138,30 +143,30 @@ class Adapted:
 
 
 @cache
-def selected(shape: Shape, targets: Targets) -> Mapping[str, tuple[int, int]]:
+def selected(shape: Shape, targets: Targets, layers: str) -> Mapping[str, tuple[int, int]]:
     """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
     from dualtune.model.targets import matched, select_modules
 
     modules = shape.modules()
     # A whole path is that of the base's files, which the class may have inside another wrapper.
     named = matched((targets,) if isinstance(targets, str) else targets, modules)
-    return select_modules(modules, tuple(named.values()))
+    return select_modules(modules, tuple(named.values()), layers)
 
 
 @cache
-def adapted(shape: Shape, targets: Targets) -> Adapted:
+def adapted(shape: Shape, targets: Targets, layers: str) -> Adapted:
     """Describe the adapted linear layers. ConfigError as from `selected`."""
-    layers, places = selected(shape, targets), shape.places()
-    in_layers = [places[path] for path in layers if path in places]
+    linears, places = selected(shape, targets, layers), shape.places()
+    in_layers = [places[path] for path in linears if path in places]
     inside = frozenset(name for _, name in in_layers)
     # What is in no layer, as an embedding's projection, may come before all of them.
-    outside = layers.keys() - places.keys() - {shape.head}
+    outside = linears.keys() - places.keys() - {shape.head}
     return Adapted(
-        shapes=tuple(layers.values()),
-        inputs=sum(in_ for _, in_ in layers.values()),
+        shapes=tuple(linears.values()),
+        inputs=sum(in_ for _, in_ in linears.values()),
         inside=inside,
         reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
-        head=shape.head in layers,
+        head=shape.head in linears,
         layers=shape.layers if outside else shape.layers - min((i for i, _ in in_layers), default=shape.layers),
     )
 
@@ -169,7 +174,7 @@ def adapted(shape: Shape, targets: Targets) -> Adapted:
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
     """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
-        return adapted(decoder, ask.targets)
+        return adapted(decoder, ask.targets, ask.layers)
     reads = frozenset(layer.reads for layer in decoder.linears().values())
     return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
 
@@ -178,17 +183,17 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     if adapter.method == FULL:
         return decoder.num_parameters
-    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
+    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers)
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
     """Return how many outputs of layers are scaled by adapters."""
-    return sum(out for out, _ in adapted(decoder, ask.targets).shapes) if ask.scales_outputs else 0
+    return sum(out for out, _ in adapted(decoder, ask.targets, ask.layers).shapes) if ask.scales_outputs else 0
 
 
 @cache
-def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets) -> int:
-    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
+def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets, layers: str) -> int:
+    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets, layers).shapes)
 
 
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
@@ -291,7 +296,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     # A target that selects nothing is told now, not when the estimate asks for it.
     if not config.adapter.trains_model:
-        adapted(decoder, config.adapter.targets)
+        adapted(decoder, config.adapter.targets, config.adapter.layers)
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -303,6 +308,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         checkpointing=checkpointing_of(config),
         resident_layers=config.memory.resident_layers_or_none,
         targets=config.adapter.targets,
+        layers=config.adapter.layers,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -15,7 +15,7 @@ import numpy as np
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
-from dualtune.model.adapter import AdapterSpec, Tensors, exact_targets, position_of, short_targets, tensor_name
+from dualtune.model.adapter import AdapterSpec, Tensors, exact_targets, short_targets, tensor_name
 from dualtune.model.formats import naming
 from dualtune.model.formats.canonical import (
     PAIR,
@@ -31,6 +31,7 @@ from dualtune.model.formats.canonical import (
 )
 from dualtune.model.methods import METHODS
 from dualtune.model.methods.method import Method
+from dualtune.model.targets import position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapters.safetensors"

@@ -22,7 +22,6 @@ from dualtune.model.adapter import (
     exact_targets,
     is_module_path,
     parse_name,
-    position_of,
     short_targets,
     within_stack,
 )
@@ -41,9 +40,9 @@ from dualtune.model.formats.canonical import (
 )
 from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
-from dualtune.model.methods import METHODS, UNSUPPORTED
+from dualtune.model.methods import METHODS, OTHERS, UNSUPPORTED
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, is_target
+from dualtune.model.targets import ALL_LINEAR, is_target, position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -196,9 +195,8 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
 def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     """Refuse what cannot be converted; return notes on unknown fields."""
     if (peft_type := fields.required(config, "peft_type", where)) != "LORA":
-        raise fields.wrong(
-            where, "peft_type", peft_type, "LORA: other methods do not add an update B A to the base weights"
-        )
+        reason = OTHERS.get(str(peft_type).lower(), "other methods do not add an update B A to the base weights")
+        raise fields.wrong(where, "peft_type", peft_type, f"LORA: {reason}")
     for key, reason in REFUSED.items():
         if value := config.get(key):
             raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, cast
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
-from dualtune.model.adapter import position_of
 from dualtune.model.formats.canonical import Pairs
 from dualtune.model.importing.foreign import Finding
-from dualtune.model.targets import ALL_LINEAR, OUTPUT_HEAD, is_target
+from dualtune.model.targets import ALL_LINEAR, OUTPUT_HEAD, is_target, position_of
 
 Config = dict[str, Any]
 MAX_MODULES = 200_000  # a model with hundreds of experts in each layer has 50,000

@@ -22,7 +22,7 @@ from dualtune.base import fields
 from dualtune.base.errors import FormatError
 from dualtune.base.tensors import FLOATS, floats_of, rounded
 from dualtune.base.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_npz, read_safetensors
-from dualtune.model.adapter import PREFIX, Tensors, is_module_path, position_of
+from dualtune.model.adapter import PREFIX, Tensors, is_module_path
 from dualtune.model.formats import mlx_lm, naming, peft
 from dualtune.model.formats.canonical import Pair, Pairs
 from dualtune.model.formats.directory import (
@@ -35,7 +35,7 @@ from dualtune.model.formats.directory import (
     open_files,
     read_manifest,
 )
-from dualtune.model.targets import OUTPUT_HEAD
+from dualtune.model.targets import OUTPUT_HEAD, position_of
 from dualtune.model.weight_files import StoredTensor, check_shard, shards_of, weights_in
 
 Shapes = Mapping[str, tuple[int, int] | None]  # module -> (out, in), None if unknown

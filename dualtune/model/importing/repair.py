@@ -38,6 +38,7 @@ from dualtune.model.importing.foreign import (
     unscrambled,
     without_copies,
 )
+from dualtune.model.targets import position_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     # Only a config without open faults can be read strictly; what the matrices say is decided by that reading.
     layout, parts = _agreeing(repaired, weights, pairs_by_layout, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
-    if not any(pair.B_Or.any() for pair in pairs.values()):
+    if not any(pair.B_Or.any() for pair in pairs.values()) and not canonical.extra_tensors(parts.tensors):
         fault = (
             "lora_B is zero in all modules: the adapter does nothing. It was never trained, or its weights were lost"
         )
@@ -123,7 +124,7 @@ def _repair(
     elif settings.r and settings.rank and settings.r != settings.rank:
         config = diagnose.repair_rank(config, settings.r, findings)
     config = diagnose.repair_scale(config, layout, findings)
-    depth = len({p.layer for m in shapes if (p := diagnose.position_of(m))}) or None
+    depth = len({p.layer for m in shapes if (p := position_of(m))}) or None
     findings += diagnose.missing_modules(config, by_layout[main], shapes)
     return diagnose.repair_num_layers(config, by_layout[main], depth, findings), by_layout
 

@@ -25,3 +25,23 @@ INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in meth
 UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",
 }
+
+# Other adapters of PEFT, by peft_type in lower case -> what they are, and the nearest that is here.
+_RANK, _FEW = "the nearest is lora of a higher rank", "the nearest is lora of rank 1"
+OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "adalora": f"AdaLoRA moves ranks between modules while it trains; {_RANK}",
+        "boft": f"BOFT rotates the weights; {_RANK}",
+        "fourierft": f"FourierFT trains a few frequencies of the update; {_FEW}",
+        "hira": f"HiRA multiplies the weights by the update; {_RANK}",
+        "ia3": f"IA3 trains factors of activations; {_FEW}",
+        "ln_tuning": "LN tuning trains norms; the nearest is adapter.method: full, which trains all parameters",
+        "loha": f"LoHa multiplies two low-rank updates element by element; {_RANK}",
+        "lokr": f"LoKr is a Kronecker product; {_RANK}",
+        "oft": f"OFT rotates the weights; {_RANK}",
+        "randlora": f"RandLoRA trains factors of random matrices; {_RANK}",
+        "vblora": f"VB-LoRA takes its vectors from a bank that all layers share; {_FEW}",
+        "vera": f"VeRA trains vectors between random matrices that all layers share; {_FEW}",
+        "xlora": "X-LoRA mixes several adapters token by token; the nearest is one lora, trained on all of their data",
+    }
+)
