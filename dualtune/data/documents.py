@@ -332,12 +332,12 @@ class Documents:
         """Return the documents of the answers that are to be learned: the chosen ones, or those labelled desirable."""
         documents, is_wanted = copy.copy(self), np.arange(len(self)) % self.answers == 0
         is_wanted &= self.labels >= 0
-        for name in ("sources", "_indices", "lengths", "targets"):
+        for name in ("sources", "_indices", "lengths", "targets", "labels"):
             setattr(documents, name, getattr(self, name)[is_wanted])
         documents.answers = 1
         return documents
 
-    @property
+    @functools.cached_property
     def labels(self) -> np.ndarray:
         """Return int64 [N]: 1 for a document of a desirable answer, -1 of an undesirable one, else 0."""
         return self._column("label").astype(np.int64)
@@ -443,11 +443,16 @@ class Documents:
                 places[f"{store.files[entry['file']]}:{entry['line']}"] = None
         return list(places)
 
+    @property
+    def kind(self) -> str:
+        """What a step counts."""
+        if self.answers == 1:
+            return "documents"
+        return "answers with a label" if self.has_labels else "pairs"
+
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        kinds = {(1, False): "documents", (2, False): "pairs", (2, True): "answers with a label"}
-        kind = kinds[self.answers, self.has_labels]
-        text = f"{len(self) // self.answers} {kind}, {self.num_tokens} tokens"
+        text = f"{len(self) // self.answers} {self.kind}, {self.num_tokens} tokens"
         text += f", {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"

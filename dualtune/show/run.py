@@ -122,10 +122,8 @@ def _doubts(prepared: Prepared) -> list[str | None]:
 
 
 def _steps(prepared: Prepared) -> str:
-    train, layout = prepared.config.train, prepared.data.layout
-    per_step = (
-        f"{train.documents_per_step} documents" if train.documents_per_step else f"up to {train.tokens_per_step} tokens"
-    )
+    train, layout, number = prepared.config.train, prepared.data.layout, prepared.config.train.documents_per_step
+    per_step = f"{number} {prepared.data.train.kind}" if number else f"up to {train.tokens_per_step} tokens"
     why = " (auto)" if train.micro_batch_tokens == "auto" else ""
     if layout.max_tokens < layout_of(prepared.config).max_tokens:
         why = " (since memory ran out)"
