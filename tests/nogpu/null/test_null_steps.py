@@ -3,6 +3,8 @@
 Every number that comes from the device is 0, so nothing here says that results are right.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,27 @@ def test_a_micro_batch_waits_for_nothing_and_is_one_copy(case):
         engine.evaluate(micro_batch)
     assert counts["wait"] == WAITS.get(name, {})
     assert _from_host(counts) == ONE_COPY
+
+
+def test_a_micro_batch_of_answers_that_are_compared_waits_once(case):
+    """For its log-probabilities, which decide the weights; with weights it waits for nothing and launches no more."""
+    name, engine = case
+    micro_batch, own = batch(512, documents=1), WAITS.get(name, {})
+    weighted = replace(micro_batch, weights_BT=np.full(micro_batch.tokens_BT.shape, -0.5, np.float32))
+
+    def counts_of(work):
+        work()  # the first compiles
+        with null_gpu.counted() as counts:
+            work()
+        return counts
+
+    scores = counts_of(lambda: engine.target_logprobs(micro_batch, dropout=True))
+    compared = counts_of(lambda: engine.forward_backward(weighted, divisor=1.0))
+    plain = counts_of(lambda: engine.forward_backward(micro_batch, divisor=7.0))
+    # Copying to the host is one wait, which is counted as the copy and as the call in it.
+    waits = {"copy of pageable to the host": 1, "cudaStreamSynchronize": 1 + sum(own.values())}
+    assert (scores["wait"], compared["wait"], plain["wait"]) == (waits, own, own)
+    assert scores.total("launch") < plain.total("launch") <= compared.total("launch") <= plain.total("launch") + 8
 
 
 def test_a_step_of_the_optimizer_waits_for_nothing(case):
