@@ -150,7 +150,17 @@ def test_the_printed_schema_is_json_and_closed(dualtune_main):
     schema = json.loads(dualtune_main("config", "--schema").stdout)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == {"model", "adapter", "data", "train", "memory", "hybrid", "guards", "run"}
+    assert set(schema["properties"]) == {
+        "model",
+        "adapter",
+        "data",
+        "train",
+        "preference",
+        "memory",
+        "hybrid",
+        "guards",
+        "run",
+    }
 
 
 def test_the_schema_accepts_the_default_and_refuses_a_typing_error(dualtune_main):

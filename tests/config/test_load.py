@@ -79,7 +79,7 @@ runn:
         ("data.packing", "yes", "got 'yes', must be true or false"),
         ("data.on_bad_row", "ignore", "got 'ignore', allowed: error, skip"),
         ("data.max_bad_rows", "1.5", "got 1.5, must be a number >= 0 and < 1, or an integer >= 1"),
-        ("data.format", "dpo", "similar) is not supported yet: pairs are read and checked, but not trained on"),
+        ("data.format", "dpo", "Preference training is chosen by 'train.objective'"),
         ("data.packing", "1", "got 1, must be true or false"),
         ("data.max_length", "1", "got 1, must be >= 2"),
         ("data.columns", "[a]", "got a list, must be a mapping from our column names to the file's"),

@@ -41,13 +41,13 @@ def test_loss_weights_count(lab, monkeypatch):
     prepared = lab.prepared()
     engine, documents = load_engine(prepared), prepared.data.probes
     step = step_of(prepared, engine)
-    plain, rows_with_batches = step.document_losses(documents), type(prepared).rows_with_batches
+    plain, batches_of = step.document_losses(documents), type(prepared).batches_of
 
     def halved(prepared, *args):
-        pairs = rows_with_batches(prepared, *args)
-        return [(rows, replace(b, weights_BT=np.full(b.labels_BT.shape, 0.5, np.float32))) for rows, b in pairs]
+        batches = batches_of(prepared, *args)
+        return [replace(b, weights_BT=np.full(b.labels_BT.shape, 0.5, np.float32)) for b in batches]
 
-    monkeypatch.setattr(type(prepared), "rows_with_batches", halved)
+    monkeypatch.setattr(type(prepared), "batches_of", halved)
     assert step.document_losses(documents) == pytest.approx(plain / 2)
 
 

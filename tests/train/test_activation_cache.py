@@ -123,7 +123,7 @@ def test_every_batch_of_a_run_has_its_hidden_states(lab, settings):
     assert "cache       hidden states below the adapter, computed first unless they are on disk" in summary(prepared)
     load_engine(prepared)
     train = prepared.data.train
-    asked = [batch for _, batch in prepared.rows_with_batches([3, 1], prepared.data.layout)]
+    asked = prepared.batches_of([3, 1], prepared.data.layout)
     for batch in [*prepared.batches(0), *prepared.batches(5), *asked]:
         for b, t in np.argwhere((batch.positions_BT == 0) & (batch.segments_BT > 0)):
             length = int((batch.segments_BT[b] == batch.segments_BT[b, t]).sum())

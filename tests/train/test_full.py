@@ -107,7 +107,7 @@ def random_batch_of(tokens):
 
 @pytest.mark.parametrize("backend", ["numpy", "mlx"])
 def test_a_backend_without_it_refuses_it_by_name(open_backend, config_of, backend):
-    with pytest.raises(ConfigError, match=rf"adapter.method: got full, the backend '{backend}' honours: lora"):
+    with pytest.raises(ConfigError, match=rf"adapter.method: got full, the backend '{backend}' honours: dora, lora"):
         check_capabilities(open_backend(backend), config_of())
 
 

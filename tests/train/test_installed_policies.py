@@ -1,6 +1,7 @@
 """Step policies and hooks of other packages: the examples of docs/hooks.md, installed as pip would leave them."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def my_package(tmp_path, monkeypatch):
         f"{named}nothing = my_package:Nothing\nmisnamed = my_package:Misnamed\nmissing = my_package:Missing\n"
     )
     monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)  # that of another test
 
 
 def test_the_page_s_hook_sees_the_gradients_of_a_run(lab, my_package):

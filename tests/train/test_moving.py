@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.config.schema import Config, HybridConfig
+from dualtune.config.schema import Config, HybridConfig, PreferenceConfig
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
 from dualtune.train.hooks import Hook
@@ -147,9 +147,10 @@ def test_a_key_without_a_rule_is_forbidden():
     assert RULES.keys() < keys
     assert keys - RULES.keys() == {
         "model.quantization", "model.init", "adapter.method", "adapter.rank", "adapter.alpha", "adapter.scaling",
-        "adapter.init",
+        "adapter.init", "adapter.layers",
         "adapter.targets", "data.max_length", "data.loss_on", "train.tokens_per_step", "train.documents_per_step",
-        "train.optimizer", "train.average", "train.policy", "run.seed",
+        "train.optimizer", "train.average", "train.policy", "train.objective", "run.seed",
+        *(f"preference.{key}" for key in PreferenceConfig.model_fields),
         *(f"hybrid.{key}" for key in HybridConfig.model_fields if key not in ("gate", "offload")),
     }  # fmt: skip
 
