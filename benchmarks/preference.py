@@ -53,6 +53,7 @@ START = "sft"
 # Of an arm, what its config has besides the common settings. A rate for each kind of objective, found on seed 0.
 ARMS: dict[str, dict[str, Any]] = {
     "dpo": {"train": {"objective": "dpo", "learning_rate": 1e-4}},
+    "dpo-slow": {"train": {"objective": "dpo", "learning_rate": 3e-5}},
     "rpo": {"train": {"objective": "dpo", "learning_rate": 1e-4}, "preference": {"sft_weight": 1.0}},
     "ipo": {"train": {"objective": "dpo", "learning_rate": 1e-4}, "preference": {"loss": "ipo"}},
     "simpo": {"train": {"objective": "simpo", "learning_rate": 1e-4}},
