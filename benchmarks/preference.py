@@ -281,7 +281,7 @@ def recorded() -> dict[str, Any]:
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the means of each arm over its seeds, each with a 95 % interval."""
-    header = ["arm", "seeds", "right query preferred", "accuracy against the reference", "exactly right"]
+    header = ["arm", "seeds", "right query preferred", "the objective's accuracy", "exactly right"]
     base = runs["base"]
     rows = [["base", "", f"{base['preferred']:.1%}", "", f"{base['exact']:.1%}"]]
     for arm in (START, *ARMS):
