@@ -48,7 +48,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def side_by_side(left: str, right: str, width: int) -> str:
+def side_by_side(left: str, right: str, width: int = 56) -> str:
     """Format two texts in columns of `width` characters each, wrapped between words."""
     columns = [
         [piece for line in visible(text).expandtabs().split("\n") for piece in textwrap.wrap(line, width) or [""]]

@@ -30,7 +30,6 @@ MOST_CONTROL_TEXT = 20  # rows of a source listed for a control token in their t
 MOST_IN_JSON = 1000  # problems of a source
 MOST_OF_A_KIND = 20  # rows of a source shown with similar reasons; --list has all of them
 MOST_KINDS = 50
-COLUMN = 56  # characters of each answer of a pair, side by side
 OTHER_KINDS = "other reasons"
 _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # the parts that differ between similar reasons
 
@@ -279,8 +278,8 @@ def _say_preferences(counts: PreferenceCounts) -> None:
     if counts.first:
         first = difference(counts.first)
         tell(f"first pair  {first.where}: they begin to differ in message {first.message}, character {first.character}")
-        say(side_by_side("chosen", "rejected", COLUMN))
-        say(side_by_side(*from_difference(redact(first.chosen), redact(first.rejected)), COLUMN))
+        say(side_by_side("chosen", "rejected"))
+        say(side_by_side(*from_difference(redact(first.chosen), redact(first.rejected))))
 
 
 def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:

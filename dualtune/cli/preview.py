@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dualtune.data.tokens.tokenizer import Tokenizer
 
 BAR_WIDTH = 40
-COLUMN = 56  # characters of each answer of a pair, side by side
 
 
 @click.command("preview")
@@ -118,10 +117,9 @@ def _template(tokenizer: Tokenizer) -> str:
 
 def _show(document: ShownDocument, coloured: bool) -> None:
     def run(weight: float, text: str) -> tuple[str, dict[str, Any]]:
-        text = text if weight in (0, 1) else f"×{weight:g} {text}"
         if coloured:
-            return text, {"fg": "green"} if weight else {"dim": True}
-        return f"⟦{text}⟧" if weight else text, {}
+            return _weighted(weight, text), {"fg": "green"} if weight else {"dim": True}
+        return _marked(weight, text), {}
 
     tell(f"document    {document.where}: {_counts(document)}")
     *runs, (weight, end) = document.runs()
@@ -134,16 +132,23 @@ def _show_pair(chosen: ShownDocument, rejected: ShownDocument) -> None:
     tell(f"pair        {chosen.where}: what both begin with, then chosen and rejected")
     both = zip(chosen.tokens, rejected.tokens, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and not pair[0].is_target, both))
-    say(_marked(replace(chosen, tokens=chosen.tokens[:shared])).removesuffix("\n"))
-    say(side_by_side(_counts(chosen), _counts(rejected), COLUMN))
-    left, right = (_marked(replace(d, tokens=d.tokens[shared:])).removesuffix("\n") for d in (chosen, rejected))
-    say(side_by_side(left, right, COLUMN))
+    say(_all_marked(replace(chosen, tokens=chosen.tokens[:shared])))
+    say(side_by_side(_counts(chosen), _counts(rejected)))
+    left, right = (_all_marked(replace(d, tokens=d.tokens[shared:])) for d in (chosen, rejected))
+    say(side_by_side(left, right))
     say("")
 
 
-def _marked(document: ShownDocument) -> str:
-    texts = [(weight, text if weight in (0, 1) else f"×{weight:g} {text}") for weight, text in document.runs()]
-    return "".join(f"⟦{text}⟧" if weight else text for weight, text in texts)
+def _all_marked(document: ShownDocument) -> str:
+    return "".join(_marked(weight, text) for weight, text in document.runs()).removesuffix("\n")
+
+
+def _marked(weight: float, text: str) -> str:
+    return f"⟦{_weighted(weight, text)}⟧" if weight else text
+
+
+def _weighted(weight: float, text: str) -> str:
+    return text if weight in (0, 1) else f"×{weight:g} {text}"
 
 
 def _counts(document: ShownDocument) -> str:

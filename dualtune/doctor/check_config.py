@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def check_config(
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
-    report.checks += [*_policy_rows(config), *_objective_rows(config)]
+    report.checks += _installed_rows(config)
     # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
@@ -193,26 +193,20 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
     return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}")]
 
 
-def _policy_rows(config: Config) -> list[Check]:
-    """Check that a step policy that the config names is installed."""
-    if config.train.policy == "auto":
-        return []
-    try:
-        policy_of(config)
-    except ConfigError as error:
-        return [failure("policy", error)]
-    return [Check("policy", "ok", f"{config.train.policy} is installed")]
+def _installed_rows(config: Config) -> Iterator[Check]:
+    """Check that the step policy and the objective of other packages that the config names can be used."""
+    if config.train.policy != "auto":
+        yield _installed_row("policy", config.train.policy, lambda: policy_of(config))
+    if config.train.objective not in PREFERENCE_KEYS:
+        yield _installed_row("objective", config.train.objective, lambda: configured_objective(config))
 
 
-def _objective_rows(config: Config) -> list[Check]:
-    """Check that an objective of another package that the config names is installed and can be made."""
-    if config.train.objective in PREFERENCE_KEYS:
-        return []
+def _installed_row(name: str, value: str, find: Callable[[], object]) -> Check:
     try:
-        configured_objective(config)
+        find()
     except ConfigError as error:
-        return [failure("objective", error)]
-    return [Check("objective", "ok", f"{config.train.objective} is installed")]
+        return failure(name, error)
+    return Check(name, "ok", f"{value} is installed")
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:

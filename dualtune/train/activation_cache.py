@@ -184,27 +184,32 @@ def use_cache(
     """
     check_engine(engine)
     like = try_on(engine, backend, parts[0], packs=packs)
-    engine_key = _engine_key(engine, backend, base)
+    of_the_engine = engine_key(engine, backend, base)
     for documents in parts:
         if len(documents):
             shape = StatesShape(documents.lengths, like.shape[-1], like.dtype)
-            key = {**engine_key, "documents": hashlib.sha256(documents.digests().tobytes()).hexdigest()}
+            key = {**of_the_engine, "documents": hashlib.sha256(documents.digests().tobytes()).hexdigest()}
             with team.in_turn():
                 directory, computed = directory_of(key), _computed(engine, documents)
                 documents.hidden = read_store(directory, shape) or write_store(directory, shape, computed)
 
 
 def _computed(engine: Engine, documents: Documents) -> Iterator[tuple[int, np.ndarray]]:
-    lengths = documents.lengths
-    for rows in grouped(lengths, [[i] for i in range(len(documents))], TOKENS_AT_ONCE):
+    for batch in each_alone(documents):
+        states_BTD = engine.hidden_states(batch)
+        for b, (document,) in enumerate(batch.documents):
+            yield document, states_BTD[b, : documents.lengths[document]]
+
+
+def each_alone(documents: Documents) -> Iterator[Batch]:
+    """Yield the micro-batches in which what is cached is computed: each document is alone in its row."""
+    for rows in grouped(documents.lengths, [[i] for i in range(len(documents))], TOKENS_AT_ONCE):
         interrupt.poll()
-        states_BTD = engine.hidden_states(make_batch(documents, rows, seed=0, step=0))
-        for b, (document,) in enumerate(rows):
-            yield document, states_BTD[b, : lengths[document]]
+        yield make_batch(documents, rows, seed=0, step=0)
 
 
-def _engine_key(engine: Engine, backend: Backend, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that the bits of hidden states depend on, besides the tokens."""
+def engine_key(engine: Engine, backend: Backend, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that the bits depend on that a new engine computes of documents, besides their tokens."""
     device = backend.devices()[0]
     return {
         "format": [FORMAT, TOKENS_AT_ONCE],

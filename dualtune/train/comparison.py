@@ -11,27 +11,24 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import cache_dir, new_file
 from dualtune.base.untrusted import open_file, parse_object
-from dualtune.base.versions import VERSION, versions_of
 from dualtune.config import Config
 from dualtune.config.schema import PREFERENCE_KEYS
-from dualtune.data.batches import grouped, make_batch, share
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
-from dualtune.engine.card import card_of
 from dualtune.model.adapter import Tensors
-from dualtune.train.evaluation import using
+from dualtune.train.activation_cache import each_alone, engine_key
+from dualtune.train.evaluation import measure_share, using
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.preference import OBJECTIVES, Objective, Scores, installed_objective, objective_of
 from dualtune.train.recovery import Recovery
@@ -69,22 +66,24 @@ def answer_sums(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, float]:
     if (weights_BT := batch.target_weights_BT) is not None:
         logprobs_BT *= weights_BT
     is_target_BT = batch.labels_BT != IGNORE_INDEX
-    return {
-        document: float(logprobs_BT[b][(batch.segments_BT[b] == segment) & is_target_BT[b]].sum())
-        for b, row in enumerate(batch.documents)
-        for segment, document in enumerate(row, start=1)
-    }
+    return {document: float(logprobs_BT[b][own_T & is_target_BT[b]].sum()) for document, b, own_T in _places(batch)}
 
 
 def with_slopes(batch: Batch, slopes: Mapping[int, float]) -> Batch:
     """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight."""
     factors_BT = np.zeros(batch.tokens_BT.shape)
-    for b, row in enumerate(batch.documents):
-        for segment, document in enumerate(row, start=1):
-            factors_BT[b][batch.segments_BT[b] == segment] = -slopes[document]
+    for document, b, own_T in _places(batch):
+        factors_BT[b][own_T] = -slopes[document]
     # The label of a position belongs to its own document: that of the last token has none.
     weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
     return replace(batch, weights_BT=weights_BT.astype(np.float32))
+
+
+def _places(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield each document of a micro-batch, its row, and which positions of that are its own, bool [T]."""
+    for b, row in enumerate(batch.documents):
+        for segment, document in enumerate(row, start=1):
+            yield document, b, batch.segments_BT[b] == segment
 
 
 @dataclass(frozen=True)
@@ -157,18 +156,12 @@ def _shared_sums(
     engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Callable[[int, int], None], team: Team
 ) -> dict[int, float] | None:
     """Return Σ w·log p of this process's documents. None if memory ran out, in any process: try again, smaller."""
-    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
-    sums, done = dict[int, float](), 0
-
-    def measure(batch: Batch) -> None:
-        nonlocal done
-        sums.update(answer_sums(engine.target_logprobs(batch), batch))
-        done += 1
-        show(done, len(groups))
-
-    show(0, len(groups))
-    batches = (make_batch(documents, rows, seed=0, step=step) for rows in groups)
-    return sums if recovery.attempt(step, batches, measure) else None
+    sums = dict[int, float]()
+    is_done = measure_share(
+        documents, recovery, lambda batch: sums.update(answer_sums(engine.target_logprobs(batch), batch)), step, show,
+        team,
+    )  # fmt: skip
+    return sums if is_done else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,11 +190,6 @@ def comparison_of(
     return AnswerComparison(objective, train, eval_)
 
 
-# They are computed in rows of one document, grouped by length alone: whatever the rows of a run are, a cache that was
-# deleted is computed again to the same bits.
-TOKENS_AT_ONCE = 4096
-FORMAT = 1
-_OF_THE_ENGINE = ("model_class", "dtype", "quantization", "kernels", "threads")
 _MAX_HEADER, _MAX_BYTES = 1 << 12, 1 << 34
 
 
@@ -224,12 +212,10 @@ def _sums(engine: Engine, documents: Documents, key: Mapping[str, Any], team: Te
 def _computed(engine: Engine, documents: Documents, show: Show) -> np.ndarray:
     sums, done = np.zeros(len(documents)), 0
     show(REFERENCE, 0.0)
-    for rows in grouped(documents.lengths, [[i] for i in range(len(documents))], TOKENS_AT_ONCE):
-        interrupt.poll()
-        batch = make_batch(documents, rows, seed=0, step=0)
+    for batch in each_alone(documents):
         for document, total in answer_sums(engine.target_logprobs(batch), batch).items():
             sums[document] = total
-        done += len(rows)
+        done += len(batch.documents)
         show(REFERENCE, done / len(documents))
     return sums
 
@@ -238,18 +224,11 @@ def _key(
     engine: Engine, backend: Backend, base: Mapping[str, Any], state: Tensors | None, config: Config
 ) -> dict[str, Any]:
     """Return all that the bits depend on, besides the documents."""
-    device, digest = backend.devices()[0], hashlib.sha256()
+    digest, adapter = hashlib.sha256(), config.adapter
     for name, tensor in sorted((state or {}).items()):
         digest.update(name.encode() + tensor.tobytes())
-    adapter = config.adapter
-    return {
-        "format": [FORMAT, TOKENS_AT_ONCE],
-        "base": dict(base),
-        "adapter": None if state is None else [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling],
-        "engine": {name: getattr(engine.description, name) for name in _OF_THE_ENGINE},
-        "device": [backend.name, device.kind, device.name],
-        "versions": {"dualtune": VERSION, **versions_of(("numpy", *card_of(backend.name).package.recorded))},
-    }
+    own = None if state is None else [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling]
+    return {**engine_key(engine, backend, base), "adapter": own}
 
 
 def _read(path: Path, number: int) -> np.ndarray | None:

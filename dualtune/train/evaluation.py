@@ -137,24 +137,37 @@ def _sums(
     engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Show, team: Team
 ) -> tuple[float, float, int] | None:
     """Return this process's loss, weight and number of targets. None if memory ran out, in any process."""
-    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
-    loss_sum, weight, num_targets, done = 0.0, 0.0, 0, 0
+    loss_sum, weight, num_targets = 0.0, 0.0, 0
     queued: list[LossSum] = []
 
     def measure(batch: Batch) -> None:
-        nonlocal loss_sum, weight, num_targets, done
+        nonlocal loss_sum, weight, num_targets
         queued.append(engine.evaluate(batch))
         weight += batch.total_weight
         num_targets += queued[-1].num_targets
         if len(queued) > 1:  # read one batch late, so that the device always has the next one queued
             loss_sum += queued.pop(0).loss_sum
+
+    if not measure_share(documents, recovery, measure, step, show, team):
+        return None
+    return loss_sum + sum(result.loss_sum for result in queued), weight, num_targets
+
+
+def measure_share(
+    documents: Documents, recovery: Recovery, measure: Callable[[Batch], object], step: int, show: Show, team: Team
+) -> bool:
+    """Measure this process's micro-batches of the documents. False if memory ran out, in any process: try again."""
+    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
+    done = 0
+
+    def counted(batch: Batch) -> None:
+        nonlocal done
+        measure(batch)
         done += 1
         show(done, len(groups))
 
     show(0, len(groups))
-    if not recovery.attempt(step, (make_batch(documents, rows, seed=0, step=step) for rows in groups), measure):
-        return None
-    return loss_sum + sum(result.loss_sum for result in queued), weight, num_targets
+    return recovery.attempt(step, (make_batch(documents, rows, seed=0, step=step) for rows in groups), counted)
 
 
 def exact_match(

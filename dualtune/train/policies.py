@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError
+from dualtune.base.plugins import installed
 from dualtune.config import Config
 from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.policy import Outcome, PolicyState, StepActions, StepPolicy
@@ -54,28 +54,7 @@ def installed_policy(name: str) -> MakePolicy:
     It names a callable that gets the `Config` and returns a `StepPolicy`, such as a class. ConfigError if there is
     none, or if it cannot be used.
     """
-    points = {point.name: point for point in entry_points(group=POLICIES_GROUP)}
-    if name not in points:
-        allowed = ", ".join(["auto", *sorted(points)])
-        raise ConfigError(
-            f"train.policy: got {fields.shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
-            f"registers one as an entry point of the group {POLICIES_GROUP}: docs/hooks.md"
-        )
-    origin = f"train.policy: {name} ({points[name].value})"
-    try:
-        make: Any = points[name].load()
-    except Exception as error:  # foreign code
-        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
-
-    def policy(config: Config) -> StepPolicy:
-        made = make(config)
-        if missing := [part for part in _PARTS if not hasattr(made, part)]:
-            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
-        if made.name != name:  # checkpoints say the name, and find the policy by it
-            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
-        return made
-
-    return policy
+    return installed(POLICIES_GROUP, name, key="train.policy", others=("auto",), parts=_PARTS, page="docs/hooks.md")
 
 
 def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError
-from dualtune.base.fields import shown
+from dualtune.base.plugins import installed
 from dualtune.config import Config
 
 
@@ -334,28 +333,14 @@ def installed_objective(name: str) -> Callable[[Config], Objective]:
     It names a callable that gets the `Config` and returns an `Objective`, such as a class. ConfigError if there is
     none, or if it cannot be used.
     """
-    points = {point.name: point for point in entry_points(group=OBJECTIVES_GROUP)}
-    if name not in points:
-        allowed = ", ".join(["sft", *OBJECTIVES, *sorted(points)])
-        raise ConfigError(
-            f"train.objective: got {shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
-            f"registers one as an entry point of the group {OBJECTIVES_GROUP}: docs/objectives.md"
-        )
-    origin = f"train.objective: {name} ({points[name].value})"
-    try:
-        make: Any = points[name].load()
-    except Exception as error:  # foreign code
-        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+    return installed(
+        OBJECTIVES_GROUP, name, key="train.objective", others=("sft", *OBJECTIVES), parts=_PARTS,
+        page="docs/objectives.md", fault_of=_fault_of,
+    )  # fmt: skip
 
-    def objective(config: Config) -> Objective:
-        made = make(config)
-        if missing := [part for part in _PARTS if not hasattr(made, part)]:
-            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
-        if made.name != name:
-            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
-        if made.answers not in (1, 2) or not 1 <= made.num_trained <= made.answers:
-            got = f"answers = {made.answers!r}, num_trained = {made.num_trained!r}"
-            raise ConfigError(f"{origin} has {got}; allowed: 1 or 2 answers, of which at least one is trained")
-        return made
 
-    return objective
+def _fault_of(made: Objective) -> str:
+    if made.answers in (1, 2) and 1 <= made.num_trained <= made.answers:
+        return ""
+    got = f"answers = {made.answers!r}, num_trained = {made.num_trained!r}"
+    return f"has {got}; allowed: 1 or 2 answers, of which at least one is trained"

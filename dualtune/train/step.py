@@ -108,11 +108,7 @@ class TrainingStep:
 
     def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
-        sums = dict[int, float]()
-        if not self._attempt(
-            self.batches,
-            lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch, dropout=True), batch)),
-        ):
+        if (sums := self._sums_of(self.batches, dropout=True)) is None:
             return None
         data = self._prepared.data
         ids: list[int] = data.order.step(self.index).documents.tolist()
@@ -175,13 +171,19 @@ class TrainingStep:
 
     def _losses_of(self, documents: Sequence[int]) -> dict[int, float] | None:
         """Return the losses of this process's share of the documents. None if memory ran out: try again, smaller."""
-        batches, sums = self._prepared.batches_of(documents, self._recovery.layout), dict[int, float]()
-        if not self._attempt(
-            batches, lambda batch: sums.update(answer_sums(self.engine.target_logprobs(batch), batch))
-        ):
+        if (sums := self._sums_of(self._prepared.batches_of(documents, self._recovery.layout))) is None:
             return None
         targets = self._prepared.data.train.targets
         return {document: -total / max(1, int(targets[document])) for document, total in sums.items()}
+
+    def _sums_of(self, batches: Iterable[Batch], *, dropout: bool = False) -> dict[int, float] | None:
+        """Return Σ w·log p of each document of these micro-batches. None if memory ran out."""
+        sums = dict[int, float]()
+
+        def add(batch: Batch) -> None:
+            sums.update(answer_sums(self.engine.target_logprobs(batch, dropout=dropout), batch))
+
+        return sums if self._attempt(batches, add) else None
 
     def from_first(self, number: float) -> float:
         """Return the first process's number in all processes, so that they decide alike. All must call it."""

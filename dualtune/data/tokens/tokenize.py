@@ -147,10 +147,10 @@ def _finish(
         state, documents = _fitted(tokens, max_length, split=row.example.is_text)
         first, lengths = row.rendered[0], tuple(len(ids) for ids, _ in tokens)
         control = next(filter(None, (rendered.control_token for rendered in row.rendered)), None)
-        answers, label = len(tokens), row.example.label
         yield TokenizedRow(
-            first.path, first.line, row.number, lengths, state, documents, answers, label, control, notices
-        )
+            first.path, first.line, row.number, lengths, state, documents, len(tokens), row.example.label, control,
+            notices,
+        )  # fmt: skip
 
 
 def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: str) -> frozenset[str]:

@@ -124,10 +124,10 @@ def measure(work: AblationWork, on_loaded: Callable[[], None]) -> Measured:
     kind = backend.devices()[0].kind
     with explained(backend, config, "in the measurement, which does not recover from it"):
         engine, policy = load_engine(prepared), prepared.make_policy(prepared.config)
+        comparison = load_comparison(prepared, engine)  # before what is measured
         backend.synchronize()
         backend.reset_peak_memory()
         on_loaded()
-        comparison = load_comparison(prepared, engine)
         batches = [prepared.batches(step) for step in range(1 + work.steps)]
         clock = time.process_time if kind == "cpu" else time.perf_counter
         step_s: list[float] = []

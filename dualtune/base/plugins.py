@@ -1,0 +1,47 @@
+"""What other packages register by entry point, to be chosen by its name in a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from dualtune.base import fields
+from dualtune.base.errors import ConfigError
+
+
+def installed(
+    group: str, name: str, *, key: str, others: Sequence[str], parts: Sequence[str], page: str,
+    fault_of: Callable[[Any], str] = lambda made: "",
+) -> Callable[[Any], Any]:  # fmt: skip
+    """Return what makes, from a config, the object that a package has registered under this name of a group.
+
+    It is a callable, such as a class, whose result has the attributes `parts` and the `name` of the entry point, since
+    checkpoints and configs find it by that. `key`: of the config, in which `others` may stand too; `page` documents it.
+    `fault_of` says what else is wrong with such an object; "" if nothing is. ConfigError if none is installed, or it
+    cannot be used.
+    """
+    points = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        allowed = ", ".join([*others, *sorted(points)])
+        raise ConfigError(
+            f"{key}: got {fields.shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
+            f"registers one as an entry point of the group {group}: {page}"
+        )
+    origin = f"{key}: {name} ({points[name].value})"
+    try:
+        make: Any = points[name].load()
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def made_of(config: Any) -> Any:
+        made = make(config)
+        if missing := [part for part in parts if not hasattr(made, part)]:
+            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
+        if made.name != name:
+            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
+        if fault := fault_of(made):
+            raise ConfigError(f"{origin} {fault}")
+        return made
+
+    return made_of
