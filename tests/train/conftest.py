@@ -1,6 +1,8 @@
 """Runs on tiny models, on the NumPy engine (everywhere) and on torch (where it is installed)."""
 
 import json
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,20 @@ def weights_of():
         return (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
     return read
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a package with this module and these entry points, as pip would leave it; until the test ends."""
+
+    def install(code: str, points: str, name: str = "my_package") -> None:
+        site, info = tmp_path / "site", tmp_path / "site" / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{name}.py").write_text(code)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        as_ini = re.sub(r'\[project.entry-points."(.*)"\]', r"[\1]", points).replace('"', "")
+        (info / "entry_points.txt").write_text(as_ini)
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # that of another test
+
+    return install

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,18 +31,11 @@ class Untrained(PerTarget):
 
 
 @pytest.fixture
-def my_package(tmp_path, monkeypatch):
+def my_package(install):
     """The package of the page, with its entry point and these others."""
     (code,), (point,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S) for kind in ("python", "toml"))
-    site, info = tmp_path / "site", tmp_path / "site" / "my_objectives-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "my_package.py").write_text(code + WRONG)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-objectives\nVersion: 1.0\n")
-    named = re.sub(r'\[project.entry-points."(.*)"\]', r"[\1]", point).replace('"', "")
     others = (f"{name.lower()} = my_package:{name}" for name in ("Bare", "Misnamed", "Three", "Untrained", "Missing"))
-    (info / "entry_points.txt").write_text(named + "\n".join(others) + "\n")
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    install(code + WRONG, point + "\n".join(others) + "\n")
 
 
 def config_with(objective, **preference):

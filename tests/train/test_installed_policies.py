@@ -1,7 +1,6 @@
 """Step policies and hooks of other packages: the examples of docs/hooks.md, installed as pip would leave them."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,11 @@ CONFIG = {"train__steps": 12, "train__learning_rate": 1.0, "train__schedule": "c
 
 
 @pytest.fixture
-def my_package(tmp_path, monkeypatch):
+def my_package(install):
     """The package of the page, with the entry points of the page and these others."""
     code, points = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S) for kind in ("python", "toml"))
-    site, info = tmp_path / "site", tmp_path / "site" / "my_package-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "my_package.py").write_text("\n".join(code) + WRONG)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    named = re.sub(r'\[project.entry-points."(.*)"\]', r"[\1]", "\n".join(points)).replace('"', "")
-    (info / "entry_points.txt").write_text(
-        f"{named}nothing = my_package:Nothing\nmisnamed = my_package:Misnamed\nmissing = my_package:Missing\n"
-    )
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, "my_package", raising=False)  # that of another test
+    others = "nothing = my_package:Nothing\nmisnamed = my_package:Misnamed\nmissing = my_package:Missing\n"
+    install("\n".join(code) + WRONG, "\n".join(points) + others)
 
 
 def test_the_page_s_hook_sees_the_gradients_of_a_run(lab, my_package):
