@@ -302,9 +302,9 @@ def _weights_of(batch: Batch) -> np.ndarray:
 
 def _unused(tokens_Nk: np.ndarray) -> np.ndarray:
     """Return a token for each row that is not in it, int32 [N]: the lowest one."""
-    candidates: np.ndarray = np.arange(tokens_Nk.shape[1] + 1)
-    is_used: np.ndarray = np.any(tokens_Nk[:, :, None] == candidates, axis=1)
-    return np.argmin(is_used, axis=1).astype(np.int32)
+    candidates = range(tokens_Nk.shape[1] + 1)
+    is_used_NC = np.stack([(tokens_Nk == candidate).any(axis=1) for candidate in candidates], axis=-1)
+    return is_used_NC.argmin(axis=-1).astype(np.int32)
 
 
 def configured_distillation(
