@@ -33,9 +33,10 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import position_table_size, read_config
-from dualtune.model.merging import write_merged
+from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.places import canonical_names, check_places
 from dualtune.model.targets import adapted_as
+from dualtune_mlx.adapter import WholeModel
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
@@ -46,6 +47,7 @@ from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import (
+    AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
     add_layers,
@@ -54,7 +56,7 @@ from dualtune_mlx.methods import (
     storage,
     weight_of,
 )
-from dualtune_mlx.model import DTYPES
+from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
@@ -69,22 +71,31 @@ class MlxEngine:
         weights, resident = request.base_weights(), request.resident_layers
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
-        groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
-        # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths = linear_layers(model)
-        places = find_places(model, weights, paths) if weights is not None else {}
-        names = canonical_names(places)
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
-        self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
-        if weights is not None:
-            check_places(self._layers, self._places, "mlx-lm")
-        # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
-        fresh = self.neutral_state()
+        self._is_full = request.adapter.trains_model
+        if self._is_full:
+            paths, names, self._layers, self._places = [], {}, dict[str, AdaptedLayer](), {}
+            self._adapter: AdaptedLayers | WholeModel = WholeModel(model, weights, self._dropout_seeds)
+            fresh = {name: array.astype(mx.float32) for name, array in self._adapter.bound.items()}
+        else:
+            groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+            # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
+            paths = linear_layers(model)
+            places = find_places(model, weights, paths) if weights is not None else {}
+            names = canonical_names(places)
+            self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
+            self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+            if weights is not None:
+                check_places(self._layers, self._places, "mlx-lm")
+            fresh = {name: mx.array(tensor) for name, tensor in self.neutral_state().items()}
+            self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
         self._layout = FlatLayout({name: fresh[name].shape for name in order})
         self.adapter_shapes = self._layout.shapes
-        self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
-        self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        self._params = self._layout.flat(fresh)
+        mx.eval(self._params)
+        del fresh
+        self._optimizer = flat_optimizer(request.optimizer, self._layout, in_chunks=self._is_full)
         slots = request.optimizer.slot_shapes(self.adapter_shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
@@ -94,22 +105,27 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
-        self._adapter.bind(self._layout.named(self._params))
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
-        streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
+        self._bind()
+        self._frozen_layers = FrozenLayers(model, [model] if self._is_full else self._layers.values())
+        streaming = None
+        if residency and isinstance(self._adapter, AdaptedLayers):  # the config allows only a frozen base
+            streaming = Streaming(model, residency, self._adapter)
+        self._kernels = choose(
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, is_trained=self._is_full
+        )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
-        self._update = self._kernels.wrap(self._updated)
+        # The update of a whole model is not compiled: it would hold all chunks at once.
+        wrap = self._kernels.wrap
+        self._update: Callable[..., Any] = self._updated if self._is_full else wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=len(self._layers),
+            adapted_modules=None if self._is_full else len(self._layers),
             adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
-            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._params.size,
-            layers_below_adapter=len(self._frozen_layers),
+            layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
         )
         self.set_checkpointing(request.checkpointing)
@@ -143,7 +159,7 @@ class MlxEngine:
             with self._documents(batch):
                 return self._accumulate(self._params, self._grads, self._loss, inputs, factor)
         finally:
-            self._adapter.bind(self._layout.named(self._params))  # the function above bound its own arguments
+            self._bind()  # the function above bound its own arguments
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
@@ -201,7 +217,7 @@ class MlxEngine:
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
-        self._adapter.bind(self._layout.named(self._params))
+        self._bind()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
@@ -214,13 +230,16 @@ class MlxEngine:
         return to_numpy(self._params, self._layout)
 
     def neutral_state(self) -> Tensors:
+        if self._is_full:  # the base is in no other place than its files, or its seed
+            fresh = WholeModel(load_base(self._request)[0], self._request.base_weights(), self._dropout_seeds)
+            return {name: np.array(array) for name, array in sorted(fresh.bound.items())}
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
         return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
         self._params = from_numpy(state, self._layout)
-        self._adapter.bind(self._layout.named(self._params))
+        self._bind()
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
@@ -247,6 +266,9 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
+        if self._is_full:
+            write_trained(self._request.model_dir, self._request.base_weights(), path, self.adapter_state())
+            return
         dtype = self.description.dtype
         write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
 
@@ -268,13 +290,25 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        # All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors,
-        # which are no factors of products, stay float32.
-        named, masters = self._layout.named(params.astype(self._dtype)), self._layout.named(params)
-        named |= {name: master for name, master in masters.items() if master.ndim == 1}
+        named = self._computing(params)
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
+
+    def _computing(self, params: mx.array) -> Arrays:
+        """Return what the model computes with, by name.
+
+        All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors of
+        an adapter, which are no factors of products, stay float32.
+        """
+        named = self._layout.named(params.astype(self._dtype))
+        if not self._is_full:
+            named |= {name: master for name, master in self._layout.named(params).items() if master.ndim == 1}
+        return named
+
+    def _bind(self) -> None:
+        """Compute with the present weights. An adapter is bound in float32: its layers cast it."""
+        self._adapter.bind(self._computing(self._params) if self._is_full else self._layout.named(self._params))
 
     def _updated(
         self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,

@@ -50,6 +50,11 @@ def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list
     return [UntrainedRow(name, why) for name, why in reasons.items() if why]
 
 
+def is_head(name: str) -> bool:
+    """Return whether a tensor of the files is the matrix of an output head."""
+    return _HEAD.fullmatch(name) is not None
+
+
 def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Return whether the files hold an output head that differs from the embedding.
 

@@ -47,19 +47,22 @@ class Kernels:
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = None, streams: bool = False) -> Kernels:
+def choose(
+    model: nn.Module, kernels: str, *, pieces: Collection[str] | None = None, streams: bool = False,
+    is_trained: bool = False,
+) -> Kernels:  # fmt: skip
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
     `pieces`: use these of the card's alone. `streams`: its layers are read from files while it computes, which compiled
-    code cannot do.
+    code cannot do. `is_trained`: all of the model is trained, and no layer is adapted.
     """
     chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
         return chosen
-    if "lora" in names:
+    if "lora" in names and not is_trained:
         chosen.used.append("lora")
     if "loss" in names:
-        parts = cross_entropy.split(model)
+        parts = cross_entropy.split(model, is_trained=is_trained)
         if isinstance(parts, str):
             chosen.plain.append(f"loss plain: {parts}")
         else:

@@ -1,7 +1,8 @@
-"""Cross-entropy of a frozen output head over the targets only, with the gradient computed in the forward pass.
+"""Cross-entropy of an output head over the targets only, with the gradient computed in the forward pass.
 
-Logits are computed only for targets, and only one chunk at a time. Since the head is frozen, the gradient of a chunk's
-hidden states is computed together with its loss, and neither logits nor probabilities are kept for the backward pass.
+Logits are computed only for targets, and only one chunk at a time. The gradient of a chunk's hidden states, and of the
+head if it is trained, is computed together with its loss, and neither logits nor probabilities are kept for the
+backward pass.
 Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, and Hsu et al., Liger Kernel,
 arXiv 2410.10989, do the same with custom kernels. The plain version is `losses.loss_sum`.
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -30,17 +33,34 @@ def on_gpu() -> bool:
 
 
 class Head:
-    """A frozen linear layer from hidden states to logits, or the tied embedding; plain or quantized."""
+    """A linear layer from hidden states to logits, or the tied embedding; plain or quantized. One that is trained has
+    no bias, and its weight is read when it is used."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, is_trained: bool = False) -> None:
         self._layer: Any = layer
+        self.is_trained = is_trained
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         self.vocab: int = self._layer.weight.shape[0]
+        self._columns_HV: mx.array | None = None
         # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy.
-        weight_HV = self._layer.weight.T
-        self._weight_HV = weight_HV if self._quantized or on_gpu() else mx.contiguous(weight_HV)
-        mx.eval(self._weight_HV)
+        if not (is_trained or self._quantized or on_gpu()):
+            self._columns_HV = mx.contiguous(self._layer.weight.T)
+            mx.eval(self._columns_HV)
+
+    @property
+    def weight_VH(self) -> mx.array:
+        return self._layer.weight
+
+    def holding(self, weight_VH: mx.array) -> Head:
+        """Return this head with another weight."""
+        other = copy(self)
+        other._layer = SimpleNamespace(weight=weight_VH)
+        return other
+
+    @property
+    def _weight_HV(self) -> mx.array:
+        return self._layer.weight.T if self._columns_HV is None else self._columns_HV
 
     def logits(self, hidden_NH: mx.array) -> mx.array:
         logits_NV = self._packed(hidden_NH, transpose=True) if self._quantized else hidden_NH @ self._weight_HV
@@ -58,7 +78,7 @@ class Head:
         )  # fmt: skip
 
 
-def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
+def split(model: nn.Module, *, is_trained: bool = False) -> tuple[Callable[..., mx.array], Head] | str:
     """Return (the model up to its last hidden states, its head), or why it cannot be split.
 
     Models cap, scale or share their logits in many ways, so the parts are used only if together they compute the
@@ -75,8 +95,10 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
         tokens = mx.arange(PROBE)[None] % layer.weight.shape[0]
         expected, hidden = model(tokens), body(tokens)
         if isinstance(hidden, mx.array) and expected.any() and mx.array_equal(apply(hidden), expected):
-            return body, Head(layer)
-    return "the logits are not those of a frozen linear head"
+            if is_trained and "bias" in layer:
+                return "the output head has a bias that is trained"
+            return body, Head(layer, is_trained=is_trained)
+    return "the logits are not those of a linear head"
 
 
 def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -96,17 +118,21 @@ def target_loss(
 ) -> mx.array:  # fmt: skip
     """Compute `loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the targets only.
 
-    Labels and weights may be [N, K]. It is differentiable by the hidden states, unless `slopes` is false. The gradient
+    Labels and weights may be [N, K]. It is differentiable by the hidden states and the weight of a trained head, unless
+    `slopes` is false. The gradient
     of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the incoming
     gradient: float16 cannot represent a small weight, but its product with the loss scale.
     """
-    shares_NK: mx.array | None = None
+    trained, shares_NK = head, None
+    weight_VH = [head.weight_VH] if head.is_trained else []
     if labels_N.ndim == 2:
         weights_N, shares_NK = _scales_and_shares(mx.ones(labels_N.shape) if weights_N is None else weights_N)
 
-    def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
-        """Return the loss and, if needed, its gradient [N, H] without the loss weights."""
+    def chunks(hidden_NH: mx.array, *weight_VH: mx.array) -> tuple[mx.array, ...]:
+        """Return the loss and, if needed, its gradient [N, H] without the loss weights, and that of the head, with."""
         done: list[tuple[mx.array, ...]] = []
+        head = trained.holding(*weight_VH) if weight_VH else trained
+        total_VH: list[mx.array] = []
         for rows in _chunk_rows(labels_N, head, chunk_elements):
             rows_nH = _after(done, hidden_NH[rows])
             if shares_NK is None:
@@ -115,22 +141,36 @@ def target_loss(
                 losses_n1, slopes_nV = _chunk_of_several(rows_nH, labels_N[rows], shares_NK[rows], head)
             loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
             done.append((loss, head.back(slopes_nV)) if slopes else (loss,))
+            if weight_VH and slopes:
+                of_head_VH = _slopes_of_head(slopes_nV, rows_nH, None if weights_N is None else weights_N[rows])
+                total_VH = [of_head_VH + total for total in total_VH] or [of_head_VH]
+                done[-1] = (*mx.depends([*done[-1]], total_VH),)
         losses, *slopes_NH = zip(*done, strict=True)
-        return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH)
+        return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH), *total_VH
 
     # The gradient is computed with the loss, so that no logits are kept for the backward pass.
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
     if not slopes:
-        return chunks(rows_NH)[0]
+        return chunks(rows_NH, *weight_VH)[0]
     loss_and_slopes: Any = mx.custom_function(chunks)
 
     @loss_and_slopes.vjp
-    def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+    def _(inputs: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+        hidden_NH = inputs[0] if head.is_trained else inputs
         if weights_N is None:
-            return cotangents[0].astype(hidden_NH.dtype) * outputs[1]
-        return (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+            slopes_NH = cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+        else:
+            slopes_NH = (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+        return (slopes_NH, (cotangents[0] * outputs[2]).astype(inputs[1].dtype)) if head.is_trained else slopes_NH
 
-    return loss_and_slopes(rows_NH)[0]
+    return loss_and_slopes(rows_NH, *weight_VH)[0]
+
+
+def _slopes_of_head(slopes_nV: mx.array, hidden_nH: mx.array, weights_n: mx.array | None) -> mx.array:
+    """Return the gradient of a head's weight, float32 [V, H]."""
+    if weights_n is not None:  # a small weight is lost in float16
+        slopes_nV, hidden_nH = slopes_nV.astype(mx.float32) * weights_n[:, None], hidden_nH.astype(mx.float32)
+    return (slopes_nV.T @ hidden_nH).astype(mx.float32)
 
 
 def target_logprobs(
