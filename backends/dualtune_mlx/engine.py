@@ -33,11 +33,13 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import apart, expert_of, gathered, members, shapes_apart, together
 from dualtune.model.merging import write_merged
-from dualtune.model.places import canonical_names, check_places
+from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.experts import expert_places, role_of
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.places import find_places
@@ -46,13 +48,12 @@ from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import (
+    AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
     add_layers,
     linear_layers,
-    linear_shape,
     storage,
-    weight_of,
 )
 from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
@@ -74,16 +75,25 @@ class MlxEngine:
         paths = linear_layers(model)
         places = find_places(model, weights, paths) if weights is not None else {}
         names = canonical_names(places)
+        of_stacks: dict[str, list[FilePlace]] = {}
+        if weights is not None and request.adapter.names_experts:
+            takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
+            of_stacks = expert_places(model, weights, interleaved=takes_turns)
+            names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+        for path, found in of_stacks.items():
+            if names[path] in self._layers:
+                self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
         if weights is not None:
-            check_places(self._layers, self._places, "mlx-lm")
+            check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
         fresh = self.neutral_state()
-        order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
-        self._layout = FlatLayout({name: fresh[name].shape for name in order})
-        self.adapter_shapes = self._layout.shapes
-        self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
+        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
+        order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
+        self._layout = FlatLayout({name: shapes[name] for name in order})
+        self.adapter_shapes = shapes_apart(self._layout.shapes)
+        self._params = self._from_numpy(fresh)
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
@@ -103,9 +113,13 @@ class MlxEngine:
         self._update = self._kernels.wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=len(self._layers),
-            adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
-            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=len(self._shapes()),
+            adapted_as=adapted_as(
+                [*(names.get(path, path) for path in paths), *self._shapes()],
+                request.adapter.targets,
+                experts=request.adapter.experts,
+            ),
+            adapted_weights=storage(self._layers.values()),
             trainable_parameters=self._params.size,
             layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),
@@ -200,8 +214,22 @@ class MlxEngine:
         return self._to_numpy(self._params)
 
     def neutral_state(self) -> Tensors:
-        shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen)
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -234,7 +262,12 @@ class MlxEngine:
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return np.array(layer.delta(number))
+
+        write_merged(merge_base(self._request), path, self._places, delta, dtype)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
@@ -341,10 +374,13 @@ class MlxEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        return np.array(weight_of(self._layers[path].base))
+        layer, number = self._layer_of(path)
+        return np.array(layer.frozen(number))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
-        return {name: np.array(array) for name, array in sorted(self._layout.named(flat).items())}
+        tensors = apart({name: np.array(array) for name, array in self._layout.named(flat).items()})
+        return dict(sorted(tensors.items()))
 
     def _from_numpy(self, tensors: Tensors) -> mx.array:
-        return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
+        shapes = self._layout.shapes
+        return self._layout.flat({name: mx.array(together(name, shape, tensors)) for name, shape in shapes.items()})

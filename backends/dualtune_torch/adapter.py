@@ -20,12 +20,16 @@ from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import input_of
+from dualtune.model.experts import apart, together
 from dualtune.model.methods import METHODS
 from dualtune_torch.methods import AdaptedLayer
 
 
 class AdapterBuffer:
-    """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order."""
+    """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order.
+
+    A stack of experts is one tensor here, and one for each expert in a state (`dualtune.model.experts`).
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self.shapes = dict(shapes)
@@ -43,11 +47,11 @@ class AdapterBuffer:
 
     def load(self, into: Tensor, state: Tensors) -> None:
         for name, view in self._views(into.detach()).items():
-            view.copy_(torch.from_numpy(state[name]))
+            view.copy_(torch.from_numpy(together(name, self.shapes[name], state)))
 
     def to_numpy(self, flat: Tensor) -> Tensors:
         views = self._views(flat.detach().cpu())
-        return {name: views[name].numpy().copy() for name in sorted(views)}
+        return dict(sorted(apart({name: view.numpy().copy() for name, view in views.items()}).items()))
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split(self.sizes)

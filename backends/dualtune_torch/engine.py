@@ -33,8 +33,9 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import expert_of, members, shapes_apart
 from dualtune.model.merging import write_merged
-from dualtune.model.places import FilePlace, canonical_names, check_places
+from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
@@ -57,7 +58,7 @@ from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.places import find_places, write_trained
+from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
 
 class TorchEngine:
@@ -89,7 +90,7 @@ class TorchEngine:
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        self.adapter_shapes = self._adapter.shapes
+        self.adapter_shapes = shapes_apart(self._adapter.shapes)
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self.neutral_state())
@@ -112,9 +113,9 @@ class TorchEngine:
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._layers),
-            adapted_as=adapted_as(self._layers, request.adapter.targets),
-            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=None if self._is_full else len(self._shapes()),
+            adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
+            adapted_weights=None if self._is_full else storage(self._layers.values()),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
@@ -255,8 +256,22 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
-        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen)
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -305,7 +320,12 @@ class TorchEngine:
             write_trained(path, self._request.model_dir, base, self.model, self._adapter.masters)
             return
         dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return _numpy(layer.delta(number))
+
+        write_merged(merge_base(self._request), path, self._places, delta, dtype)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -341,11 +361,11 @@ class TorchEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        base = self._layers[path].base
+        layer, number = self._layer_of(path)
         if self._streamed:
-            self._streamed.bring(base)
-        with self._together(), whole(base):
-            return _numpy(weight_of(base, torch.float32).float())
+            self._streamed.bring(layer.base)
+        with self._together(), whole(layer.base):
+            return _numpy(layer.frozen(number, torch.float32).float())
 
     def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""
@@ -398,10 +418,16 @@ def _placed_layers(
     shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
+    of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
+    names |= {path: expert_stack(found, path.rpartition(".")[2]) for path, found in of_stacks.items()}
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
+    for path, found in of_stacks.items():
+        if names[path] in layers:
+            placed |= dict(zip(members(names[path], len(found)), found, strict=True))
     if weights is not None:
-        check_places(layers, placed, "transformers")
+        found = {path for path in layers if path in placed or path in names.values()}
+        check_places(layers, found, "transformers")
     return layers, placed
 
 

@@ -136,6 +136,8 @@ class AdapterConfig(Section):
     in a model that lacks one of them."""
     layers: Layers = ALL_LAYERS
     """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
+    experts: bool = False
+    """Whether the targets name layers of the experts of a mixture too; each expert has an adapter of its own."""
     init: InitName = INITS[0]
     """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
     init_from: PathText | None = None

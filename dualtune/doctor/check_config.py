@@ -177,6 +177,7 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
     usual += "" if adapter.layers == ALL_LAYERS else f" in layers {adapter.layers}"
+    usual += ", experts too" * adapter.experts
     usual += "" if adapter.init == INITS[0] else f", starts {adapter.init}"
     return rows or [Check("adapter", "ok", usual)]
 

@@ -20,9 +20,10 @@ from typing import Literal
 
 import numpy as np
 
+from dualtune.model.experts import collapsed
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, Shapes, is_target, position_of
+from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, Shapes, is_expert, is_target, position_of
 
 Tensors = dict[str, np.ndarray]
 
@@ -45,11 +46,17 @@ class AdapterSpec:
     method: str = "lora"  # one of `dualtune.model.methods.NAMES`
     init: str = INITS[0]  # of a fresh adapter; says nothing of one that was trained, and is in no file
     layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
+    experts: bool = False  # whether the targets name layers of experts too
 
     @property
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / divisor(self.rank, self.scaling)
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether layers of experts are adapted."""
+        return self.experts or any(map(is_expert, self.targets))
 
     @property
     def trains_model(self) -> bool:
@@ -151,7 +158,11 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     names, uniform = tuple(targets), uniform_names(modules)
     if names == (ALL_LINEAR,):
         return short_targets(modules)
@@ -167,7 +178,11 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     positions = {module: position_of(module) for module in modules}
     uniform = uniform_names(modules)
     if any(position and position.name not in uniform for position in positions.values()):

@@ -272,7 +272,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
     except UnknownShape:
         return
     spec = _spec(config, start)
-    layers_below(decoder, spec.targets, spec.layers)
+    layers_below(decoder, spec.targets, spec.layers, spec.experts)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
@@ -322,7 +322,7 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     """
     if start is None:
         return config
-    keys = ("method", "rank", "alpha", "scaling", "targets")
+    keys = ("method", "rank", "alpha", "scaling", "targets", "experts")
     values: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
     if config.adapter.targets == ALL_LINEAR:
         del values["targets"]
@@ -351,5 +351,5 @@ def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
     adapter = config.adapter
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
-        adapter.layers,
+        adapter.layers, adapter.experts,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def _stored(layer: CountedLayer, ask: Ask) -> int:
 
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
-    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers).inputs
+    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers, ask.experts).inputs
     norms = num_scaled(counted, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
@@ -78,17 +78,17 @@ def _kept(counted: Counted, ask: Ask, layers: range, inputs: int) -> MemoryPart:
 def _layer(counted: Counted, ask: Ask, number: int) -> int:
     """Bytes that a layer keeps for a token, with its adapters."""
     layer, prefix, c = counted.by_layer[number], f"{counted.paths[number]}.", ask.item_bytes
-    chosen = selected(counted, ask.targets, ask.layers)
-    on = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
-    read = sum({linear.reads: linear.in_ for linear in on}.values())
+    chosen = selected(counted, ask.targets, ask.layers, ask.experts)
+    on = [linear for linear in layer.linears if linear.paths(prefix)[0] in chosen]
+    read = sum({linear.reads: linear.sent * linear.in_ for linear in on}.values())
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
-        masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
+        masks = 2 * sum(linear.sent * linear.in_ for linear in on) - read if ask.kernels == "reference" else read
     if ask.scales_outputs:
         masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
-    return saved.token + scores + c * (ask.rank * len(on) + read + masks)
+    return saved.token + scores + c * (ask.rank * sum(linear.sent for linear in on) + read + masks)
 
 
 def _row(ask: Ask) -> int:

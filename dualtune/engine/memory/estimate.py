@@ -18,6 +18,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.shapes import Decoder
+from dualtune.model.experts import without_number
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
 from dualtune.model.targets import ALL_LAYERS
@@ -54,6 +55,9 @@ class HasAdapter(Protocol):
     @property
     def layers(self) -> str: ...
 
+    @property
+    def experts(self) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -74,6 +78,7 @@ class Ask:
     averages: bool = False  # whether it also keeps an average of the weights
     method: str = "lora"
     layers: str = ALL_LAYERS
+    experts: bool = False
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -135,7 +140,7 @@ class Adapted:
     """The linear layers that have an adapter."""
 
     shapes: tuple[tuple[int, int], ...]  # (out, in) of each
-    inputs: int  # total input width of all modules
+    inputs: int  # total input width of all modules, of a stack of experts once
     inside: frozenset[str]  # their paths in a layer
     reads: frozenset[str | int]  # their inputs, as in `Linear`
     head: bool  # whether the output head is one of them
@@ -143,27 +148,27 @@ class Adapted:
 
 
 @cache
-def selected(shape: Shape, targets: Targets, layers: str) -> Mapping[str, tuple[int, int]]:
+def selected(shape: Shape, targets: Targets, layers: str, experts: bool = False) -> Mapping[str, tuple[int, int]]:
     """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
     from dualtune.model.targets import matched, select_modules
 
     modules = shape.modules()
     # A whole path is that of the base's files, which the class may have inside another wrapper.
     named = matched((targets,) if isinstance(targets, str) else targets, modules)
-    return select_modules(modules, tuple(named.values()), layers)
+    return select_modules(modules, tuple(named.values()), layers, experts=experts)
 
 
 @cache
-def adapted(shape: Shape, targets: Targets, layers: str) -> Adapted:
+def adapted(shape: Shape, targets: Targets, layers: str, experts: bool = False) -> Adapted:
     """Describe the adapted linear layers. ConfigError as from `selected`."""
-    linears, places = selected(shape, targets, layers), shape.places()
+    linears, places = selected(shape, targets, layers, experts), shape.places()
     in_layers = [places[path] for path in linears if path in places]
     inside = frozenset(name for _, name in in_layers)
     # What is in no layer, as an embedding's projection, may come before all of them.
     outside = linears.keys() - places.keys() - {shape.head}
     return Adapted(
         shapes=tuple(linears.values()),
-        inputs=sum(in_ for _, in_ in linears.values()),
+        inputs=sum(in_ for _, in_ in {without_number(path): shape for path, shape in linears.items()}.values()),
         inside=inside,
         reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
         head=shape.head in linears,
@@ -174,7 +179,7 @@ def adapted(shape: Shape, targets: Targets, layers: str) -> Adapted:
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
     """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
-        return adapted(decoder, ask.targets, ask.layers)
+        return adapted(decoder, ask.targets, ask.layers, ask.experts)
     reads = frozenset(layer.reads for layer in decoder.linears().values())
     return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
 
@@ -183,17 +188,21 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     if adapter.method == FULL:
         return decoder.num_parameters
-    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers)
+    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers, adapter.experts)
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
     """Return how many outputs of layers are scaled by adapters."""
-    return sum(out for out, _ in adapted(decoder, ask.targets, ask.layers).shapes) if ask.scales_outputs else 0
+    return (
+        sum(out for out, _ in adapted(decoder, ask.targets, ask.layers, ask.experts).shapes)
+        if ask.scales_outputs
+        else 0
+    )
 
 
 @cache
-def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets, layers: str) -> int:
-    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets, layers).shapes)
+def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets, layers: str, experts: bool) -> int:
+    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets, layers, experts).shapes)
 
 
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
@@ -296,7 +305,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     # A target that selects nothing is told now, not when the estimate asks for it.
     if not config.adapter.trains_model:
-        adapted(decoder, config.adapter.targets, config.adapter.layers)
+        adapted(decoder, config.adapter.targets, config.adapter.layers, config.adapter.experts)
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -309,6 +318,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         resident_layers=config.memory.resident_layers_or_none,
         targets=config.adapter.targets,
         layers=config.adapter.layers,
+        experts=config.adapter.experts,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

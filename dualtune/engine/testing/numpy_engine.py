@@ -103,7 +103,9 @@ class NumpyEngine:
         self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
         self._request = request
         available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
-        shapes = select_modules(available, request.adapter.targets, request.adapter.layers)
+        shapes = select_modules(
+            available, request.adapter.targets, request.adapter.layers, experts=request.adapter.experts
+        )
         self._shapes = shapes
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()

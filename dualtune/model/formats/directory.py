@@ -28,7 +28,7 @@ from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, w
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
-from dualtune.model.formats import canonical, mlx_lm, peft
+from dualtune.model.formats import canonical, mlx_lm, peft, stacks
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
 
@@ -181,7 +181,7 @@ def _parse(contents: Contents, layout: str) -> canonical.Parts:
     if layout == "peft":
         parts = peft.read_peft(contents.config, tensors, directory, contents.naming)
     else:
-        parts = mlx_lm.read_mlx(contents.config, tensors, directory)
+        parts = mlx_lm.read_mlx(contents.config, tensors, directory, contents.naming)
     tensors, spec = _in_names(parts.spec, parts.tensors, reversed_(contents.naming.prefixes(layout)))
     return parts._replace(spec=_as_recorded(spec, contents), tensors=tensors)
 
@@ -254,9 +254,9 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
         named, own = _in_names(spec, tensors, naming.mlx)
-        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out)
+        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out, experts=naming.experts)
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(
-            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
+            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out, experts=naming.experts), "mlx"
         )
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
@@ -274,10 +274,12 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
 def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
     """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
     named, spec = _in_names(adapter.spec, adapter.tensors, adapter.naming.peft)
+    linear, of_experts, ranks = stacks.to_parameters(named, adapter.naming.experts)
     config = peft.peft_config(
-        spec, modules_of(named), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming
-    )
-    return config, named
+        spec, modules_of(linear), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming,
+        of_experts=ranks,
+    )  # fmt: skip
+    return config, linear | of_experts
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:

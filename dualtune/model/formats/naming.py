@@ -16,6 +16,7 @@ from typing import Any, cast
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, parse_name
+from dualtune.model.experts import DOWN, GATE, UP
 
 # ----------------------------------------------------------------------------------------------------------------------
 # GPT-2's linear layers, which transformers and mlx-lm store and name differently.
@@ -80,6 +81,20 @@ EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of the projections of experts in a base's files, and what holds them elsewhere."""
+
+    gate: str = GATE  # empty: the experts have no gate
+    up: str = UP
+    down: str = DOWN
+    interleaved: bool = False  # whether gate and up take turns in transformers' parameter, else they are its halves
+    mlx: str = "switch_mlp"  # what mlx-lm calls the experts of a layer
+
+    def of(self, role: str) -> str:
+        return {GATE: self.gate, UP: self.up, DOWN: self.down}[role]
+
+
+@dataclass(frozen=True, slots=True)
 class Naming:
     """The names that other tools give to the layers of a base model."""
 
@@ -88,10 +103,12 @@ class Naming:
     has_experts: bool = False
     towers: tuple[str, ...] = ()  # components of the names of what is no part of the text model
     notes: tuple[str, ...] = ()  # what PEFT cannot load, or only in one way
+    experts: ExpertNames = ExpertNames()
 
     def as_json(self) -> dict[str, Any]:
         """Return what is kept in dualtune.json: the fields that say something."""
-        return {name: value for name, value in asdict(self).items() if value}
+        values = {name: value for name, value in asdict(self).items() if value and name != "experts"}
+        return values if self.experts == ExpertNames() else values | {"experts": asdict(self.experts)}
 
     def prefixes(self, layout: str) -> Prefixes:
         return self.mlx if layout == "mlx" else self.peft
@@ -116,8 +133,17 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
             raise fields.wrong(where, "naming.towers", name, "components of module names")
     return Naming(
         _prefixes(table, "peft", where), _prefixes(table, "mlx", where), table.get("has_experts") is True,
-        tuple(towers), tuple(fields.texts(table, "notes", where) or []),
+        tuple(towers), tuple(fields.texts(table, "notes", where) or []), _expert_names(table, where),
     )  # fmt: skip
+
+
+def _expert_names(table: Mapping[str, Any], where: object) -> ExpertNames:
+    names = fields.subtable(table, "experts", where)
+    texts = {key: names[key] for key in ("gate", "up", "down", "mlx") if key in names}
+    for key, value in texts.items():
+        if not isinstance(value, str) or not (is_module_path(value) or (key == "gate" and not value)):
+            raise fields.wrong(where, f"naming.experts.{key}", value, "the name of a module")
+    return ExpertNames(**texts, interleaved=names.get("interleaved") is True)
 
 
 def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:

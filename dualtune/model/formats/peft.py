@@ -25,7 +25,9 @@ from dualtune.model.adapter import (
     short_targets,
     within_stack,
 )
+from dualtune.model.experts import expert_of
 from dualtune.model.formats import naming as gpt2
+from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
     PAIR,
     Pairs,
@@ -109,16 +111,25 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
+    parameters, sources = fields.texts(config, "target_parameters", where) or [], dict[str, str]()
+    if any(map(stacks.is_parameter, parameters)):
+        pairs, sources = stacks.from_parameters(
+            pairs, naming.experts, parameters, lambda path: _rank(path, config, where), directory / WEIGHTS_FILE,
+        )  # fmt: skip
     _check_parameters(config, pairs, where)
-    for module in pairs:
+    for module in pairs.keys() - sources.keys():
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
     # Patterns of regular expressions give modules other ranks and alphas, which one rank and one scale replace.
-    ranks = {module: _rank(module, config, where) for module in pairs}
+    ranks = {module: _rank(sources.get(module, module), config, where) for module in pairs}
+    scales = {
+        module: _alpha(sources.get(module, module), config, where) / divisor(rank, scaling)
+        for module, rank in ranks.items()
+    }
+    ranks |= {module: len(pairs[module].A_rI) for module in sources}  # of gate and up, half of their parameter's
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
     check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
-    scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
 
     pairs, scale, conversions = unify(pairs, scales)
     rank = max(ranks.values())
@@ -129,6 +140,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         targets=_targets(pairs, config, where),
         scaling=scaling,
         method=method.name,
+        experts=stacks.experts_among(to_tensors(pairs)),
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
@@ -143,15 +155,26 @@ def peft_config(
     *,
     fan_in_fan_out: bool = False,
     naming: Naming = PLAIN,
+    of_experts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
+    """Return the adapter_config.json of a canonical adapter that has an integer alpha.
+
+    `of_experts`: the rank of each adapted parameter that is a stack of experts.
+    """
     assert spec.alpha == int(spec.alpha), spec
-    targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
+    fused = dict(of_experts or {})
+    named = spec.targets if not fused else [t for t in spec.targets if t == ALL_LINEAR or _selects_any(t, modules)]
+    targets, parameters = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
     if parameters:
         targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
+    parameters += sorted(fused)
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+    if patterns := {path: rank for path, rank in fused.items() if rank != spec.rank}:
+        extra["rank_pattern"] = patterns
+        alphas = {path: alpha_of(spec.scale, rank, spec.scaling) for path, rank in patterns.items()}
+        extra["alpha_pattern"] = {path: int(a) if a.is_integer() else a for path, a in alphas.items()}
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
     return {
@@ -173,6 +196,10 @@ def peft_config(
     }
 
 
+def _selects_any(target: str, modules: Iterable[str]) -> bool:
+    return any(is_target(module, (target,)) for module in modules)
+
+
 def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
     """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
 
@@ -187,8 +214,13 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
     """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
     for name in fields.texts(config, "target_parameters", where) or ():
         module, _, last = name.rpartition(".")
+        if stacks.is_parameter(name):
+            continue
         if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
-            allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
+            allowed = (
+                "the weights of linear layers, and the stacks of experts that transformers calls gate_up_proj, up_proj "
+                "and down_proj"
+            )
             raise fields.wrong(where, "target_parameters", name, allowed)
 
 
@@ -291,6 +323,8 @@ def _selects(rule: str | list[str], module: str, where: Path) -> bool:
 
 def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
     """Return the config's names; full paths if it selects by an expression, a list of layers or exceptions."""
+    if any(expert_of(module) for module in pairs):
+        return short_targets(pairs)
     targets = _selector(config, "target_modules", where)
     if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
         return tuple(sorted(pairs))
