@@ -48,7 +48,8 @@ class ExpertLoRA(AdaptedLayer):
         super().__init__()
         self.base = base
         self.count = int(cast(Any, base).num_experts)
-        self.scale, self.dropout, self.dropout_seeds = spec.scale, spec.dropout, seeds
+        self.scale = spec.scale_of(members(stack, 1)[0])
+        self.dropout, self.dropout_seeds = spec.dropout, seeds
         self.weights = StackedFactors()
         self.routing: list[mx.array] = []  # of the current call: the experts of each token, while there is dropout
         self._keys_I = mx.array(channel_keys(stack, shape_of(base)[1]))

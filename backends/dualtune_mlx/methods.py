@@ -19,7 +19,6 @@ from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.experts import check_stackable, check_whole, members, stacks_of
 from dualtune.model.formats.naming import canonical_name
-from dualtune.model.targets import select_modules
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.int8 import Int8Linear
 
@@ -152,7 +151,7 @@ def add_layers(
     for name, path in of_stacks.items():
         shape: tuple[int, int] = experts.shape_of(stacked[path])
         shapes |= dict.fromkeys(members(name, stacked[path].num_experts), shape)
-    selected = select_modules(shapes, spec.targets, spec.layers, experts=spec.experts)
+    selected = spec.select(shapes)
     shared: dict[tuple[str, int], Any] = {}
     wrapped: dict[str, AdaptedLayer] = {}
     for path, (_, in_dim) in selected.items():
@@ -165,7 +164,7 @@ def add_layers(
     for stack, found in stacks_of(name for name in selected if name not in linear).items():
         base = stacked[of_stacks[stack]]
         check_whole(stack, found, base.num_experts)
-        check_stackable(spec.method, stack)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
         adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(base, stack, spec, seeds)
     if spec.dropout:
         experts.tell_routing(model, adapters)

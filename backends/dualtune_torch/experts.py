@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.dropout import channel_keys, check_tokens
-from dualtune.model.experts import DOWN, GATE, ROLES, UP
+from dualtune.model.experts import DOWN, GATE, ROLES, UP, members
 from dualtune.model.targets import is_expert
 from dualtune_torch.lora import drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
@@ -75,9 +75,10 @@ class ExpertLoRA(AdaptedLayer):
         self.projection, self.count = projection, projection.count
         device = getattr(projection.experts, projection.parameter).device
         (out_features, in_features), count = projection.shape, self.count
-        self.scale, self.dropout, self.dropout_seeds = spec.scale, spec.dropout, seeds
-        self.lora_A = nn.Parameter(torch.empty(count, spec.rank, in_features, device=device))
-        self.lora_B = nn.Parameter(torch.empty(count, out_features, spec.rank, device=device))
+        self.scale, rank = spec.scale_of(first := members(stack, 1)[0]), spec.rank_of(first)
+        self.dropout, self.dropout_seeds = spec.dropout, seeds
+        self.lora_A = nn.Parameter(torch.empty(count, rank, in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(count, out_features, rank, device=device))
         keys = torch.from_numpy(channel_keys(stack, in_features).view("int32"))
         self.register_buffer("keys_I", keys.to(device), persistent=False)
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.experts import ALL, check_stackable, check_whole, members, stacks_of
-from dualtune.model.targets import select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes, weight_of
 
 
@@ -87,7 +86,7 @@ def add_layers(
     for name, path in of_stacks.items():
         shape: tuple[int, int] = stacked[path].shape
         shapes |= dict.fromkeys(members(name, stacked[path].count), shape)
-    selected = select_modules(shapes, spec.targets, spec.layers, experts=spec.experts)
+    selected = spec.select(shapes)
     wrapped: dict[str, AdaptedLayer] = {
         name: make(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
     }
@@ -97,7 +96,7 @@ def add_layers(
     for stack, found in stacks_of(name for name in selected if name not in paths).items():
         projection = stacked[of_stacks[stack]]
         check_whole(stack, found, projection.count)
-        check_stackable(spec.method, stack)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
         adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(projection, stack, spec, seeds)
     experts.wrap(model, adapters, seeds)
     return dict(sorted(wrapped.items()))

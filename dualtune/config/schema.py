@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import (
     RULES,
+    Alphas,
     Count,
     Factor,
     Fraction,
@@ -30,6 +31,7 @@ from dualtune.config.values import (
     PathText,
     Positive,
     Prompts,
+    Ranks,
     Section,
     Share,
     Size,
@@ -138,6 +140,10 @@ class AdapterConfig(Section):
     """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
     experts: bool = False
     """Whether the targets name layers of the experts of a mixture too; each expert has an adapter of its own."""
+    rank_pattern: Ranks = {}  # noqa: RUF012  pydantic copies it
+    """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
+    alpha_pattern: Alphas = {}  # noqa: RUF012
+    """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
     init: InitName = INITS[0]
     """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
     init_from: PathText | None = None
@@ -389,7 +395,7 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
-_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "layers", "init")
+_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "init")
 
 
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -25,6 +25,8 @@ _FORMATS = {
     "roles": "a mapping from names to system, user, assistant or tool, such as {critic: user}",
     "sources": "a list of these",
     "trackers": "a list of trackio, wandb, mlflow and tensorboard, which may be empty",
+    "ranks": "a mapping from module names to ranks, such as {down_proj: 32}",
+    "alphas": "a mapping from module names to alphas, such as {down_proj: 64}",
     "layers": "all, first N, last N, or numbers and ranges such as 0,4-11",
     "size": "a size such as 12GB or 12GiB",
 }

@@ -101,8 +101,13 @@ def check_whole(stack: str, chosen: Iterable[str], count: int) -> None:
         )
 
 
-def check_stackable(method: str, stack: str) -> None:
-    """Raise ConfigError for a method that has no form for stacks of experts."""
+def check_stackable(method: str, stack: str, forms: Collection[tuple[int, float]]) -> None:
+    """Raise ConfigError for a method that has no form for stacks of experts, or several ranks or alphas in one."""
+    if len(forms) > 1:
+        raise ConfigError(
+            f"adapter.rank_pattern, adapter.alpha_pattern: got several values for the experts of "
+            f"{without_number(stack)}, which are one stack. Name the projection without the number of an expert"
+        )
     if method != "lora":
         raise ConfigError(
             f"adapter.method: got {method}, but {without_number(stack)} is a stack of experts, which lora alone "

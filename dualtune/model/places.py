@@ -160,6 +160,6 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
     return replace(
         adapter,
         tensors=rename_modules(adapter.tensors, names),
-        spec=replace(adapter.spec, targets=tuple(names.get(target, target) for target in adapter.spec.targets)),
+        spec=adapter.spec.renamed(names),
         naming=naming_of(directory, names.values()),
     )

@@ -17,6 +17,8 @@ DEFAULTS = {
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "layers": "all",
         "experts": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "init": "kaiming",
         "init_from": None,
     },

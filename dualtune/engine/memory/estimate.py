@@ -7,7 +7,7 @@ estimate with the engines' actual memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -21,7 +21,7 @@ from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.experts import without_number
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
-from dualtune.model.targets import ALL_LAYERS
+from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -58,6 +58,9 @@ class HasAdapter(Protocol):
     @property
     def experts(self) -> bool: ...
 
+    @property
+    def rank_pattern(self) -> Mapping[str, int] | Pattern[int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -79,6 +82,7 @@ class Ask:
     method: str = "lora"
     layers: str = ALL_LAYERS
     experts: bool = False
+    rank_pattern: Pattern[int] = ()
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -188,7 +192,20 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     if adapter.method == FULL:
         return decoder.num_parameters
-    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers, adapter.experts)
+    on = adapted(decoder, adapter.targets, adapter.layers, adapter.experts)
+    return sum(map(METHODS[adapter.method].count, on.shapes, ranks(decoder, adapter).values()))
+
+
+def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
+    """Return the rank of each adapted layer. ConfigError if a target of the pattern selects nothing."""
+    patterns = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
+    return _ranks(decoder, adapter.rank, patterns, adapter.targets, adapter.layers, adapter.experts)
+
+
+def mean_rank(decoder: Shape, ask: Ask) -> float:
+    """Return the rank of an adapted layer, or their mean if they have several."""
+    found = [] if ask.trains_model else [*ranks(decoder, ask).values()]
+    return sum(found) / len(found) if {*found} - {ask.rank} else ask.rank
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
@@ -201,8 +218,22 @@ def num_scaled(decoder: Shape, ask: Ask) -> int:
 
 
 @cache
-def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets, layers: str, experts: bool) -> int:
-    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets, layers, experts).shapes)
+def _ranks(
+    decoder: Shape, rank: int, pattern: Pattern[int], targets: Targets, layers: str, experts: bool
+) -> Mapping[str, int]:
+    modules = selected(decoder, targets, layers, experts)
+    pattern = checked_pattern(decoder, "rank_pattern", pattern, modules)
+    return {module: value_of(module, pattern, rank) for module in modules}
+
+
+def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], modules: Collection[str]) -> Pattern[Value]:
+    """Return adapter.<key> with the names that the class has. ConfigError as when the model is loaded."""
+    from dualtune.model.targets import matched
+
+    names = matched((target for target, _ in pattern), shape.modules())
+    pattern = tuple((names[target], value) for target, value in pattern)
+    check_pattern(key, pattern, modules)
+    return pattern
 
 
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
@@ -305,7 +336,8 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     # A target that selects nothing is told now, not when the estimate asks for it.
     if not config.adapter.trains_model:
-        adapted(decoder, config.adapter.targets, config.adapter.layers, config.adapter.experts)
+        alphas = (*config.adapter.alpha_pattern.items(),)
+        checked_pattern(decoder, "alpha_pattern", alphas, ranks(decoder, config.adapter))
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -319,6 +351,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         targets=config.adapter.targets,
         layers=config.adapter.layers,
         experts=config.adapter.experts,
+        rank_pattern=(*config.adapter.rank_pattern.items(),),
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

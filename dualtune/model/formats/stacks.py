@@ -23,7 +23,7 @@ import numpy as np
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import Tensors, modules_of, parse_name, tensor_name, within_stack
 from dualtune.model.experts import DOWN, GATE, ROLES, UP, Expert, expert_of, members, stacks_of
-from dualtune.model.formats.canonical import Pair, Pairs
+from dualtune.model.formats.canonical import Pair, Pairs, fold, pad
 from dualtune.model.formats.naming import ExpertNames
 from dualtune.model.targets import is_target
 
@@ -40,17 +40,22 @@ class Parameters(NamedTuple):
 
     linear: Tensors  # of linear layers
     tensors: Tensors  # of parameters
-    ranks: dict[str, int]  # by the path of each parameter, as transformers calls it
+    forms: dict[str, tuple[int, float]]  # the rank and the scale of each parameter, by its path in transformers
 
 
-def to_parameters(tensors: Tensors, names: ExpertNames) -> Parameters:
+def to_parameters(tensors: Tensors, names: ExpertNames, scale_of: Callable[[str], float]) -> Parameters:
     """Return canonical tensors with those of experts as PEFT's of parameters.
 
-    A layer of single experts stays a linear layer: PEFT adapts all experts that share a parameter, or none.
+    `scale_of`: the factor of B A in a module. Where experts, or gate and up, that share a parameter have several, B
+    is multiplied. A layer of single experts stays a linear layer: PEFT adapts all experts that share a parameter.
     """
-    others, found, ranks = dict(tensors), Tensors(), dict[str, int]()
+    others, found, forms = dict(tensors), Tensors(), dict[str, tuple[int, float]]()
     for container, by_role in _containers(tensors, whole=True).items():
-        stacks = {role: _stacked(tensors, modules) for role, modules in by_role.items()}
+        scales = {DOWN if role == DOWN else FUSED: scale_of(modules[0]) for role, modules in by_role.items()}
+        stacks = {
+            role: _stacked(tensors, modules, lambda m, s=scales[DOWN if role == DOWN else FUSED]: scale_of(m) / s)
+            for role, modules in by_role.items()
+        }
         within = {role: stacks[role] for role in (GATE, UP) if role in stacks}
         fused: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         if within:
@@ -65,8 +70,9 @@ def to_parameters(tensors: Tensors, names: ExpertNames) -> Parameters:
             rank = A_ErI.shape[1]
             found[tensor_name(layer, "A")] = np.ascontiguousarray(A_ErI.reshape(-1, A_ErI.shape[2]))
             found[tensor_name(layer, "B")] = np.ascontiguousarray(B_EOr.transpose(1, 2, 0).reshape(B_EOr.shape[1], -1))
-            ranks[within_stack(f"{_in_transformers(container)}.{parameter}")] = rank
-    return Parameters(others, found, ranks)
+            scale = scales[DOWN if parameter == DOWN else FUSED]
+            forms[within_stack(f"{_in_transformers(container)}.{parameter}")] = rank, scale
+    return Parameters(others, found, forms)
 
 
 def _containers(tensors: Iterable[str], *, whole: bool = False) -> dict[str, dict[str, list[str]]]:
@@ -93,10 +99,15 @@ def _containers(tensors: Iterable[str], *, whole: bool = False) -> dict[str, dic
     return found
 
 
-def _stacked(tensors: Tensors, modules: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return A [E, r, in] and B [E, out, r]."""
-    A_ErI, B_EOr = (np.stack([tensors[tensor_name(module, part)] for module in modules]) for part in "AB")
-    return A_ErI, B_EOr
+def _stacked(
+    tensors: Tensors, modules: Iterable[str], factor_of: Callable[[str], float] = lambda module: 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A [E, r, in] and B [E, out, r], padded to the largest rank, with each B multiplied by a factor."""
+    pairs = {m: Pair(tensors[tensor_name(m, "A")], tensors[tensor_name(m, "B")]) for m in modules}
+    rank = max(len(pair.A_rI) for pair in pairs.values())
+    As = [pad(pair.A_rI, rank, axis=0) for pair in pairs.values()]
+    Bs = [fold(pad(pair.B_Or, rank, axis=1), factor_of(m)) for m, pair in pairs.items()]
+    return np.stack(As), np.stack(Bs)
 
 
 def _fused(within: Mapping[str, tuple[np.ndarray, np.ndarray]], names: ExpertNames) -> tuple[np.ndarray, np.ndarray]:
