@@ -20,25 +20,27 @@ from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import input_of
-from dualtune.model.experts import apart, together
+from dualtune.model.experts import shapes_apart
 from dualtune.model.methods import METHODS
+from dualtune.model.optimizer import Shapes
 from dualtune_torch.methods import AdaptedLayer
 
 
 class AdapterBuffer:
     """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order.
 
-    A stack of experts is one tensor here, and one for each expert in a state (`dualtune.model.experts`).
+    A stack of experts has one view, and is the tensors of its experts for the optimizer and in states
+    (`dualtune.model.experts`): these lie in it one after another.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
-        self.shapes = dict(shapes)
-        self.sizes = [*map(math.prod, self.shapes.values())]
-        self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
+        self.shapes = shapes_apart(shapes)
+        sizes = map(math.prod, self.shapes.values())
+        self.flat = torch.zeros(sum(sizes), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
-        self.masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
+        self.masters, self.grads = _views(self.flat.detach(), shapes), _views(self.flat.grad, shapes)
         self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
-        self.compute = self._views(self._compute.detach())
+        self.compute = _views(self._compute.detach(), shapes)
 
     def refresh(self) -> None:
         """Update the copy in the compute dtype. Call this after every change of the flat tensor."""
@@ -46,16 +48,27 @@ class AdapterBuffer:
             self._compute.copy_(self.flat.detach())
 
     def load(self, into: Tensor, state: Tensors) -> None:
-        for name, view in self._views(into.detach()).items():
-            view.copy_(torch.from_numpy(together(name, self.shapes[name], state)))
+        fill(into, self.shapes, state)
 
     def to_numpy(self, flat: Tensor) -> Tensors:
-        views = self._views(flat.detach().cpu())
-        return dict(sorted(apart({name: view.numpy().copy() for name, view in views.items()}).items()))
+        return to_numpy(flat, self.shapes)
 
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split(self.sizes)
-        return {n: part.view(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:
+    """Write tensors of these shapes into a flat one that consists of them, in this order."""
+    for name, view in _views(into.detach(), shapes).items():
+        view.copy_(torch.from_numpy(state[name]))
+
+
+def to_numpy(flat: Tensor, shapes: Shapes) -> Tensors:
+    """Return copies of the tensors that a flat one consists of."""
+    views = _views(flat.detach().cpu(), shapes)
+    return {name: views[name].numpy().copy() for name in sorted(views)}
+
+
+def _views(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    parts = flat.split([*map(math.prod, shapes.values())])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def adapter_buffer(

@@ -14,12 +14,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from dualtune.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ALL = "*"  # in the place of an expert's number: all of them
 _NUMBERED = re.compile(
@@ -28,7 +25,6 @@ _NUMBERED = re.compile(
 # What files call the projections of an expert, by what they are: Mixtral's w1, w3 and w2, and everyone else's.
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 ROLES = {GATE: GATE, UP: UP, DOWN: DOWN, "w1": GATE, "w3": UP, "w2": DOWN}
-Value = TypeVar("Value")
 
 
 class Expert(NamedTuple):
@@ -115,15 +111,7 @@ def check_stackable(method: str, stack: str, forms: Collection[tuple[int, float]
         )
 
 
-# --- tensors: of a stack, with the expert as the first axis, and of its experts ---------------------------------------
-
-
-def apart(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors with those of stacks as views of one for each expert."""
-    found: dict[str, np.ndarray] = {}
-    for name, values in tensors.items():
-        found |= dict(zip(members(name, len(values)), values, strict=True)) if is_stack(name) else {name: values}
-    return found
+# --- shapes of tensors: of a stack, with the expert as the first axis, and of its experts -----------------------------
 
 
 def shapes_apart(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -144,15 +132,6 @@ def gathered(shapes: Mapping[str, tuple[int, ...]], stacks: Collection[str]) -> 
         else:
             found[expert.stack] = (found[expert.stack][0] + 1 if expert.stack in found else 1, *shape)
     return found
-
-
-def together(name: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the tensor of this name and shape: of a stack from those of its experts."""
-    if not is_stack(name):
-        return tensors[name]
-    import numpy as np
-
-    return np.stack([tensors[member] for member in members(name, shape[0])])
 
 
 def is_stack(name: str) -> bool:
