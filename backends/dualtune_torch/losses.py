@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.engine.backend import IGNORE_INDEX
+from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import capped
 
@@ -28,7 +29,15 @@ def target_logprobs(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return -losses_N.view_as(labels_BT)
 
 
-def most_probable(hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None) -> Tensor:
+def most_probable(
+    hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None, own: Rows | None = None
+) -> Tensor:
     """The first index of the largest of capped(hidden · headᵀ + bias), int64 [M]; logits of a few rows at a time."""
     rows = hidden_MD.split(LOSS_ROWS[hidden_MD.device.type])
-    return torch.cat([capped(F.linear(hidden_RD, head_VD, bias_V).float(), cap).argmax(-1) for hidden_RD in rows])
+    found: list[Tensor] = []
+    for hidden_RD in rows:
+        logits_RV = F.linear(hidden_RD, head_VD, bias_V)
+        if own is not None:
+            own.write_logits(logits_RV, hidden_RD, bias_V)
+        found.append(capped(logits_RV.float(), cap).argmax(-1))
+    return torch.cat(found)
