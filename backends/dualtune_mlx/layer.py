@@ -31,7 +31,7 @@ class LoRALayer(nn.Module):
         super().__init__()
         start = spec.initial({name: linear_shape(base)}, seed)
         self.base = base.freeze()
-        self.scale = spec.scale
+        self.scale = spec.scale_of(name)
         self.dropout = nn.Dropout(spec.dropout)
         self.lora_A = mx.array(start[tensor_name(name, "A")])
         self.lora_B = mx.array(start[tensor_name(name, "B")])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import mlx.core as mx
 from mlx import nn
@@ -17,12 +19,15 @@ from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds, linear_shape
 
 
+@dataclass(eq=False)
 class Factors:
     """The adapter's two matrices. Not a Module, so that the model's parameters are only the base's. They are bound to
     the arrays by which the current function is differentiated."""
 
-    lora_A_rI: mx.array
-    lora_B_Or: mx.array
+    rank: int
+    scale: float
+    lora_A_rI: mx.array = field(init=False)
+    lora_B_Or: mx.array = field(init=False)
 
 
 class SharedInput:
@@ -34,7 +39,6 @@ class SharedInput:
 
     def __init__(self, module: str, in_dim: int, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         self.members: list[Factors] = []
-        self.scale = spec.scale
         self.dropout = spec.dropout
         self.dropout_seeds = seeds
         self.origins = Origins()
@@ -48,12 +52,20 @@ class SharedInput:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
             u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
-            products = mx.split(self.scale * u_BTR, len(self.members), axis=-1)
+            ends = [*accumulate(member.rank for member in self.members)]
+            products = mx.split(self._scale(x_BTI.dtype) * u_BTR, ends[:-1], axis=-1)
             self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
         u_BTr = self._waiting.pop(id(weights))
         if not self._waiting:
             self._x_BTI = None  # x is kept no longer than needed
         return u_BTr
+
+    def _scale(self, dtype: mx.Dtype) -> float | mx.array:
+        """Return the scale of all members, or that of each rank."""
+        first, *others = {member.scale for member in self.members}
+        if not others:
+            return first
+        return mx.array([member.scale for member in self.members for _ in range(member.rank)], dtype)
 
     def _multiply(self, x_BTI: mx.array, stacked_RI: mx.array) -> mx.array:
         """Return the product of x, after dropout, by all A."""
@@ -98,8 +110,8 @@ class LoRALinear(AdaptedLayer):
     ) -> None:
         super().__init__()
         self.base = base
-        self.scale = spec.scale
-        self.weights = Factors()
+        self.scale = spec.scale_of(module)
+        self.weights = Factors(spec.rank_of(module), self.scale)
         self.shared = shared or SharedInput(module, linear_shape(base)[1], spec, seeds)
         self.shared.members.append(self.weights)
 

@@ -17,7 +17,6 @@ from mlx.utils import tree_unflatten
 from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.formats.naming import canonical_name
-from dualtune.model.targets import select_modules
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.beside import TrainedBeside
 from dualtune_mlx.int8 import Int8Linear
@@ -141,7 +140,7 @@ def add_layers(
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
     shared: dict[tuple[str, int], Any] = {}
     wrapped: dict[str, AdaptedLayer] = {}
-    for path, (_, in_dim) in select_modules(shapes, spec.targets, spec.layers).items():
+    for path, (_, in_dim) in spec.select(shapes).items():
         reads = (input_of(path), in_dim)
         wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared

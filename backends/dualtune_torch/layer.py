@@ -35,7 +35,7 @@ class LoRALayer(nn.Module):
         super().__init__()
         start = spec.initial({name: shape_of(base)}, seed)
         self.base = base.requires_grad_(False)
-        self.scale, self.dropout = spec.scale, spec.dropout
+        self.scale, self.dropout = spec.scale_of(name), spec.dropout
         A_rI, B_Or = (torch.from_numpy(start[tensor_name(name, part)]) for part in ("A", "B"))
         self.lora_A = nn.Parameter(A_rI.to(base.weight.device))
         self.lora_B = nn.Parameter(B_Or.to(base.weight.device))

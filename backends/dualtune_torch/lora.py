@@ -43,11 +43,11 @@ class LoRALinear(AdaptedLayer):
         out_features, in_features = shape_of(base)
         self.base = base
         self.module = module
-        self.scale = spec.scale
+        self.scale, rank = spec.scale_of(module), spec.rank_of(module)
         self.dropout = spec.dropout
         self.dropout_seeds = seeds
-        self.lora_A = nn.Parameter(torch.empty(spec.rank, in_features, device=device))
-        self.lora_B = nn.Parameter(torch.empty(out_features, spec.rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(out_features, rank, device=device))
         keys = torch.from_numpy(channel_keys(module, in_features).view("int32"))
         self.register_buffer("keys_I", keys.to(device), persistent=False)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.targets import select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
 
 
@@ -64,9 +63,7 @@ def add_layers(
     linear = linear_layers(model)
     paths = {(names or {}).get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
-    wrapped = {
-        name: make(linear[paths[name]], name, spec, seeds) for name in select_modules(shapes, spec.targets, spec.layers)
-    }
+    wrapped = {name: make(linear[paths[name]], name, spec, seeds) for name in spec.select(shapes)}
     for name, layer in wrapped.items():
         model.set_submodule(paths[name], layer)
     return wrapped

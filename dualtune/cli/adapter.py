@@ -78,13 +78,19 @@ def report_text(report: AdapterReport) -> str:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--to", "layout", type=LAYOUTS, required=True, help="The layout to write.")
 @click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
-def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
+@click.option("--uniform", is_flag=True, help="Write one rank and one scale, for programs that read no patterns.")
+def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None, uniform: bool) -> None:
     """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
-    from dualtune.model.formats.canonical import rescaled
+    from dualtune.model.adapter import modules_of
+    from dualtune.model.formats.canonical import rescaled, unified
     from dualtune.model.formats.directory import read_adapter, write_adapter
 
     adapter = read_adapter(directory)
-    adapter = replace(adapter, spec=rescaled(adapter.spec, scaling or adapter.spec.scaling))
+    if scaling is not None:
+        adapter = replace(adapter, spec=rescaled(adapter.spec, scaling, modules_of(adapter.tensors)))
+    if uniform:
+        spec, tensors, notes = unified(adapter.spec, adapter.tensors)
+        adapter = replace(adapter, spec=spec, tensors=tensors, notes=(*adapter.notes, *notes))
     write_adapter(out, adapter, layout=layout)
     for note in adapter.notes:
         say(f"converted: {note}")

@@ -76,6 +76,8 @@ FOREIGN_KEYS = {
         "model.kernels": "fused_kernels liger use_liger_kernel",
         "adapter.rank": "lora_r lora_rank r",
         "adapter.alpha": "lora_alpha scale",
+        "adapter.rank_pattern": "lora_rank_pattern ranks",
+        "adapter.alpha_pattern": "alphas lora_alpha_pattern",
         "adapter.method": "dora fine_tune_type peft_type use_dora",
         "adapter.scaling": "rslora use_rslora",
         "adapter.dropout": "lora_dropout",

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import (
     RULES,
+    Alphas,
     Count,
     Factor,
     Fraction,
@@ -31,6 +32,7 @@ from dualtune.config.values import (
     PathText,
     Positive,
     Prompts,
+    Ranks,
     Section,
     Share,
     Size,
@@ -138,6 +140,10 @@ class AdapterConfig(Section):
     in a model that lacks one of them."""
     layers: Layers = ALL_LAYERS
     """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
+    rank_pattern: Ranks = {}  # noqa: RUF012  pydantic copies it
+    """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
+    alpha_pattern: Alphas = {}  # noqa: RUF012
+    """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
     train_modules: Names = ()
     """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
     embed_tokens, lm_head or norm."""
@@ -394,7 +400,10 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
-_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "layers", "train_modules", "train_rows", "init")
+_ADAPTER_ONLY = (
+    "rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "train_modules",
+    "train_rows", "init",
+)  # fmt: skip
 
 
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -137,6 +137,9 @@ Layers = Annotated[
     Field(pattern=rf"^({LAYERS})$", json_schema_extra={"format": "layers"}),
     BeforeValidator(_listed),
 ]
+# Of modules: the first name that selects one counts, as in `dualtune.model.targets.value_of`.
+Ranks = Annotated[dict[str, Count], Field(json_schema_extra={"format": "ranks"})]
+Alphas = Annotated[dict[str, Factor], Field(json_schema_extra={"format": "alphas"})]
 PathText = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
 ModuleNames = Annotated[

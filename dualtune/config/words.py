@@ -27,6 +27,8 @@ _FORMATS = {
     "sources": "a list of these",
     "tokens": "a list of different tokens, by id or text, which may be empty",
     "trackers": "a list of trackio, wandb, mlflow and tensorboard, which may be empty",
+    "ranks": "a mapping from module names to ranks, such as {down_proj: 32}",
+    "alphas": "a mapping from module names to alphas, such as {down_proj: 64}",
     "layers": "all, first N, last N, or numbers and ranges such as 0,4-11",
     "size": "a size such as 12GB or 12GiB",
 }

@@ -176,6 +176,8 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
+    if adapter.rank_pattern or adapter.alpha_pattern:
+        usual += f", others in {len({*adapter.rank_pattern, *adapter.alpha_pattern})} patterns"
     usual += "" if adapter.layers == ALL_LAYERS else f" in layers {adapter.layers}"
     usual += "" if adapter.init == INITS[0] else f", starts {adapter.init}"
     return rows or [Check("adapter", "ok", usual)]

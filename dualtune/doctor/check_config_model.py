@@ -23,7 +23,7 @@ from dualtune.model.base_model import is_here, resolve_model
 from dualtune.model.config_file import ignored_code, longest_text, position_table_size, read_config
 from dualtune.model.embeddings import untied_head, untrained_rows
 from dualtune.model.importing.foreign import base_shapes
-from dualtune.model.targets import OUTPUT_HEAD, Shapes, adapted_as, is_target, select_modules
+from dualtune.model.targets import OUTPUT_HEAD, Shapes, adapted_as, check_pattern, is_target, select_modules
 from dualtune.model.weight_files import has_weights, weights_in
 from dualtune.train.activation_cache import layers_below
 
@@ -200,10 +200,13 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
     targets = config.adapter.targets
     try:
         shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
-        adapted = select_modules(shapes, (targets,) if isinstance(targets, str) else targets, config.adapter.layers)
+        names = (targets,) if isinstance(targets, str) else targets
+        adapted = select_modules(shapes, names, config.adapter.layers)
+        for key in ("rank_pattern", "alpha_pattern"):
+            check_pattern(key, (*getattr(config.adapter, key).items(),), adapted)
     except DualtuneError as error:
         return [failure("targets", error)]
-    kinds = adapted_as(shapes, (targets,) if isinstance(targets, str) else targets)
+    kinds = adapted_as(shapes, names)
     text = f"{len(adapted)} linear layers{_share(model.directory, adapted)}"
     return [Check("targets", "ok", f"{text}; {kinds}" if kinds else text)]
 

@@ -28,6 +28,7 @@ from dualtune.engine.memory.estimate import (
     Ask,
     adapted_by,
     has_plain_loss,
+    mean_rank,
     num_trained,
     padded,
 )
@@ -273,7 +274,7 @@ def _base_products(step: _Step) -> Iterator[Piece]:
 
 
 def _lora_products(step: _Step) -> Iterator[Piece]:
-    T, c, r, layers = step.cells, step.ask.item_bytes, step.ask.rank, step.adapted_layers
+    T, c, r, layers = step.cells, step.ask.item_bytes, mean_rank(step.decoder, step.ask), step.adapted_layers
     for group in step.groups().values():
         width, ranks = group[0].in_, r * len(group)
         out = sum(linear.out for linear in group)
@@ -292,7 +293,7 @@ def _lora_products(step: _Step) -> Iterator[Piece]:
 def _norms_of_sums(step: _Step) -> Iterator[Piece]:
     """W Aᵀ, of which DoRA's norms are made: once in a step."""
     if step.ask.scales_outputs:
-        size, r = sum(out * in_ for out, in_ in step.on.shapes), step.ask.rank
+        size, r = sum(out * in_ for out, in_ in step.on.shapes), mean_rank(step.decoder, step.ask)
         yield Piece(SCALING, False, 2 * r * size, r, bytes=step.ask.item_bytes * size)
 
 

@@ -13,8 +13,8 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -23,7 +23,19 @@ import numpy as np
 from dualtune.model.beside import NOTHING, PREFIX, Beside, parse_beside
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, Shapes, is_target, position_of
+from dualtune.model.targets import (
+    ALL_LAYERS,
+    ALL_LINEAR,
+    Pattern,
+    Shapes,
+    Value,
+    check_pattern,
+    is_target,
+    position_of,
+    select_modules,
+    value_of,
+    with_effect,
+)
 
 Tensors = dict[str, np.ndarray]
 
@@ -45,12 +57,47 @@ class AdapterSpec:
     method: str = "lora"  # one of `dualtune.model.methods.NAMES`
     init: str = INITS[0]  # of a fresh adapter; says nothing of one that was trained, and is in no file
     layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
+    rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
+    alpha_pattern: Pattern[float] = ()
     beside: Beside = NOTHING  # parameters of the base that are trained too
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor of B A in a module that no pattern names."""
         return self.alpha / divisor(self.rank, self.scaling)
+
+    def rank_of(self, module: str) -> int:
+        return value_of(module, self.rank_pattern, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        return value_of(module, self.alpha_pattern, self.alpha)
+
+    def scale_of(self, module: str) -> float:
+        """The factor of B A in a module."""
+        return self.alpha_of(module) / divisor(self.rank_of(module), self.scaling)
+
+    def differences(self) -> dict[str, str]:
+        """Return what is another rank or alpha, by target, for display."""
+        ranks = {target: f"rank {rank}" for target, rank in self.rank_pattern}
+        alphas = {target: f"alpha {alpha:g}" for target, alpha in self.alpha_pattern}
+        return {t: " and ".join(filter(None, (ranks.get(t), alphas.get(t)))) for t in (*ranks, *alphas)}
+
+    def select(self, available: Shapes) -> dict[str, tuple[int, int]]:
+        """Return the adapted layers of a model, sorted. ConfigError if a target or a pattern selects nothing."""
+        modules = select_modules(available, self.targets, self.layers)
+        check_pattern("rank_pattern", self.rank_pattern, modules)
+        check_pattern("alpha_pattern", self.alpha_pattern, modules)
+        return modules
+
+    def renamed(self, names: Mapping[str, str]) -> AdapterSpec:
+        """Return the spec with other whole paths; what is the end of a path stays."""
+        return replace(
+            self,
+            targets=tuple(names.get(target, target) for target in self.targets),
+            rank_pattern=tuple((names.get(target, target), rank) for target, rank in self.rank_pattern),
+            alpha_pattern=tuple((names.get(target, target), alpha) for target, alpha in self.alpha_pattern),
+            beside=self.beside.renamed(names),
+        )
 
     @property
     def trains_model(self) -> bool:
@@ -73,7 +120,7 @@ class AdapterSpec:
 
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
         """Return a fresh adapter of this spec: see `init_adapter`."""
-        return init_adapter(shapes, self.rank, seed, method=self.method, init=self.init, weight=weight)
+        return init_adapter(shapes, self.rank_of, seed, method=self.method, init=self.init, weight=weight)
 
 
 def divisor(rank: int, scaling: Scaling) -> float:
@@ -110,7 +157,7 @@ def modules_of(tensors: Iterable[str]) -> list[str]:
 
 def init_adapter(
     shapes: Shapes,
-    rank: int,
+    rank: int | Callable[[str], int],
     seed: int,
     *,
     method: str = "lora",
@@ -119,6 +166,7 @@ def init_adapter(
 ) -> Tensors:
     """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
 
+    `rank`: of all modules, or of each.
     `weight` returns the frozen weight [out, in] of a module, float32; without it, tensors that depend on it are
     omitted. Every module has a separate random stream, keyed by (seed, module path), so that the numbers depend neither
     on the other adapted modules nor on their order in a backend.
@@ -127,7 +175,8 @@ def init_adapter(
     for module, shape in shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
         frozen = partial(weight, module) if weight else None
-        values = METHODS[method].inits[init](shape, rank, rng, frozen)
+        own_rank = rank if isinstance(rank, int) else rank(module)
+        values = METHODS[method].inits[init](shape, own_rank, rng, frozen)
         tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors
 
@@ -181,6 +230,32 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
     is_name = not any(target.isdigit() for target in names)
     selects_something = is_name and all(any(is_target(module, [target]) for module in modules) for target in names)
     return names if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
+
+
+def pattern_of(
+    values: Mapping[str, Value],
+    default: Value,
+    given: Pattern[Value] = (),
+    read: Callable[[str, Pattern[Value], Value], Value] = value_of,
+) -> Pattern[Value]:
+    """Return a pattern that gives these modules these values, as `read` reads it.
+
+    That is the given one without what has no effect, if it does; else one of short names where all modules of a name
+    share a value, and of whole paths.
+    """
+    by_name: dict[str, set[Value]] = defaultdict(set)
+    for module, value in values.items():
+        by_name[module.rpartition(".")[2]].add(value)
+    shared = {name for name, found in by_name.items() if len(found) == 1 and not name.isdigit()}
+    others = [(module, value) for module, value in sorted(values.items()) if value != default]
+    short = dict.fromkeys(
+        (name if (name := module.rpartition(".")[2]) in shared else module, value) for module, value in others
+    )
+    # The last one is right even where one path is the end of another.
+    for pattern in (with_effect(given, values), tuple(short), tuple(others)):
+        if all(read(module, pattern, default) == value for module, value in values.items()):
+            return pattern
+    return tuple(sorted(values.items(), key=lambda item: (-len(item[0]), item[0])))
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:

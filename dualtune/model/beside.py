@@ -10,7 +10,7 @@ An output head that is the embedding has no parameters of its own: training one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,11 @@ class Beside:
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.rows)
+
+    def renamed(self, names: Mapping[str, str]) -> Beside:
+        """Return it with other whole paths; what is the end of a path stays."""
+        modules, tables = (tuple(names.get(name, name) for name in part) for part in (self.modules, self.row_modules))
+        return Beside(modules, self.rows, tables)
 
     @property
     def keys(self) -> str:

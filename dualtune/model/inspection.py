@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,7 +78,9 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     shared = sorted(pairs.keys() & others.keys())
     reshaped = tuple(m for m in shared if pairs[m].delta_shape != others[m].delta_shape)
     modules = [
-        _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
+        _difference(m, pairs[m], ours.spec.scale_of(m), others[m], theirs.spec.scale_of(m))
+        for m in shared
+        if m not in reshaped
     ]
     extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
     modules = [
@@ -101,6 +104,8 @@ def _settings(adapter: Adapter) -> dict[str, Any]:
         "alpha": spec.alpha,
         "scaling": spec.scaling,
         "scale": spec.scale,
+        "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": dict(spec.alpha_pattern),
         "dropout": spec.dropout,
         "targets": tuple(sorted(spec.targets)),
         "base model": adapter.base_model,
@@ -152,6 +157,8 @@ class AdapterReport:
     rank: int
     alpha: float
     scale: float
+    rank_pattern: dict[str, int]  # of modules with another rank or alpha
+    alpha_pattern: dict[str, float]
     method: str
     scaling: str  # standard: scale = alpha / rank; rank_stabilized: alpha / √rank
     dropout: float
@@ -196,6 +203,8 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         rank=spec.rank,
         alpha=spec.alpha,
         scale=spec.scale,
+        rank_pattern=dict(spec.rank_pattern),
+        alpha_pattern=dict(spec.alpha_pattern),
         method=spec.method,
         scaling=spec.scaling,
         dropout=spec.dropout,
@@ -204,7 +213,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         num_modules=len(pairs),
         num_parameters=sum(x.size for x in adapter.tensors.values()),
         file_bytes={name: (directory / name).stat().st_size for name in names},
-        projections=_projections(pairs, spec.scale),
+        projections=_projections(pairs, spec.scale_of),
         notes=(*adapter.notes, *adapter.naming.notes),
         flags=tuple(_flags(adapter, pairs)),
         problems=(*(changes or ()), *canonical.value_problems(adapter.tensors), *(disagreements or ())),
@@ -213,11 +222,11 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
     )
 
 
-def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
+def _projections(pairs: canonical.Pairs, scale_of: Callable[[str], float]) -> tuple[ProjectionNorms, ...]:
     norms: dict[str, list[float]] = defaultdict(list)
     for module, pair in pairs.items():
         position = position_of(module)
-        norms[position.name if position else module].append(canonical.delta_norm(pair, scale))
+        norms[position.name if position else module].append(canonical.delta_norm(pair, scale_of(module)))
     return tuple(ProjectionNorms(name, len(n), sum(n) / len(n), max(n)) for name, n in sorted(norms.items()))
 
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.model.adapter import PREFIX, is_of_base, owner_of
-from dualtune.model.beside import Beside
 from dualtune.model.config_file import read_config
 from dualtune.model.embeddings import is_embedding, is_head, tied_head
 from dualtune.model.formats.directory import Adapter
@@ -133,18 +132,9 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
     return replace(
         adapter,
         tensors=rename_modules(adapter.tensors, names),
-        spec=replace(
-            adapter.spec,
-            targets=tuple(names.get(target, target) for target in adapter.spec.targets),
-            beside=_renamed(adapter.spec.beside, names),
-        ),
+        spec=adapter.spec.renamed(names),
         naming=replace(naming_of(directory, names.values()), tied_head=adapter.naming.tied_head),
     )
-
-
-def _renamed(beside: Beside, names: Mapping[str, str]) -> Beside:
-    modules, tables = (tuple(names.get(n, n) for n in part) for part in (beside.modules, beside.row_modules))
-    return replace(beside, modules=modules, row_modules=tables)
 
 
 def _with_ties(adapter: Adapter, directory: Path) -> Adapter:

@@ -6,11 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dualtune.base.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
+Value = TypeVar("Value", int, float)
+Pattern = tuple[tuple[str, Value], ...]  # (target, value of the modules that it selects); the first that selects counts
 
 ALL_LINEAR = "all-linear"
 OUTPUT_HEAD = "lm_head"
@@ -146,6 +148,37 @@ def select_modules(available: Shapes, targets: Iterable[str], layers: str = ALL_
             raise ConfigError(f"adapter.layers: got {layers}, but none of these layers has '{target}'")
         selected |= {module: available[module] for module in inside}
     return dict(sorted(selected.items()))
+
+
+def value_of(module: str, pattern: Pattern[Value], default: Value) -> Value:
+    """Return the value of a module: that of the first target of the pattern that selects it, else the default."""
+    return next((value for target, value in pattern if _selects(target, module)), default)
+
+
+def check_pattern(key: str, pattern: Pattern[Value], adapted: Iterable[str]) -> None:
+    """Raise ConfigError for a target of adapter.<key> that selects no adapted layer, or only those of earlier ones."""
+    modules = list(adapted)
+    for target, _ in set(pattern) - set(with_effect(pattern, modules)):
+        if any(_selects(target, module) for module in modules):
+            raise ConfigError(
+                f"adapter.{key}: '{target}' has no effect: the first name that selects a layer counts, and those "
+                "before it select the same ones. Put it before them"
+            )
+        names = ", ".join(sorted({module.split(".")[-1] for module in modules}))
+        raise ConfigError(
+            f"adapter.{key}: no adapted layer is called '{target}'. The adapter has: {names or 'none'}. A name may "
+            "begin with a part of its path, such as layers.0.self_attn.q_proj"
+        )
+
+
+def with_effect(pattern: Pattern[Value], modules: Iterable[str]) -> Pattern[Value]:
+    """Return the pattern without targets that select none of these modules, or only those of earlier ones."""
+    left, kept = set(modules), dict[str, Value]()
+    for target, value in pattern:
+        if matches := {module for module in left if _selects(target, module)}:
+            kept[target] = value
+            left -= matches
+    return tuple(kept.items())
 
 
 def _is_inside(module: str, numbers: frozenset[int] | None, *, by_name: bool) -> bool:

@@ -90,6 +90,7 @@ def summary(prepared: Prepared) -> list[str]:
     config, data, spec, tokenizer = prepared.config, prepared.data, prepared.spec, prepared.model.tokenizer
     chat = "chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
     start = "" if spec.init == INITS[0] else f"start {spec.init}, "
+    others = "".join(f"{target}: {shown}, " for target, shown in spec.differences().items())
     copy, template = template_of(config, prepared.checkpoint), config.data.template
     return [
         f"model       {config.model.name}, {chat}",
@@ -97,7 +98,7 @@ def summary(prepared: Prepared) -> list[str]:
         *(f"warning     {doubt}" for doubt in _doubts(prepared) if doubt),
         "adapter     none: all parameters of the model are trained"
         if spec.trains_model
-        else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, {start}"
+        else f"adapter     rank {spec.rank}, scale {spec.scale:g}, {others}dropout {spec.dropout:g}, {start}"
         f"on {', '.join(spec.targets[:8])}{' …' if len(spec.targets) > 8 else ''}"
         f"{'' if spec.layers == ALL_LAYERS else f' in layers {spec.layers}'}",
         f"train data  {data.train.summary()}",

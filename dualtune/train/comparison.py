@@ -227,7 +227,10 @@ def _key(
     digest, adapter = hashlib.sha256(), config.adapter
     for name, tensor in sorted((state or {}).items()):
         digest.update(name.encode() + tensor.tobytes())
-    own = None if state is None else [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling]
+    own = None
+    if state is not None:
+        patterns = [[*adapter.rank_pattern.items()], [*adapter.alpha_pattern.items()]]
+        own = [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling, *patterns]
     return {**engine_key(engine, backend, base), "adapter": own}
 
 

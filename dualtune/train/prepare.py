@@ -316,7 +316,7 @@ def start_of(config: Config) -> Adapter | None:
 
 
 def with_adapter_of(config: Config, start: Adapter | None) -> Config:
-    """Return the config with the method, rank, alpha, scaling and targets of the adapter that training starts from.
+    """Return the config with method, ranks, alphas, scaling and targets of the adapter that training starts from.
 
     ConfigError if the config sets others: an adapter cannot change its shape. Whether its modules are "all-linear" is
     known only when the model is loaded.
@@ -325,6 +325,7 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
         return config
     keys = ("method", "rank", "alpha", "scaling", "targets")
     values: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
+    values |= {key: dict(getattr(start.spec, key)) for key in ("rank_pattern", "alpha_pattern")}
     if config.adapter.targets == ALL_LINEAR:
         del values["targets"]
     problems = [
@@ -353,7 +354,8 @@ def _spec(config: Config, start: Adapter | None, tokenizer: Tokenizer | None = N
     adapter = config.adapter
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
-        adapter.layers, _beside(config, start, tokenizer),
+        adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
+        _beside(config, start, tokenizer),
     )  # fmt: skip
 
 

@@ -123,10 +123,11 @@ def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
             f"adapter: got adapters of {' and '.join(methods)}, but one loaded model has adapters of one method. Load "
             "them one after another, or merge one: dualtune adapter merge"
         )
-    rank = max(adapter.spec.rank for adapter in adapters)
-    scales = {adapter.spec.scale for adapter in adapters}
+    each = [(adapter.spec, module) for adapter in adapters for module in modules_of(adapter.tensors)]
+    rank = max(spec.rank_of(module) for spec, module in each)
+    scales = {spec.scale_of(module) for spec, module in each}
     scale = scales.pop() if len(scales) == 1 else 1.0
-    modules = sorted({module for adapter in adapters for module in modules_of(adapter.tensors)})
+    modules = sorted({module for _, module in each})
     return AdapterSpec(rank, scale * rank, 0.0, tuple(modules), method=first.method)
 
 
@@ -136,12 +137,13 @@ def fit(adapter: Adapter, spec: AdapterSpec, neutral: Tensors) -> Tensors:
     Rows of A and columns of B beyond its rank are 0, and modules that it does not adapt are as in `neutral`, the
     tensors that change nothing. Where the scales differ, scale · B A changes by the rounding of B.
     """
-    factor = np.float32(adapter.spec.scale / spec.scale)
     fitted = dict(neutral)
     for name, tensor in adapter.tensors.items():
         target = np.zeros_like(neutral[name])
         parsed = parse_name(name)
-        scaled = tensor * factor if parsed and parsed[1] == "B" else tensor
+        scaled = tensor
+        if parsed and parsed[1] == "B":
+            scaled = tensor * np.float32(adapter.spec.scale_of(parsed[0]) / spec.scale)
         target[tuple(slice(size) for size in tensor.shape)] = scaled
         fitted[name] = target
     return fitted

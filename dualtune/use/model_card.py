@@ -104,6 +104,7 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
         method.append(("chat template", describe_template(adapter.template, adapter.metadata)))
     scale = "alpha / √rank" if spec.scaling == "rank_stabilized" else "alpha / rank"
     method += [("rank", spec.rank), (f"scale ({scale})", spec.scale), ("modules", ", ".join(spec.targets))]
+    method += [(f"of {target}", shown) for target, shown in spec.differences().items()]
     method += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:
         values, objective = config.model_dump(mode="json"), config.train.objective

@@ -31,7 +31,7 @@ def deltas():
 
     def compute(adapter):
         return {
-            module: adapter.spec.scale * (pair.B_Or.astype(np.float64) @ pair.A_rI.astype(np.float64))
+            module: adapter.spec.scale_of(module) * (pair.B_Or.astype(np.float64) @ pair.A_rI.astype(np.float64))
             for module, pair in to_pairs(adapter.tensors, "test").items()
         }
 

@@ -152,9 +152,47 @@ def test_rslora_stays_rslora(tmp_path):
     assert config["lora_parameters"]["scale"] == 16 / 8**0.5
 
 
-def test_what_was_converted_is_noted(tmp_path):
-    saved_by_peft(tmp_path / "ranks", rank_pattern={"q_proj": 3})
-    assert "rank pattern: ranks 3, 8 zero-padded to 8" in read_adapter(tmp_path / "ranks").notes
+def test_patterns_are_kept(tmp_path, deltas, assert_same_function):
+    """In PEFT's file as they were, to the bit; mlx-lm's has one rank and one scale, which padding and folding keep."""
+    patterns = {"rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 5}, "alpha_pattern": {"q_proj": 7}}
+    expected = saved_by_peft(tmp_path / "peft", use_rslora=True, **patterns)
+    adapter = read_adapter(tmp_path / "peft")
+    assert (adapter.spec.rank, adapter.spec.alpha, adapter.notes) == (8, 16, ())
+    assert {key: dict(getattr(adapter.spec, key)) for key in patterns} == patterns
+    write_adapter(tmp_path / "dual", adapter)
+    again, config = read_adapter(tmp_path / "dual"), json.loads((tmp_path / "dual/adapter_config.json").read_text())
+    assert {key: config[key] for key in patterns} == patterns and again.spec == adapter.spec
+    assert config["lora_parameters"]["rank"] == 8 and config["use_rslora"] is True
+    for name, tensor in adapter.tensors.items():
+        np.testing.assert_array_equal(again.tensors[name], tensor)
+    notes = json.loads((tmp_path / "dual/dualtune.json").read_text())["notes"]
+    assert "mlx-lm's file: rank pattern: ranks 3, 5, 8 zero-padded to 8" in notes
+    write_adapter(tmp_path / "mlx", again, layout="mlx")
+    assert_same_function(deltas(read_adapter(tmp_path / "mlx")), expected)
+
+
+def test_expressions_in_patterns_become_names(tmp_path):
+    saved_by_peft(tmp_path / "a", rank_pattern={"q_proj|k_proj": 3}, alpha_pattern={r".*\.[02]\..*q_proj": 7})
+    spec = read_adapter(tmp_path / "a").spec
+    assert (spec.rank_pattern, spec.rank) == ((("q_proj", 3),), 8)
+    layers = "model.layers.{}.self_attn.q_proj".format
+    assert (spec.alpha_pattern, spec.alpha) == (((layers(0), 7.0), (layers(2), 7.0)), 16)
+
+
+def test_patterns_are_rescaled_exactly(tmp_path, dualtune_main, deltas, assert_same_function):
+    """alpha / √rank of two ranks is alpha / rank with two alphas."""
+    expected = saved_by_peft(tmp_path / "a", use_rslora=True, rank_pattern={"q_proj": 4})
+    command = ("adapter", "convert", tmp_path / "a", tmp_path / "b", "--to", "peft", "--scaling", "standard")
+    assert dualtune_main(*command).returncode == 0
+    adapter = read_adapter(tmp_path / "b")
+    assert (adapter.spec.scaling, dict(adapter.spec.alpha_pattern)) == ("standard", {"q_proj": 32.0})
+    assert_same_function(deltas(adapter), expected)
+    assert (
+        dualtune_main("adapter", "convert", tmp_path / "b", tmp_path / "c", "--to", "peft", "--uniform").returncode == 0
+    )
+    uniform = read_adapter(tmp_path / "c")
+    assert (uniform.spec.rank, uniform.spec.rank_pattern, uniform.spec.alpha_pattern) == (8, (), ())
+    assert_same_function(deltas(uniform), expected)
 
 
 def test_targets_become_paths_where_the_names_would_select_more(tmp_path):

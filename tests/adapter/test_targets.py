@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.model.targets import ALL_LINEAR, DEFAULT_TARGETS, adapted_as, select_modules
+from dualtune.model.adapter import AdapterSpec, pattern_of
+from dualtune.model.targets import ALL_LINEAR, DEFAULT_TARGETS, adapted_as, select_modules, value_of
 
 ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
 DENSE = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -89,3 +93,55 @@ def test_a_family_without_the_default_names_is_adapted_whole() -> None:
 def test_a_target_that_selects_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="no linear layer is called 'up_proj'"):
         chosen([*ATTENTION, *EXPERTS], "q_proj", "up_proj")
+
+
+LAYERS = {f"model.layers.{i}.{name}": (4, 4) for i in (0, 1, 11) for name in ("self_attn.q_proj", "mlp.up_proj")}
+
+
+def test_the_first_name_that_selects_a_module_gives_its_rank_and_alpha():
+    spec = AdapterSpec(
+        8, 16.0, 0.0, ("q_proj", "up_proj"), rank_pattern=(("layers.1.self_attn.q_proj", 2), ("q_proj", 4)),
+        alpha_pattern=(("layers.1.self_attn.q_proj", 4.0),),
+    )  # fmt: skip
+    assert [*spec.select(LAYERS)] == sorted(LAYERS)
+    found = {module: (spec.rank_of(module), spec.scale_of(module)) for module in LAYERS}
+    assert found["model.layers.0.self_attn.q_proj"] == found["model.layers.11.self_attn.q_proj"] == (4, 4.0)
+    assert found["model.layers.1.self_attn.q_proj"] == (2, 2.0) and found["model.layers.1.mlp.up_proj"] == (8, 2.0)
+    rooted = replace(spec, scaling="rank_stabilized")
+    assert rooted.scale_of("model.layers.1.self_attn.q_proj") == 4 / 2**0.5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ((("v_proj", 4),), "adapter.rank_pattern: no adapted layer is called 'v_proj'. The adapter has: q_proj, up_"),
+        ((("layers.2.mlp.up_proj", 4),), "no adapted layer is called 'layers.2.mlp.up_proj'"),
+        ((("q_proj", 4), ("layers.1.self_attn.q_proj", 2)), "'layers.1.self_attn.q_proj' has no effect"),
+    ],
+)  # fmt: skip
+def test_a_pattern_without_effect_is_refused(pattern, message):
+    spec = AdapterSpec(8, 16.0, 0.0, ("q_proj", "up_proj"), rank_pattern=pattern)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        spec.select(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ()),
+        ({"q_proj": 4}, (("q_proj", 4),)),
+        ({"layers.1.self_attn.q_proj": 4}, (("model.layers.1.self_attn.q_proj", 4),)),
+        ({"layers.1.self_attn.q_proj": 2, "q_proj": 4}, None),
+    ],
+)
+def test_a_pattern_of_values_is_as_short_as_it_can_be(changes, expected):
+    values = {module: value_of(module, tuple(changes.items()), 8) for module in LAYERS}
+    pattern = pattern_of(values, 8)
+    assert expected is None or pattern == expected
+    assert {module: value_of(module, pattern, 8) for module in LAYERS} == values
+    assert pattern_of(values, 8, tuple(changes.items())) == tuple(changes.items())
+
+
+def test_a_path_that_ends_as_another_has_its_own_value():
+    values = {"b": 3, "a.b": 8}
+    assert {module: value_of(module, pattern_of(values, 8), 8) for module in values} == values

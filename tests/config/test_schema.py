@@ -16,6 +16,8 @@ DEFAULTS = {
         "scaling": "standard",
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "layers": "all",
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "init": "kaiming",
         "init_from": None,
     },

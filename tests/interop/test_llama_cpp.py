@@ -208,7 +208,7 @@ def test_what_llama_cpp_does_not_know_is_right_after_conversion(
             torch.nn.init.normal_(x, std=0.05)
     adapted.save_pretrained(tmp_path / "peft")
     expected = by_peft(model_dir, prompts, tmp_path / "peft")
-    options = ("--to", "peft", "--scaling", "standard")
+    options = ("--to", "peft", "--scaling", "standard", "--uniform")
     done = dualtune_main("adapter", "convert", tmp_path / "peft", tmp_path / "imported", *options)
     assert done.returncode == 0, done.stderr
     raw, imported = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.model.adapter import parse_name
 from dualtune.train.inference import load_model
 
 EOS = 2  # of both models
@@ -78,8 +80,18 @@ class Material:
         """Log-probabilities in float64, from PEFT's file as it lies there; `change` is a mistake to make."""
         config = json.loads((adapter / "adapter_config.json").read_text())
         tensors = {n: change(n, w) for n, w in load_file(adapter / "adapter_model.safetensors").items()}
-        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
-        return llama_oracle(self.model_dir)(self.batch(), tensors, scale)
+
+        def of(module: str, pattern: str, default: str) -> float:
+            """PEFT's `get_pattern_key`."""
+            found = [v for key, v in config.get(pattern, {}).items() if re.match(rf"(.*\.)?({key})$", module)]
+            return found[0] if found else config[default]
+
+        for name, tensor in tensors.items():
+            module, part = parse_name(name) or ("", "")
+            if part == "B":
+                r, alpha = of(module, "rank_pattern", "r"), of(module, "alpha_pattern", "lora_alpha")
+                tensors[name] = tensor.astype(np.float64) * alpha / (r**0.5 if config["use_rslora"] else r)
+        return llama_oracle(self.model_dir)(self.batch(), tensors, 1.0)
 
     def batch(self, num_rows: int = 4) -> Batch:
         """The first documents as one batch."""

@@ -209,9 +209,18 @@ def test_streamed_layers_compute_the_same(load, tiny):
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_a_trained_adapter_is_one_function_everywhere(name, backends, tiny, assert_one_function, tmp_path):
     """A run writes a directory that PEFT, mlx-lm, both engines and the formula read; merged it is the same model."""
+    ranks, alphas = {"q_proj": 3}, {"layers.0.self_attn.o_proj": 5.0}
     config = tiny.config(
         tmp_path / "run",
-        adapter={"method": "dora", "rank": 6, "alpha": 3.0, "targets": list(TARGETS), "dropout": 0.1},
+        adapter={
+            "method": "dora",
+            "rank": 6,
+            "alpha": 3.0,
+            "targets": list(TARGETS),
+            "dropout": 0.1,
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
+        },
         train={"steps": 6, "learning_rate": 1e-2, "warmup": 0, "schedule": "constant"},
     )
     path = run(config, backends[name]).adapter_dir
@@ -229,5 +238,7 @@ def test_a_trained_adapter_is_one_function_everywhere(name, backends, tiny, asse
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for module in engine._layers:
         values, W = values_of(adapter.tensors, module), weights[f"{module}.weight"]
-        np.testing.assert_allclose(merged[f"{module}.weight"] - W, METHOD.delta(values, 0.5, lambda W=W: W), atol=1e-6)
+        scale = 1.0 if "q_proj" in module else 5 / 6 if "0.self_attn.o_proj" in module else 0.5
+        change = METHOD.delta(values, scale, lambda W=W: W)
+        np.testing.assert_allclose(merged[f"{module}.weight"] - W, change, atol=1e-6)
         np.testing.assert_allclose(row_norms(merged[f"{module}.weight"]), values["m"], rtol=1e-5)

@@ -113,12 +113,16 @@ def continue_training(material, adapter, backend, run_dir, rows, **data):
 # --- PEFT's own -------------------------------------------------------------------------------------------------------
 
 
+RANKS, ALPHAS = {"q_proj": 3, "layers.1.mlp.down_proj": 8}, {"down_proj": 4}
+
+
 @pytest.fixture(scope="module")
 def from_peft(material, peft_logprobs, tmp_path_factory):
     """(directory, log-probabilities, mean loss over all targets) of an adapter trained and saved by PEFT."""
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(material.model_dir, dtype=torch.float32)
-    lora = peft.LoraConfig(r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(r=6, lora_alpha=9, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM",
+                           rank_pattern=RANKS, alpha_pattern=ALPHAS)  # fmt: skip
     model = peft.get_peft_model(base, lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     documents = [(torch.tensor([ids]), torch.tensor([labels])) for ids, labels in material.documents()[:NUM_ROWS]]
@@ -150,6 +154,8 @@ def test_an_adapter_of_peft_is_trained_on(from_peft, material, backend, assert_o
     assert abs(result.eval_loss_before - loss) <= tolerances.LOGPROBS
     assert result.eval_loss < loss - 0.01
     assert_one_function(material, result.adapter_dir)
+    config = json.loads((result.adapter_dir / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"]) == (RANKS, ALPHAS)
 
 
 # --- mlx-lm's own -----------------------------------------------------------------------------------------------------

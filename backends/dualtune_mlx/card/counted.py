@@ -18,6 +18,7 @@ from dualtune.engine.memory.estimate import (
     num_trained,
     optimizer,
     packed_bytes,
+    ranks,
     selected,
 )
 from dualtune_mlx.card import memory
@@ -88,7 +89,9 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
         masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
-    return saved.token + scores + c * (ask.rank * len(on) + read + masks)
+    of_modules = ranks(counted, ask)
+    made = sum(of_modules[f"{prefix}{linear.name}"] for linear in on)
+    return saved.token + scores + c * (made + read + masks)
 
 
 def _row(ask: Ask) -> int:

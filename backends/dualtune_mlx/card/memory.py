@@ -10,6 +10,7 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from dualtune.engine.memory.counted import Shape
@@ -22,6 +23,7 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    mean_rank,
     num_scaled,
     num_trained,
     optimizer,
@@ -138,7 +140,7 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     inputs, read = [layer.in_ for layer in linears], _read(decoder, ask)
     numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
-    numbers += ask.rank * len(inputs)
+    numbers += math.ceil(mean_rank(decoder, ask) * len(inputs))
     if ask.scales_outputs:  # and with dropout a mask for each module
         numbers += sum(layer.out for layer in linears) + sum(inputs) * ask.dropout
     if (

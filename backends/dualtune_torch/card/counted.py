@@ -15,6 +15,7 @@ from dualtune.engine.memory.estimate import (
     has_plain_loss,
     optimizer,
     packed_bytes,
+    ranks,
     selected,
 )
 from dualtune_torch.card import memory
@@ -122,15 +123,17 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     chosen = selected(counted, ask.targets, ask.layers)
     adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
     T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
-    ranks = c * ask.rank * len(adapted) + c * sum(linear.out for linear in adapted) * ask.scales_outputs
+    of_modules = ranks(counted, ask)
+    made = c * sum(of_modules[f"{prefix}{linear.name}"] for linear in adapted)
+    made += c * sum(linear.out for linear in adapted) * ask.scales_outputs
     if ask.adapts_alone and ask.dropout:  # the input after dropout and a mask, for each module
-        return T * (ranks + (c + 1) * sum(linear.in_ for linear in adapted))
+        return T * (made + (c + 1) * sum(linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)
     needed = [
         in_ for reads, in_ in inputs.items() if reads not in saved.inputs or (drops and reads not in saved.recomputed)
     ]
-    return T * (ranks + c * sum(needed))
+    return T * (made + c * sum(needed))
 
 
 # --- the moments with the most additional memory ----------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    mean_rank,
     num_scaled,
     num_trained,
     optimizer,
@@ -238,14 +239,19 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
             )  # act(gate), and the product; compiled code recomputes both…
         elif ask.trains_model:
             token_bytes += c * i  # …but not for a layer whose weight has a gradient
-    return token_bytes + c * ask.rank * len(adapted_by(decoder, ask).inside)
+    return token_bytes + _ranks(decoder, ask)
+
+
+def _ranks(decoder: Decoder, ask: Ask) -> int:
+    """Bytes per token of what the adapters of a layer make of their inputs, A x."""
+    return math.ceil(ask.item_bytes * mean_rank(decoder, ask) * len(adapted_by(decoder, ask).inside))
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of transformers' own code and plain LoRA: an input after dropout and a mask for every module."""
     on, c = adapted_by(decoder, ask), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    token_bytes = _norms(decoder, ask, is_compiled=False) + c * ask.rank * len(adapted_by(decoder, ask).inside)
+    token_bytes = _norms(decoder, ask, is_compiled=False) + _ranks(decoder, ask)
     token_bytes += c * 2 * q + 4 * decoder.heads
     # Packed rows need a mask, and with a mask keys and values are repeated for every head.
     token_bytes += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv

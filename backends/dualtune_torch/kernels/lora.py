@@ -47,6 +47,7 @@ class LoRAGroup:
         self.dA_SI = _stacked([adapter.grads[tensor_name(path, "A")] for path in layers])
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
+        self.ranks = [B_Or.shape[1] for B_Or in self.B_Or]
         self.maybe_compile = maybe_compile
         self.gpu = gpu  # Triton kernels in place of some of the code below
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
@@ -114,7 +115,6 @@ class _GroupedLoRA(torch.autograd.Function):
     def forward(
         ctx: Any, x_BTI: Tensor, anchor: Tensor, group: LoRAGroup, dropout_seeds_BT: Tensor | None
     ) -> tuple[Tensor, ...]:
-        r = group.B_Or[0].shape[1]
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
         seeds_M = dropout_seeds_BT.flatten() if dropout_seeds_BT is not None and group.layers[0].dropout else None
         if seeds_M is not None:
@@ -125,7 +125,7 @@ class _GroupedLoRA(torch.autograd.Function):
         else:
             u_MS = group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
         outputs = []
-        for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
+        for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(group.ranks, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
             # No view for autograd: some models change in place what a layer returns.
             outputs.append(torch.ops.aten._unsafe_view(y_MO, [*x_BTI.shape[:-1], y_MO.shape[-1]]))
@@ -137,14 +137,13 @@ class _GroupedLoRA(torch.autograd.Function):
     def backward(ctx: Any, *grads_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept_MI, u_MS, seeds_M = ctx.saved_tensors
         group: LoRAGroup = ctx.group
-        r = group.B_Or[0].shape[1]
         if kept_MI is None:
             recompute, ctx.recompute = ctx.recompute, None  # the graph outlives this call, what it keeps need not
             x_BTI = recompute()
             kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, seeds_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
-        u, v = u_MS.split(r, dim=1), v_MS.split(r, dim=1)
+        u, v = (both_MS.split(group.ranks, dim=1) for both_MS in (u_MS, v_MS))
         for layer, B_Or, dB_Or, g_BTO, u_Mr, v_Mr in zip(
             group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
         ):

@@ -21,6 +21,7 @@ from dualtune.config.importing.table import (
     needless,
     renamed,
     shown,
+    table_in,
     translated,
 )
 from dualtune.config.values import RESERVED_VARIABLES
@@ -270,6 +271,19 @@ def module_names(file: ForeignFile, key: str) -> Settings:
         file.lose(key, PATTERN)
         return {}
     return {"adapter.targets": file.note(names, key)}
+
+
+def module_numbers(file: ForeignFile, key: str) -> Settings:
+    """Translate PEFT's rank_pattern or alpha_pattern, a mapping from names of modules to numbers."""
+    if key not in file:
+        return {}
+    numbers = table_in(file.get(key))
+    if not numbers or not all(type(number) in (int, float) and number > 0 for number in numbers.values()):
+        raise file.wrong(key, "must be a mapping from names of modules to positive numbers")
+    if any(set("*[]()|\\^$+?") & set(name) for name in numbers):
+        file.lose(key, PATTERN)
+        return {}
+    return {f"adapter.{key.removeprefix('lora_')}": file.note(numbers, key)}
 
 
 def nf4_only(file: ForeignFile, kind: str, double: str) -> None:

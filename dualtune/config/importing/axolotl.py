@@ -5,7 +5,6 @@ Based on axolotl/utils/schemas/ and core/builders/base.py of July 2026; preferen
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 from dualtune.config.importing import preferences
@@ -23,6 +22,7 @@ from dualtune.config.importing.arguments import (
     held_out,
     lora,
     lora_plus,
+    module_numbers,
     variables_in,
 )
 from dualtune.config.importing.table import (
@@ -331,9 +331,7 @@ def _adapter(file: ForeignFile) -> Settings:
         return {}
     settings = lora(file, "lora_r", "lora_alpha", "lora_dropout")
     if file.flag("peft_use_rslora"):
-        rank, alpha = file.count("lora_r"), file.number("lora_alpha")
-        comment = f"peft_use_rslora: lora_alpha × sqrt(lora_r) = {alpha:g} × sqrt({rank})"
-        settings["adapter.alpha"] = Note(alpha * math.sqrt(rank), comment)
+        settings["adapter.scaling"] = file.note("rank_stabilized", "peft_use_rslora")
     return settings
 
 
@@ -429,8 +427,7 @@ RULES = (
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
-    translated(_LORA, "adapter.rank, adapter.alpha, adapter.dropout",
-               _adapter, "rsLoRA becomes an alpha of lora_alpha × sqrt(lora_r)"),
+    translated(_LORA, "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
     translated(_TARGETS, "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
     translated("peft_init_lora_weights", "adapter.init", _init, "true is `kaiming`; PEFT's gaussian is another start"),
@@ -482,7 +479,10 @@ RULES = (
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),
     absent("peft_layers_pattern", "the layers are those of the text model", "adapter.layers"),
-    absent("lora_rank_pattern lora_alpha_pattern", "every layer has the same rank and alpha"),
+    translated("lora_rank_pattern", "adapter.rank_pattern", lambda file: module_numbers(file, "lora_rank_pattern"),
+               "names of modules; expressions are refused"),
+    translated("lora_alpha_pattern", "adapter.alpha_pattern", lambda file: module_numbers(file, "lora_alpha_pattern"),
+               "names of modules; expressions are refused"),
     absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not supported yet"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "
            "lr_quadratic_warmup embedding_lr embedding_lr_scale jagged_*",

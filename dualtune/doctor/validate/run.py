@@ -22,7 +22,7 @@ from dualtune.engine.backend import Backend
 from dualtune.engine.card import card_of
 from dualtune.engine.detect import detect
 from dualtune.engine.machine import Machine
-from dualtune.model.adapter import init_adapter, modules_of, tensor_name
+from dualtune.model.adapter import modules_of, tensor_name
 from dualtune.model.formats.directory import read_adapter
 from dualtune.show.run import run
 from dualtune.train.hooks import Hook, RunInfo, StepRecord
@@ -150,13 +150,13 @@ class Watch(Hook):
 
 def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
     """Return the number of the adapter's tensors, and the names of those that still have their initial values."""
-    trained = read_adapter(adapter_dir).tensors
+    adapter = read_adapter(adapter_dir)
+    trained = adapter.tensors
     shapes = {
         module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
         for module in modules_of(trained)
     }
-    adapter = config.adapter
-    initial = init_adapter(shapes, adapter.rank, config.run.seed, method=adapter.method, init=adapter.init)
+    initial = replace(adapter.spec, init=config.adapter.init).initial(shapes, config.run.seed)
     return len(trained), tuple(name for name, tensor in initial.items() if np.array_equal(tensor, trained[name]))
 
 

@@ -20,7 +20,7 @@ from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
-from dualtune.model.targets import ALL_LAYERS
+from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -54,6 +54,9 @@ class HasAdapter(Protocol):
     @property
     def layers(self) -> str: ...
 
+    @property
+    def rank_pattern(self) -> Mapping[str, int] | Pattern[int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -74,6 +77,7 @@ class Ask:
     averages: bool = False  # whether it also keeps an average of the weights
     method: str = "lora"
     layers: str = ALL_LAYERS
+    rank_pattern: Pattern[int] = ()
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -183,7 +187,20 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     if adapter.method == FULL:
         return decoder.num_parameters
-    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets, adapter.layers)
+    count, shapes = METHODS[adapter.method].count, adapted(decoder, adapter.targets, adapter.layers).shapes
+    return sum(map(count, shapes, ranks(decoder, adapter).values()))
+
+
+def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
+    """Return the rank of each adapted layer. ConfigError if a target of the pattern selects nothing."""
+    patterns = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
+    return _ranks(decoder, adapter.rank, patterns, adapter.targets, adapter.layers)
+
+
+def mean_rank(decoder: Shape, ask: Ask) -> float:
+    """Return the rank of an adapted layer, or their mean if they have several."""
+    found = [] if ask.trains_model else [*ranks(decoder, ask).values()]
+    return sum(found) / len(found) if {*found} - {ask.rank} else ask.rank
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
@@ -192,8 +209,19 @@ def num_scaled(decoder: Shape, ask: Ask) -> int:
 
 
 @cache
-def _num_trained(decoder: Shape, method: str, rank: int, targets: Targets, layers: str) -> int:
-    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets, layers).shapes)
+def _ranks(decoder: Shape, rank: int, pattern: Pattern[int], targets: Targets, layers: str) -> Mapping[str, int]:
+    pattern = checked_pattern(decoder, "rank_pattern", pattern, targets, layers)
+    return {module: value_of(module, pattern, rank) for module in selected(decoder, targets, layers)}
+
+
+def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], targets: Targets, layers: str) -> Pattern[Value]:
+    """Return adapter.<key> with the names that the class has. ConfigError as when the model is loaded."""
+    from dualtune.model.targets import matched
+
+    names = matched((target for target, _ in pattern), shape.modules())
+    pattern = tuple((names[target], value) for target, value in pattern)
+    check_pattern(key, pattern, selected(shape, targets, layers))
+    return pattern
 
 
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
@@ -296,7 +324,9 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     # A target that selects nothing is told now, not when the estimate asks for it.
     if not config.adapter.trains_model:
-        adapted(decoder, config.adapter.targets, config.adapter.layers)
+        ranks(decoder, config.adapter)
+        alphas = (*config.adapter.alpha_pattern.items(),)
+        checked_pattern(decoder, "alpha_pattern", alphas, config.adapter.targets, config.adapter.layers)
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -309,6 +339,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         resident_layers=config.memory.resident_layers_or_none,
         targets=config.adapter.targets,
         layers=config.adapter.layers,
+        rank_pattern=(*config.adapter.rank_pattern.items(),),
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -44,7 +44,7 @@ from dualtune.engine.testing.conformance_case import (
 )
 from dualtune.engine.testing.oracles import loss_of, target_logprobs_of
 from dualtune.engine.testing.tiny_models import row_of, with_other_padding
-from dualtune.model.adapter import Tensors, parse_name
+from dualtune.model.adapter import Tensors, modules_of, parse_name, tensor_name
 from dualtune.model.optimizer import OFFSET, SLOT_BYTES
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -384,6 +384,31 @@ def check_rank_stabilized_scale(case: Case) -> None:
     # The same function with another alpha has the same gradient.
     twin = case.engine(alpha=scale * case.spec.rank)
     assert_close(gradient(engine, batch), gradient(twin, batch), tolerances.GRADIENT)
+
+
+@with_each_method
+def check_rank_and_alpha_per_module(case: Case) -> None:
+    """Layers of other ranks and scales compute, and learn, what the same layers of one rank and scale do."""
+    from dualtune.model.formats.canonical import unified
+
+    modules = modules_of(case.engine().adapter_state())
+    spec = replace(
+        case.spec,
+        rank_pattern=tuple((m, 2) for m in modules[::3]),
+        alpha_pattern=tuple((m, 5.0) for m in modules[1::3]),
+    )
+    batch, engine = case.batch(), replace(case, spec=spec).engine(dropout=0.3)
+    state = engine.adapter_state()
+    assert {state[tensor_name(m, "A")].shape[0] for m in modules} == {2, case.spec.rank}
+    alike, tensors, _ = unified(spec, state)
+    twin = replace(case, spec=alike).engine(dropout=0.3)
+    twin.load_adapter_state(tensors)
+    np.testing.assert_allclose(engine.logprobs(batch), twin.logprobs(batch), atol=tolerances.LOGPROBS, rtol=0)
+    found, padded = gradient(engine, batch), gradient(twin, batch)
+    expected = {name: padded[name][tuple(map(slice, x.shape))] for name, x in found.items()}
+    for module in modules:  # B of the twin is B times this
+        expected[tensor_name(module, "B")] *= np.float32(spec.scale_of(module) / alike.scale)
+    assert_close(found, expected, tolerances.GRADIENT)
 
 
 def check_zero_b_is_the_base_model(case: Case) -> None:

@@ -44,7 +44,6 @@ from dualtune.model.adapter import Tensors, owner_of, tensor_name
 from dualtune.model.beside import Table, parameter_name, rows_name, trained_parameters, trained_rows
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.methods.dora import LEAST_NORM, row_norms
-from dualtune.model.targets import select_modules
 
 MODEL_TYPE = "dualtune-softmax"
 
@@ -104,8 +103,7 @@ class NumpyEngine:
         self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
         self._request = request
         available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
-        shapes = select_modules(available, request.adapter.targets, request.adapter.layers)
-        self._shapes = shapes
+        self._shapes = shapes = request.adapter.select(available)
         self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()
@@ -154,7 +152,7 @@ class NumpyEngine:
         """Return DoRA's divisor of the magnitudes; for LoRA, whose magnitudes are 1, also 1."""
         if "m" not in parts:
             return 1.0
-        scale = self._request.adapter.scale
+        scale = self._request.adapter.scale_of(module)
         return row_norms(self._weights[f"{module}.weight"] + scale * parts["B"] @ parts["A"]).clip(LEAST_NORM)
 
     def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -164,9 +162,10 @@ class NumpyEngine:
         if module not in self._keys:
             return y_NO, x_ND
         spec, parts = self._request.adapter, self._parts(module)
+        scale = spec.scale_of(module)
         if seeds_N is not None and spec.dropout:
             x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        u_NO = spec.scale * (x_ND @ parts["A"].T) @ parts["B"].T
+        u_NO = scale * (x_ND @ parts["A"].T) @ parts["B"].T
         h_O = parts.get("m", 1.0) / self._norms(module, parts) - 1
         return y_NO + u_NO + h_O * (x_ND @ W_OI.T + u_NO), x_ND
 
@@ -178,12 +177,13 @@ class NumpyEngine:
             self._add_slope(module, g_NO.T @ x_NI)
             return g_NI
         spec, parts = self._request.adapter, self._parts(module)
+        scale = spec.scale_of(module)
         norms = self._norms(module, parts)
         h_O = parts.get("m", 1.0) / norms - 1
-        u_Nr, v_Nr = x_NI @ parts["A"].T, spec.scale * ((1 + h_O) * g_NO) @ parts["B"]
-        slopes = {"A": v_Nr.T @ x_NI, "B": spec.scale * ((1 + h_O) * g_NO).T @ u_Nr}
+        u_Nr, v_Nr = x_NI @ parts["A"].T, scale * ((1 + h_O) * g_NO) @ parts["B"]
+        slopes = {"A": v_Nr.T @ x_NI, "B": scale * ((1 + h_O) * g_NO).T @ u_Nr}
         if "m" in parts:
-            slopes["m"] = (g_NO * (x_NI @ W_OI.T + spec.scale * u_Nr @ parts["B"].T)).sum(0) / norms
+            slopes["m"] = (g_NO * (x_NI @ W_OI.T + scale * u_Nr @ parts["B"].T)).sum(0) / norms
         for part, slope in slopes.items():
             self._grads[tensor_name(module, part, spec.method)] += slope
         through_dropout = (h_O * g_NO) @ W_OI + v_Nr @ parts["A"]
@@ -323,7 +323,7 @@ class NumpyEngine:
         merged = {name: self._weight(name.removesuffix(".weight")).copy() for name in self._weights}
         for module in self._keys:
             spec, frozen = self._request.adapter, partial(self._frozen, module)
-            merged[f"{module}.weight"] += spec.method_spec.delta(self._parts(module), spec.scale, frozen)
+            merged[f"{module}.weight"] += spec.method_spec.delta(self._parts(module), spec.scale_of(module), frozen)
         path.mkdir(parents=True)
         (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
         save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +23,13 @@ from dualtune.model.adapter import (
     divisor,
     is_module_path,
     is_of_base,
+    modules_of,
     parse_name,
+    pattern_of,
     tensor_name,
 )
 from dualtune.model.methods.method import Method
+from dualtune.model.targets import value_of
 
 PAIR = "AB"  # the parts that form a low-rank update
 ALPHA_RELATIVE_ERROR = 1e-12  # scale · rank differs from the original alpha by a few 1e-16
@@ -89,6 +92,17 @@ def check_rank(module: str, pair: Pair, rank: int, where: object) -> None:
     )
 
 
+def unified(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, Tensors, list[str]]:
+    """Return the same function with one rank and one scale for all, for formats that hold no others, and notes."""
+    if not (spec.rank_pattern or spec.alpha_pattern):
+        return spec, tensors, []
+    pairs = to_pairs(tensors, "adapter")
+    alike, scale, notes = unify(pairs, {module: spec.scale_of(module) for module in pairs})
+    rank = max(pair.A_rI.shape[0] for pair in alike.values())
+    uniform = replace(spec, rank=rank, alpha=alpha_of(scale, rank, spec.scaling), rank_pattern=(), alpha_pattern=())
+    return uniform, to_tensors(alike) | extra_tensors(tensors), notes
+
+
 def unify(pairs: Pairs, scales: Mapping[str, float]) -> tuple[Pairs, float, list[str]]:
     """Return the same updates with one rank and one scale for all: (pairs, scale, notes).
 
@@ -128,11 +142,13 @@ def alpha_of(scale: float, rank: int, scaling: Scaling = "standard") -> float:
     return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=ALPHA_RELATIVE_ERROR) else alpha
 
 
-def rescaled(spec: AdapterSpec, scaling: Scaling) -> AdapterSpec:
-    """Return the same scale as alpha / rank or alpha / √rank."""
+def rescaled(spec: AdapterSpec, scaling: Scaling, modules: Iterable[str]) -> AdapterSpec:
+    """Return the same scale of these modules as alpha / rank or alpha / √rank."""
     if scaling == spec.scaling:
         return spec
-    return replace(spec, alpha=alpha_of(spec.scale, spec.rank, scaling), scaling=scaling)
+    alpha = alpha_of(spec.scale, spec.rank, scaling)
+    alphas = {module: alpha_of(spec.scale_of(module), spec.rank_of(module), scaling) for module in modules}
+    return replace(spec, alpha=alpha, scaling=scaling, alpha_pattern=pattern_of(alphas, alpha))
 
 
 def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tuple[int, float]:
@@ -147,11 +163,16 @@ def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tu
 
 
 def with_integral_alpha(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, Tensors, list[str]]:
-    """Return the same function with an integer alpha, and a note if lora_B was rescaled for it."""
+    """Return the same function with an integer alpha, and a note if lora_B was rescaled for it.
+
+    Those of the pattern stay: its readers take any number.
+    """
     alpha, factor = integral_alpha(spec.scale, spec.rank, spec.scaling)
     notes: list[str] = []
     if factor != 1.0:
-        tensors = {name: fold(x, factor) if ".lora_B." in name else x for name, x in tensors.items()}
+        by_default = {m for m in modules_of(tensors) if not value_of(m, spec.alpha_pattern, 0.0)}
+        of_B = {tensor_name(module, "B") for module in by_default}
+        tensors = {name: fold(x, factor) if name in of_B else x for name, x in tensors.items()}
         notes.append(f"alpha {spec.alpha:.6g} is not an integer: written as {alpha}, lora_B multiplied by {factor:.9g}")
     return replace(spec, alpha=float(alpha)), tensors, notes
 

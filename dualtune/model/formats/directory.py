@@ -52,7 +52,7 @@ SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter in canonical form: PEFT names -> float32, lora_A [r, in], lora_B [out, r], one rank for all."""
+    """A LoRA adapter in canonical form: PEFT names -> float32, lora_A [r, in], lora_B [out, r]."""
 
     spec: AdapterSpec
     tensors: Tensors
@@ -214,7 +214,7 @@ def _as_recorded(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
     if "dropout" in facts:
         spec = replace(spec, dropout=fields.probability(facts, "dropout", where))
     if contents.layout == "mlx" and facts == {"method": spec.method, "scaling": "rank_stabilized"}:
-        return canonical.rescaled(spec, "rank_stabilized")
+        return canonical.rescaled(spec, "rank_stabilized", ())
     return spec
 
 
@@ -228,7 +228,9 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
         if in_peft[module].delta_shape != in_mlx[module].delta_shape:
             problems.append(f"{module}: the weight files adapt matrices of different shapes")
             continue
-        distance = canonical.delta_distance(in_peft[module], adapter.spec.scale, in_mlx[module], other.spec.scale)
+        distance = canonical.delta_distance(
+            in_peft[module], adapter.spec.scale_of(module), in_mlx[module], other.spec.scale_of(module)
+        )
         if distance > SAME_FUNCTION:
             problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
     extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
@@ -262,7 +264,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     """Return the content of each file of the directory, dualtune.json last."""
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
-        canonical.check_rank(module, pair, spec.rank, "adapter")
+        canonical.check_rank(module, pair, spec.rank_of(module), "adapter")
     canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
     own, fan_in_fan_out = canonical.of_base(adapter.tensors), adapter.fan_in_fan_out
     tensors = canonical.to_tensors(pairs) | extras | own
@@ -280,7 +282,9 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         config |= in_peft
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
-        named, own = _in_names(spec, tensors, naming.mlx)
+        uniform, padded, unified = canonical.unified(spec, tensors)
+        notes += [f"mlx-lm's file: {note}" for note in unified]
+        named, own = _in_names(uniform, padded, naming.mlx)
         config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out)
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(
             mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
@@ -318,8 +322,7 @@ def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
     """Return canonical tensors, and the targets of a spec that are whole paths, in the names of another tool."""
     paths = renamed(filter(None, map(owner_of, tensors)), prefixes)
-    targets = tuple(paths.get(target, target) for target in spec.targets)
-    return rename_tensors(tensors, prefixes), replace(spec, targets=targets)
+    return rename_tensors(tensors, prefixes), spec.renamed(paths)
 
 
 def _recorded(spec: AdapterSpec, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ affects the function is converted exactly or refused by name.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +21,10 @@ from dualtune.model.adapter import (
     AdapterSpec,
     Scaling,
     Tensors,
-    divisor,
     exact_targets,
     is_module_path,
     parse_name,
+    pattern_of,
     short_targets,
     within_stack,
 )
@@ -34,19 +35,17 @@ from dualtune.model.formats.canonical import (
     PAIR,
     Pairs,
     Parts,
-    alpha_of,
     check_extras,
     check_rank,
     extra_tensors,
     pair_up,
     to_tensors,
-    unify,
 )
 from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
 from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, is_target, position_of
+from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_target, position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -117,28 +116,27 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    # Patterns of regular expressions give modules other ranks and alphas, which one rank and one scale replace.
     ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
     check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
-    scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
-
-    pairs, scale, conversions = unify(pairs, scales)
-    rank = max(ranks.values())
+    alphas = {module: _alpha(module, config, where) for module in pairs}
+    rank, alpha = _common(ranks, config.get("r")), _common(alphas, config.get("lora_alpha"))
     spec = AdapterSpec(
         rank=rank,
-        alpha=alpha_of(scale, rank, scaling),
+        alpha=alpha,
         dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
         targets=_targets(pairs, config, where),
         scaling=scaling,
         method=method.name,
         beside=beside,
+        rank_pattern=pattern_of(ranks, rank, _names_in(config, "rank_pattern", where)),
+        alpha_pattern=pattern_of(alphas, alpha, _names_in(config, "alpha_pattern", where)),
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
     fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs) | extras | own, base_model, (*notes, *conversions), fan_in_fan_out)
+    return Parts(spec, to_tensors(pairs) | extras | own, base_model, tuple(notes), fan_in_fan_out)
 
 
 def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[Beside, Tensors]:
@@ -221,6 +219,10 @@ def peft_config(
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+    ranks = _written({m: spec.rank_of(m) for m in modules}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
+    alphas = _written({m: spec.alpha_of(m) for m in modules}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
+    if naming.exclusion is not None:
+        ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
     return {
@@ -229,6 +231,8 @@ def peft_config(
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha),
+        **({"rank_pattern": ranks} if ranks else {}),
+        **({"alpha_pattern": {n: int(a) if a == int(a) else a for n, a in alphas.items()}} if alphas else {}),
         "lora_dropout": 0.0 if parameters else spec.dropout,  # of parameters PEFT allows none; mlx-lm's keys have it
         "target_modules": targets,
         "bias": "none",
@@ -317,9 +321,29 @@ def _alpha(module: str, config: Mapping[str, Any], where: Path) -> float:
     return fields.positive(patterns, key, f"{where}: alpha_pattern")
 
 
+def _common(values: Mapping[str, Value], default: object) -> Value:
+    """Return the default of the config; where the patterns leave it to no module, the value of most of them."""
+    return next((value for value in values.values() if value == default), Counter(values.values()).most_common(1)[0][0])
+
+
 def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:
     """PEFT's `get_pattern_key`: the first pattern that matches the end of the path."""
     return next((pattern for pattern in patterns if matches_end(pattern, module, where)), None)
+
+
+def _names_in(config: Mapping[str, Any], key: str, where: Path) -> Pattern[Any]:
+    """Return the entries whose regular expression is a plain name, which is also one of our targets."""
+    return tuple((name, value) for name, value in fields.subtable(config, key, where).items() if is_module_path(name))
+
+
+def _written(values: Mapping[str, Value], default: Value, pattern: Pattern[Value], where: Path) -> dict[str, Value]:
+    """Return PEFT's pattern of the values of modules: expressions for the ends of their paths."""
+
+    def read(module: str, pattern: Pattern[Value], default: Value) -> Value:
+        key = _matching_pattern(dict(pattern), module, where)
+        return default if key is None else dict(pattern)[key]
+
+    return dict(pattern_of(values, default, pattern, read))
 
 
 def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:

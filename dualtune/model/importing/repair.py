@@ -121,7 +121,7 @@ def _repair(
     ranks = dict.fromkeys(by_layout[main], settings.r or settings.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(by_layout[main], ranks, shapes)):
         config = diagnose.repair_rank(config, common_rank(by_layout[main]), findings)
-    elif settings.r and settings.rank and settings.r != settings.rank:
+    elif settings.r and settings.rank and settings.r != settings.rank and not config.get("rank_pattern"):
         config = diagnose.repair_rank(config, settings.r, findings)
     config = diagnose.repair_scale(config, layout, findings)
     depth = len({p.layer for m in shapes if (p := position_of(m))}) or None
@@ -217,7 +217,7 @@ def _distance(a: Parts, b: Parts) -> float:
     infinite if shapes differ."""
     pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (a, b))
     gaps = [
-        canonical.delta_distance(pairs[m], a.spec.scale, others[m], b.spec.scale)
+        canonical.delta_distance(pairs[m], a.spec.scale_of(m), others[m], b.spec.scale_of(m))
         if pairs[m].delta_shape == others[m].delta_shape
         else np.inf
         for m in pairs.keys() & others.keys()
