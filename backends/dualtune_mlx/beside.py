@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import Beside, Table, parameter_name, rows_name, trained_parameters, trained_rows
+from dualtune.model.beside import BesideAdapter, Table, parameter_name, rows_name, trained_parameters, trained_rows
 from dualtune.model.embeddings import is_embedding, is_head
 from dualtune.model.formats.naming import canonical_parameter
 from dualtune.model.weight_files import BaseWeights
@@ -121,7 +121,9 @@ class TrainedBeside:
         return {name for name, part in self.parts.items() if isinstance(part.modules[0], TableWithRows)}
 
 
-def train_beside(model: nn.Module, beside: Beside, base: BaseWeights | None, adapted: Collection[str]) -> TrainedBeside:
+def train_beside(
+    model: nn.Module, beside: BesideAdapter, base: BaseWeights | None, adapted: Collection[str]
+) -> TrainedBeside:
     """Say what is trained, and wrap tables with trained rows. `adapted`: canonical paths of adapted layers.
 
     ConfigError for what cannot be trained.

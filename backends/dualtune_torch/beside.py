@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import Beside, Table, parameter_name, rows_name, trained_parameters, trained_rows
+from dualtune.model.beside import BesideAdapter, Table, parameter_name, rows_name, trained_parameters, trained_rows
 from dualtune.model.formats.naming import canonical_parameter
 from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights.frozen import is_linear, weight_of
@@ -127,7 +127,7 @@ class TrainedBeside:
 
 
 def train_beside(
-    model: PreTrainedModel, beside: Beside, base: BaseWeights | None, adapted: Collection[str]
+    model: PreTrainedModel, beside: BesideAdapter, base: BaseWeights | None, adapted: Collection[str]
 ) -> TrainedBeside:
     """Make the parameters trainable, and wrap tables with trained rows. `adapted`: canonical paths of adapted layers.
 
@@ -161,7 +161,7 @@ def train_beside(
 
 
 def _train_rows(
-    model: PreTrainedModel, beside: Beside, trained: TrainedBeside, names: Mapping[str, str],
+    model: PreTrainedModel, beside: BesideAdapter, trained: TrainedBeside, names: Mapping[str, str],
     paths: Mapping[int, str], stored: Mapping[str, str], copies: Mapping[str, list[str]],
 ) -> None:  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from dualtune.model.beside import NOTHING, PREFIX, Beside, parse_beside
+from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
@@ -59,7 +59,7 @@ class AdapterSpec:
     layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
     rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
     alpha_pattern: Pattern[float] = ()
-    beside: Beside = NOTHING  # parameters of the base that are trained too
+    beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
 
     @property
     def scale(self) -> float:

@@ -23,7 +23,7 @@ _ENDS = ("weight", "bias", ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class BesideAdapter:
     """What is trained beside an adapter. Modules are named by their path or its end, as `adapter.targets` are."""
 
     modules: tuple[str, ...] = ()  # all parameters of these
@@ -34,10 +34,10 @@ class Beside:
     def __bool__(self) -> bool:
         return bool(self.modules or self.rows)
 
-    def renamed(self, names: Mapping[str, str]) -> Beside:
+    def renamed(self, names: Mapping[str, str]) -> BesideAdapter:
         """Return it with other whole paths; what is the end of a path stays."""
         modules, tables = (tuple(names.get(name, name) for name in part) for part in (self.modules, self.row_modules))
-        return Beside(modules, self.rows, tables)
+        return BesideAdapter(modules, self.rows, tables)
 
     @property
     def keys(self) -> str:
@@ -46,7 +46,7 @@ class Beside:
         return " and ".join(key for key, value in named.items() if value)
 
 
-NOTHING = Beside()
+NOTHING = BesideAdapter()
 
 
 class Table(NamedTuple):
@@ -74,7 +74,7 @@ def parse_beside(name: str) -> tuple[str, str] | None:
     return (bare[: -len(end) - 1], end) if is_ours and end else None
 
 
-def check_resident(beside: Beside) -> None:
+def check_resident(beside: BesideAdapter) -> None:
     """Raise ConfigError if something is trained beside an adapter, for an engine that streams the base."""
     if beside:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_resident(beside: Beside) -> None:
         )
 
 
-def trained_parameters(beside: Beside, parameters: Iterable[str], adapted: Collection[str]) -> list[str]:
+def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted: Collection[str]) -> list[str]:
     """Return the parameters of the modules, of those of a model: canonical paths as `model.norm.weight`.
 
     ConfigError for a module that has none, and for one of `adapted` inside of it.
@@ -113,7 +113,7 @@ def is_inside(path: str, module: str) -> bool:
     return any(is_target(".".join(parts[:end]), (module,)) for end in range(1, len(parts) + 1))
 
 
-def trained_rows(beside: Beside, embedding: Table, head: Table | None, whole: Collection[str]) -> list[str]:
+def trained_rows(beside: BesideAdapter, embedding: Table, head: Table | None, whole: Collection[str]) -> list[str]:
     """Return the modules whose rows are trained. `head`: None if it is the embedding. `whole`: modules trained whole.
 
     ConfigError for another module than these two, and for an id without a row.
@@ -136,9 +136,9 @@ def trained_rows(beside: Beside, embedding: Table, head: Table | None, whole: Co
     return [table.module for table in chosen]
 
 
-def beside_of(names: Iterable[str], rows: tuple[int, ...]) -> Beside:
+def beside_of(names: Iterable[str], rows: tuple[int, ...]) -> BesideAdapter:
     """Return what exactly the tensors of a state train, by whole paths. `rows`: the ids of its rows, if it has any."""
     parsed = [place for name in names if (place := parse_beside(name))]
     modules = tuple(sorted({module for module, end in parsed if end != ROWS}))
     row_modules = tuple(sorted({module for module, end in parsed if end == ROWS}))
-    return Beside(modules, rows if row_modules else (), row_modules)
+    return BesideAdapter(modules, rows if row_modules else (), row_modules)

@@ -24,7 +24,7 @@ from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
-from dualtune.model.beside import Beside, beside_of
+from dualtune.model.beside import BesideAdapter, beside_of
 from dualtune.model.config_file import decoder_table, position_table_size, read_config
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
@@ -359,12 +359,12 @@ def _spec(config: Config, start: Adapter | None, tokenizer: Tokenizer | None = N
     )  # fmt: skip
 
 
-def _beside(config: Config, start: Adapter | None, tokenizer: Tokenizer | None) -> Beside:
+def _beside(config: Config, start: Adapter | None, tokenizer: Tokenizer | None) -> BesideAdapter:
     if start is not None:  # exactly its tensors
         return beside_of(filter(is_of_base, start.tensors), start.spec.beside.rows)
     adapter = config.adapter
     rows = trained_tokens(adapter.train_rows, tokenizer) if tokenizer else ()
-    return Beside(adapter.train_modules, rows)
+    return BesideAdapter(adapter.train_modules, rows)
 
 
 def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[int, ...]:

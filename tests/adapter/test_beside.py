@@ -11,7 +11,7 @@ from dualtune.engine.backend import LoadRequest, get_backend
 from dualtune.engine.peft_trial import named
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, is_of_base
-from dualtune.model.beside import Beside
+from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
@@ -25,12 +25,12 @@ ROWS = (7, 90)
 TARGETS = ("q_proj", "v_proj")
 # What PEFT is told, and the same here.
 KINDS = {
-    "rows": ({"trainable_token_indices": [*ROWS]}, Beside(rows=ROWS, row_modules=("embed_tokens",))),
+    "rows": ({"trainable_token_indices": [*ROWS]}, BesideAdapter(rows=ROWS, row_modules=("embed_tokens",))),
     "rows_of_both": (
-        {"trainable_token_indices": {"embed_tokens": [*ROWS], "lm_head": [*ROWS]}}, Beside(rows=ROWS),
+        {"trainable_token_indices": {"embed_tokens": [*ROWS], "lm_head": [*ROWS]}}, BesideAdapter(rows=ROWS),
     ),
     "modules": ({"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
-                Beside(modules=("embed_tokens", "lm_head", "model.norm"))),
+                BesideAdapter(modules=("embed_tokens", "lm_head", "model.norm"))),
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def logprobs_of(model, batch):
 def test_sixteen_steps_are_those_of_peft(base, kind, backend):
     options, beside = KINDS[kind]
     if kind == "rows" and is_tied(base):
-        beside = Beside(rows=ROWS)
+        beside = BesideAdapter(rows=ROWS)
     model, spec = in_peft(base, options), AdapterSpec(4, 8.0, 0.0, TARGETS, beside=beside)
     engine = engine_of(base, spec, backend)
     start = {
@@ -149,7 +149,7 @@ def test_one_of_two_tied_modules_cannot_be_trained_alone(base, tmp_path):
 
 def test_gpt2_has_the_names_of_peft_on_both_backends(tmp_path):
     base = write_tiny_gpt2(tmp_path / "gpt2")
-    spec = AdapterSpec(4, 8.0, 0.0, ("c_attn",), beside=Beside(modules=("ln_f",), rows=ROWS))
+    spec = AdapterSpec(4, 8.0, 0.0, ("c_attn",), beside=BesideAdapter(modules=("ln_f",), rows=ROWS))
     names = {backend: engine_of(base, spec, backend).adapter_shapes for backend in ("torch", "mlx")}
     assert {*names["torch"]} == {*names["mlx"]}
     assert {name for name in names["torch"] if is_of_base(name)} == {
@@ -161,7 +161,7 @@ def test_gpt2_has_the_names_of_peft_on_both_backends(tmp_path):
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 @pytest.mark.parametrize("quantization", ["affine4", "int8"])
 def test_rows_of_a_packed_base_are_trained(base, quantization, backend):
-    spec = AdapterSpec(4, 8.0, 0.0, TARGETS, beside=Beside(rows=ROWS))
+    spec = AdapterSpec(4, 8.0, 0.0, TARGETS, beside=BesideAdapter(rows=ROWS))
     found = engine_of(base, spec, backend)
     request = LoadRequest(base, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=0)
     engine, batch = get_backend(backend, "auto").load(request), random_batch([12, 9], 96, seed=1)
@@ -183,10 +183,10 @@ def test_mlx_lm_has_no_file_for_it(tmp_path):
         f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": np.ones(shape, np.float32)
         for part, shape in (("A", (4, 8)), ("B", (8, 4)))
     }
-    spec = AdapterSpec(4, 8.0, 0.0, ("q_proj",), beside=Beside(modules=("model.norm",)))
+    spec = AdapterSpec(4, 8.0, 0.0, ("q_proj",), beside=BesideAdapter(modules=("model.norm",)))
     with pytest.raises(ConfigError, match="layout: got mlx, but mlx-lm has no file"):
         write_adapter(tmp_path / "mlx", Adapter(spec, tensors), layout="mlx")
     write_adapter(tmp_path / "dual", Adapter(spec, tensors))
     adapter = read_adapter(tmp_path / "dual")
     assert adapter.layout == "peft" and adapter.tensors.keys() == tensors.keys()
-    assert adapter.spec.beside == Beside(modules=("model.norm",))
+    assert adapter.spec.beside == BesideAdapter(modules=("model.norm",))

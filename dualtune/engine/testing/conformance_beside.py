@@ -22,20 +22,20 @@ from dualtune.engine.testing.conformance_case import (
 )
 from dualtune.engine.testing.oracles import loss_of
 from dualtune.engine.testing.tiny_models import row_of
-from dualtune.model.beside import Beside, parameter_name, parse_beside
+from dualtune.model.beside import BesideAdapter, parameter_name, parse_beside
 
 ROWS = (7, 3, 20)  # token ids, out of order
 
 
-def kinds_of(case: Case) -> Iterator[Beside]:
+def kinds_of(case: Case) -> Iterator[BesideAdapter]:
     """Yield what this backend can train beside an adapter: modules, rows, and rows of one table with another whole."""
     embedding, head = case.tables
     honoured = case.backend.capabilities()
     if NAMES in honoured.get("adapter.train_modules", ()):
-        yield Beside(modules=(embedding, head, *case.norms))
+        yield BesideAdapter(modules=(embedding, head, *case.norms))
     if NAMES in honoured.get("adapter.train_rows", ()):
-        yield Beside(rows=ROWS)
-        yield Beside(modules=(head,), rows=ROWS, row_modules=(embedding,))
+        yield BesideAdapter(rows=ROWS)
+        yield BesideAdapter(modules=(head,), rows=ROWS, row_modules=(embedding,))
 
 
 def with_each_kind(check: Callable[[Case], None]) -> Callable[[Case], None]:
@@ -57,7 +57,7 @@ def with_each_kind(check: Callable[[Case], None]) -> Callable[[Case], None]:
 def check_beside_starts_as_the_base(case: Case) -> None:
     """A new engine computes what the base does, and so does a trained one with its neutral state."""
     batch, engine = case.batch(), case.engine()
-    base, fresh = case.engine(trained=False, targets=(), beside=Beside()), case.engine(trained=False)
+    base, fresh = case.engine(trained=False, targets=(), beside=BesideAdapter()), case.engine(trained=False)
     real = batch.segments_BT > 0
     assert np.abs(fresh.logprobs(batch) - base.logprobs(batch))[real].max() <= tolerances.LOGPROBS
     assert np.abs(engine.logprobs(batch) - base.logprobs(batch))[real].max() > 100 * tolerances.LOGPROBS
@@ -132,7 +132,7 @@ def check_beside_merge_equals_adapter(case: Case) -> None:
     names = [name for name in engine.adapter_shapes if parse_beside(name)]
     merged_dir = case.model_dir.parent / f"merged-{'-'.join(names)}"
     engine.save_merged(merged_dir)
-    merged = case.engine(model_dir=merged_dir, trained=False, targets=(), beside=Beside())
+    merged = case.engine(model_dir=merged_dir, trained=False, targets=(), beside=BesideAdapter())
     gap = np.abs(merged.logprobs(batch) - engine.logprobs(batch))[batch.segments_BT > 0].max()
     assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
 
@@ -154,10 +154,10 @@ def check_beside_refuses_by_name(case: Case) -> None:
     embedding, head = case.tables
     kinds = list(kinds_of(case))
     wrong = {
-        "adapter.train_modules": [Beside(modules=("no_such_module",)), Beside(modules=(case.inner[0],))],
+        "adapter.train_modules": [BesideAdapter(modules=("no_such_module",)), BesideAdapter(modules=(case.inner[0],))],
         "adapter.train_rows": [
-            Beside(rows=(case.vocab,)), Beside(rows=(1,), row_modules=(case.inner[0],)),
-            Beside(modules=(embedding,), rows=(1,)),
+            BesideAdapter(rows=(case.vocab,)), BesideAdapter(rows=(1,), row_modules=(case.inner[0],)),
+            BesideAdapter(modules=(embedding,), rows=(1,)),
         ],
     }  # fmt: skip
     for key, many in wrong.items():

@@ -17,7 +17,7 @@ from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, tensor_name
-from dualtune.model.beside import Beside
+from dualtune.model.beside import BesideAdapter
 from dualtune.model.methods import METHODS
 from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName, Settings
 
@@ -52,7 +52,7 @@ class Case:
     norms: tuple[str, ...] = ("model.norm", "input_layernorm")
     inner: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
 
-    def oracle_with(self, beside: Beside) -> Oracle:
+    def oracle_with(self, beside: BesideAdapter) -> Oracle:
         """Return the oracle for a state with what is trained beside the adapter."""
         return (softmax_oracle if self.tables[0] == "embedding" else llama_oracle)(self.model_dir, beside.rows)
 

@@ -28,7 +28,7 @@ from dualtune.model.adapter import (
     short_targets,
     within_stack,
 )
-from dualtune.model.beside import ROWS, Beside, is_inside, parse_beside
+from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
 from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats.canonical import (
@@ -139,7 +139,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     return Parts(spec, to_tensors(pairs) | extras | own, base_model, tuple(notes), fan_in_fan_out)
 
 
-def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[Beside, Tensors]:
+def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[BesideAdapter, Tensors]:
     """Return what was trained beside the adapter, and its tensors. FormatError unless config and tensors agree."""
     names = tuple(fields.texts(config, "modules_to_save", where) or ())
     tables = _token_tables(config, where)
@@ -171,7 +171,7 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
             raise FormatError(f"{weights}: {name}: not selected by trainable_token_indices of {where.name}")
     if None in tables and len(rows) > 1:
         raise FormatError(f"{weights}: rows of {len(rows)} modules, but trainable_token_indices names none")
-    beside = Beside(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
+    beside = BesideAdapter(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
     return beside, {name: np.ascontiguousarray(x, np.float32) for name, x in (whole | rows).items()}
 
 
