@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
-    IGNORE_INDEX,
     Batch,
     EngineDescription,
     LoadRequest,
@@ -27,6 +26,7 @@ from dualtune.engine.backend import (
     check_slots,
     check_state,
     merge_base,
+    most_probable_first,
     needs_positions,
 )
 from dualtune.engine.card import ActivationCheckpointing
@@ -162,13 +162,25 @@ class MlxEngine:
             body, head = self._kernels.loss
             hidden_BTH = self._apply(body, inputs)
             found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
-        where = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
 
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs, where = self._inputs(batch), np.arange(batch.num_targets)  # padding follows them
+        with self._documents(batch), self._replaced(inputs):
+            if self._kernels.loss is None:
+                where = np.flatnonzero(batch.is_target_BT)
+                top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
+            else:
+                body, head = self._kernels.loss
+                hidden_BTH = self._apply(body, inputs)
+                top = cross_entropy.top_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head, k)
+        tokens_Nk, logprobs_Nk = map(np.array, top)
+        return most_probable_first(tokens_Nk[where].astype(np.int32), logprobs_Nk[where])
+
     def most_probable(self, batch: Batch) -> np.ndarray:
-        inputs, where = self._inputs(batch), np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._documents(batch), self._replaced(inputs):
             if self._kernels.loss is None:
                 found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
@@ -176,7 +188,7 @@ class MlxEngine:
                 body, head = self._kernels.loss
                 hidden_BTH = self._apply(body, inputs)
                 found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
-        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
         tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return tokens_BT
 
@@ -307,10 +319,12 @@ class MlxEngine:
                 inputs["weights_BT"] = weights_BT
         else:
             # If steps are compiled, pad the number of targets to one of eight sizes per batch shape.
-            granule = -(-batch.labels_BT.size // 8) if self._kernels.compiles else 1
+            granule = -(-batch.tokens_BT.size // 8) if self._kernels.compiles else 1
             inputs["index_N"], inputs["labels_N"] = cross_entropy.targets(batch.labels_BT, granule)
-            if weights_BT is not None:  # the padding has ignored labels, so its weights do not matter
-                inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
+            if weights_BT is not None:  # the padding has ignored labels: its weights matter to none but K labels
+                weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
+                weights[batch.num_targets :] = 0
+                inputs["weights_N"] = weights
         if dropout and self._request.adapter.dropout:
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}

@@ -27,6 +27,7 @@ from dualtune.engine.backend import (
     check_slots,
     check_state,
     merge_base,
+    most_probable_first,
     needs_positions,
 )
 from dualtune.engine.card import ActivationCheckpointing
@@ -44,7 +45,7 @@ from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
 from dualtune_torch.host.generation import TextContinuation, TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
-from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
+from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
@@ -53,7 +54,7 @@ from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
-from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
+from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
@@ -196,23 +197,29 @@ class TorchEngine:
                     self._kernels.maybe_compile, self._kernels.rows,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
+        logprobs_BT[batch.is_target_BT] = _numpy(found_M)
         return logprobs_BT
 
     def most_probable(self, batch: Batch) -> np.ndarray:
+        tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
+        tokens_BT[batch.is_target_BT] = _numpy(self._of_target_logits(batch, lambda logits_RV: logits_RV.argmax(-1)))
+        return tokens_BT
+
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        found_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
+        return most_probable_first(found_M2k[:, 1].astype(np.int32), found_M2k[:, 0].astype(np.float32))
+
+    def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""
         inputs = self._inputs(batch)
         with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
             head = self._kernels.head
             if head is None:
-                found_M = self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).argmax(-1)
-            else:
-                hidden_MD = self._target_states(inputs)
-                with whole(head):
-                    weight_VD = weight_of(head, hidden_MD.dtype)
-                    found_M = most_probable(hidden_MD, weight_VD, head.bias, self._kernels.cap, self._kernels.rows)
-        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
-        tokens_BT.flat[targets_in(batch)] = _numpy(found_M)
-        return tokens_BT
+                return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
+            hidden_MD, kernels = self._target_states(inputs), self._kernels
+            with whole(head):
+                weight_VD = weight_of(head, hidden_MD.dtype)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)

@@ -347,7 +347,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
         optimizer=rule_of(config.train.optimizer, config.train.schedule),
         averages=config.train.average != "none",
-        compares=config.train.objective != "sft",
+        compares=config.looks_first,
     )
 
 
