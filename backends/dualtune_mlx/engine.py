@@ -90,6 +90,8 @@ class MlxEngine:
         self.adapter_shapes = self._layout.shapes
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
@@ -152,7 +154,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return self._to_numpy(self._grads / self._loss_scale)
+        return to_numpy(self._grads / self._loss_scale, self._layout)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -216,7 +218,7 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return self._to_numpy(self._params)
+        return to_numpy(self._params, self._layout)
 
     def neutral_state(self) -> Tensors:
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
@@ -224,18 +226,18 @@ class MlxEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = self._from_numpy(state)
+        self._params = from_numpy(state, self._layout)
         self._adapter.bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
         slots = self._optimizer.read(self._slots)
-        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in slots.items()})
+        return OptimizerState(step, {slot: to_numpy(slots[slot], own) for slot, own in self._slot_layouts.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._step = mx.array(float(state.step))
-        slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
+        slots = {slot: from_numpy(state.slots.get(slot, {}), own) for slot, own in self._slot_layouts.items()}
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -364,8 +366,10 @@ class MlxEngine:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         return np.array(weight_of(self._layers[path].base))
 
-    def _to_numpy(self, flat: mx.array) -> Tensors:
-        return {name: np.array(array) for name, array in sorted(self._layout.named(flat).items())}
 
-    def _from_numpy(self, tensors: Tensors) -> mx.array:
-        return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
+def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:
+    return {name: np.array(array) for name, array in sorted(layout.named(flat).items())}
+
+
+def from_numpy(tensors: Tensors, layout: FlatLayout) -> mx.array:
+    return layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})

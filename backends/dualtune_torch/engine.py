@@ -38,7 +38,7 @@ from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
 from dualtune.model.targets import adapted_as
-from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
+from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
 from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
@@ -132,8 +132,7 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        sizes = dict(zip(self._adapter.shapes, self._adapter.sizes, strict=True))
-        return flat_optimizer(self._adapter.flat, sizes, self._request.optimizer)
+        return flat_optimizer(self._adapter.flat, self._adapter.shapes, self._request.optimizer)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -283,14 +282,15 @@ class TorchEngine:
             layer.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, names = self._optimizer, self._request.optimizer.slots
-        return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
+        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self.adapter_shapes)
+        state = {slot: to_numpy(optimizer.read(slot), shapes) for slot, shapes in slots.items()}
+        return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._optimizer.count.fill_(state.step)
-        for slot, tensors in state.slots.items():
-            self._optimizer.load(slot, partial(self._adapter.load, state=tensors))
+        for slot, shapes in self._request.optimizer.slot_shapes(self.adapter_shapes).items():
+            self._optimizer.load(slot, partial(fill, shapes=shapes, state=state.slots.get(slot, {})))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():

@@ -44,7 +44,7 @@ CARD = Card(
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

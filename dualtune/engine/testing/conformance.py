@@ -372,7 +372,11 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         slots = {slot: in_float64(tensors) for slot, tensors in state.slots.items()}
         expected = {
             n: optimizer.update(
-                a, clip * g[n], {slot: x[n] for slot, x in slots.items()}, step=step, lr=lr * optimizer.lr_factor(n)
+                a,
+                clip * g[n],
+                {slot: x[n] for slot, x in slots.items() if n in x},
+                step=step,
+                lr=lr * optimizer.lr_factor(n),
             )
             for n, a in in_float64(w).items()
         }
@@ -384,7 +388,8 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         for slot, tensors in state.slots.items():
             is_coded = optimizer.entry.slot_bytes != SLOT_BYTES and slot != OFFSET
             close = assert_close_codes if is_coded else assert_close
-            close(tensors, {n: after[slot] for n, (_, after) in expected.items()}, tolerances.GRADIENT)
+            wanted = {n: after[slot] for n, (_, after) in expected.items() if slot in after}
+            close(tensors, wanted, tolerances.GRADIENT)
 
 
 @with_each_optimizer

@@ -107,7 +107,8 @@ class NumpyEngine:
         self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()
-        self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -265,7 +266,7 @@ class NumpyEngine:
         optimizer = self._request.optimizer
         self._step += 1
         for name, w in self._params.items():
-            before = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            before = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
             own_lr = lr * optimizer.lr_factor(name)
             w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
