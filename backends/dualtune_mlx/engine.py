@@ -32,11 +32,13 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, gathered, members, shapes_apart
 from dualtune.model.merging import write_merged
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
+from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.experts import expert_places, role_of
@@ -85,6 +87,9 @@ class MlxEngine:
         for path, found in of_stacks.items():
             if names[path] in self._layers:
                 self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
+        if resident:
+            check_resident(request.adapter.beside)
+        self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
@@ -106,11 +111,13 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
         self._adapter.bind(self._layout.named(self._params))
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
+        self._kernels = choose(
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=self._beside.modules
+        )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
@@ -230,7 +237,7 @@ class MlxEngine:
         return to_numpy(self._params, self._tensors)
 
     def neutral_state(self) -> Tensors:
-        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen)
+        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of each adapted linear layer, those of experts one by one."""
@@ -277,13 +284,13 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        dtype = self.description.dtype
+        base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
 
         def delta(module: str) -> np.ndarray:
             layer, number = self._layer_of(module)
             return np.array(layer.delta(number))
 
-        write_merged(merge_base(self._request), path, self._places, delta, dtype)
+        write_merged(base, path, self._places, delta, dtype, edits)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""

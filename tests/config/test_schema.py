@@ -19,6 +19,8 @@ DEFAULTS = {
         "experts": False,
         "rank_pattern": {},
         "alpha_pattern": {},
+        "train_modules": (),
+        "train_rows": (),
         "init": "kaiming",
         "init_from": None,
     },
