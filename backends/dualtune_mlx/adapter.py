@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from dualtune.base.errors import ConfigError
+from dualtune.model.adapter import Tensors
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.adapter_inputs import Origins
-from dualtune_mlx.host.places import tensor_names
+from dualtune_mlx.host.places import stored_names
 from dualtune_mlx.methods import DropoutSeeds
 
 
@@ -28,19 +30,24 @@ class WholeModel:
         """ConfigError for a parameter that is not one tensor of the files as it is: its name would say nothing."""
         self.dropout_seeds = dropout_seeds
         self.bound: dict[str, mx.array] = dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
-        names = {path: path for path in self.bound} if base is None else tensor_names(model, base, self.bound)
+        names = {path: path for path in self.bound} if base is None else stored_names(model, base)
         if other := sorted(self.bound.keys() - names.keys()):
             raise ConfigError(
                 f"adapter.method: got full, but mlx-lm computes {len(other)} of the parameters from the model's files "
                 f"instead of reading them as they are (for example {other[0]}), so nothing else could load what is "
                 "trained. Train it on torch, or set adapter.method: lora"
             )
+        names = {path: names[path] for path in self.bound}
         self.bound = {names[path]: array for path, array in self.bound.items()}
         modules = dict(model.named_modules())
         self._owners: dict[str, tuple[Any, str]] = {}
         for path, name in names.items():
             owner, _, attribute = path.rpartition(".")
             self._owners[name] = modules[owner], attribute
+
+    def state(self) -> Tensors:
+        """Return copies of what is bound, float32."""
+        return {name: np.array(array.astype(mx.float32)) for name, array in sorted(self.bound.items())}
 
     def names_in(self, modules: Collection[nn.Module]) -> list[str]:
         """Return the names of the parameters of these modules, and of those inside them."""

@@ -32,13 +32,17 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import expert_of, gathered, members, shapes_apart
 from dualtune.model.merging import write_merged, write_trained
-from dualtune.model.places import canonical_names, check_places
+from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_mlx.adapter import WholeModel
+from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.experts import expert_places, role_of
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.places import find_places
@@ -52,9 +56,7 @@ from dualtune_mlx.methods import (
     DropoutSeeds,
     add_layers,
     linear_layers,
-    linear_shape,
     storage,
-    weight_of,
 )
 from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
@@ -72,30 +74,41 @@ class MlxEngine:
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._is_full = request.adapter.trains_model
-        if self._is_full:
-            paths, names, self._layers, self._places = [], {}, dict[str, AdaptedLayer](), {}
-            self._adapter: AdaptedLayers | WholeModel = WholeModel(model, weights, self._dropout_seeds)
-            fresh = {name: array.astype(mx.float32) for name, array in self._adapter.bound.items()}
-        else:
-            groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
-            # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-            paths = linear_layers(model)
-            places = find_places(model, weights, paths) if weights is not None else {}
-            names = canonical_names(places)
+        whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
+        groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+        # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
+        paths = linear_layers(model)
+        places = find_places(model, weights, paths) if weights is not None and whole is None else {}
+        names = canonical_names(places)
+        of_stacks: dict[str, list[FilePlace]] = {}
+        if weights is not None and request.adapter.names_experts:
+            takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
+            of_stacks = expert_places(model, weights, interleaved=takes_turns)
+            names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
+        self._layers: dict[str, AdaptedLayer] = {}
+        if whole is None:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
-            self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
-            if weights is not None:
-                check_places(self._layers, self._places, "mlx-lm")
-            fresh = {name: mx.array(tensor) for name, tensor in self.neutral_state().items()}
-            self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+        for path, found in of_stacks.items():
+            if names[path] in self._layers:
+                self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
+        if resident:
+            check_resident(request.adapter.beside)
+        self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
+        if weights is not None:
+            check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
-        order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
-        self._layout = FlatLayout({name: fresh[name].shape for name in order})
-        self.adapter_shapes = self._layout.shapes
-        self._params = self._layout.flat(fresh)
+        fresh = whole.state() if whole else self.neutral_state()
+        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
+        order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
+        self._layout = FlatLayout({name: shapes[name] for name in order})
+        # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
+        self.adapter_shapes = shapes_apart(self._layout.shapes)
+        self._tensors = FlatLayout(self.adapter_shapes)
+        self._params = from_numpy(fresh, self._tensors)
         mx.eval(self._params)
         del fresh
-        self._optimizer = flat_optimizer(request.optimizer, self._layout, in_chunks=self._is_full)
+        self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_chunks=self._is_full)
         slots = request.optimizer.slot_shapes(self.adapter_shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
@@ -105,13 +118,15 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
+        self._adapter = whole or AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
         self._bind()
-        self._frozen_layers = FrozenLayers(model, [model] if self._is_full else self._layers.values())
+        trained = [*model.modules()] if whole else self._beside.modules
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *trained])
         streaming = None
-        if residency and isinstance(self._adapter, AdaptedLayers):  # the config allows only a frozen base
+        if residency and isinstance(self._adapter, AdaptedLayers):  # the config streams no model that is trained
             streaming = Streaming(model, residency, self._adapter)
         self._kernels = choose(
-            model, request.kernels, pieces=request.pieces, streams=residency is not None, is_trained=self._is_full
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=trained
         )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
@@ -121,9 +136,13 @@ class MlxEngine:
         self._update: Callable[..., Any] = self._updated if self._is_full else wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._layers),
-            adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
-            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=None if self._is_full else len(self._shapes()),
+            adapted_as=adapted_as(
+                [*(names.get(path, path) for path in paths), *self._shapes()],
+                request.adapter.targets,
+                experts=request.adapter.experts,
+            ),
+            adapted_weights=None if self._is_full else storage(self._layers.values()),
             trainable_parameters=self._params.size,
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
@@ -163,7 +182,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return to_numpy(self._grads / self._loss_scale, self._layout)
+        return to_numpy(self._grads / self._loss_scale, self._tensors)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -227,18 +246,31 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return to_numpy(self._params, self._layout)
+        return to_numpy(self._params, self._tensors)
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
-            fresh = WholeModel(load_base(self._request)[0], self._request.base_weights(), self._dropout_seeds)
-            return {name: np.array(array) for name, array in sorted(fresh.bound.items())}
-        shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+            return WholeModel(load_base(self._request)[0], self._request.base_weights(), self._dropout_seeds).state()
+        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = from_numpy(state, self._layout)
+        self._params = from_numpy(state, self._tensors)
         self._bind()
 
     def optimizer_state(self) -> OptimizerState:
@@ -269,8 +301,13 @@ class MlxEngine:
         if self._is_full:
             write_trained(self._request.model_dir, self._request.base_weights(), path, self.adapter_state())
             return
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
+        base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return np.array(layer.delta(number))
+
+        write_merged(base, path, self._places, delta, dtype, edits)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
@@ -391,7 +428,8 @@ class MlxEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        return np.array(weight_of(self._layers[path].base))
+        layer, number = self._layer_of(path)
+        return np.array(layer.frozen(number))
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:

@@ -33,11 +33,14 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import expert_of, members
 from dualtune.model.merging import write_merged
-from dualtune.model.places import FilePlace, canonical_names, check_places
+from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
+from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
@@ -58,7 +61,7 @@ from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.places import find_places, write_trained
+from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
 
 class TorchEngine:
@@ -82,14 +85,17 @@ class TorchEngine:
         # the rest of the model.
         self._streamed: StreamedLayers | None = None
         if self._is_full:
-            self._layers = dict[str, AdaptedLayer]()
+            self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
+            self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
             if request.resident_layers is not None:
+                check_resident(request.adapter.beside)
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
-            self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+            dtype, method = compute_dtype(model), request.adapter.method
+            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
@@ -102,7 +108,7 @@ class TorchEngine:
         groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         # What changes how layers are called comes after the kernels, whose trials compare with the plain calls.
         self._recomputation = Recomputation(model, groups)
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self._graphs: MicroStepGraphs | None = None
@@ -113,9 +119,9 @@ class TorchEngine:
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._layers),
-            adapted_as=adapted_as(self._layers, request.adapter.targets),
-            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=None if self._is_full else len(self._shapes()),
+            adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
+            adapted_weights=None if self._is_full else storage(self._layers.values()),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
@@ -140,7 +146,7 @@ class TorchEngine:
         weight = getattr(self._kernels.head, "weight", None)
         if weight is None or not weight.requires_grad:
             return None
-        return next(self._adapter.grads[name] for name, p in self.model.named_parameters() if p is weight)
+        return next(self._adapter.grads[name] for name, p in self._adapter.of_base.items() if p is weight)
 
     @cached_property
     def _needs_masks(self) -> bool:
@@ -188,7 +194,7 @@ class TorchEngine:
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
                     hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
-                    self._kernels.maybe_compile,
+                    self._kernels.maybe_compile, self._kernels.rows,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _numpy(found_M)
@@ -210,9 +216,10 @@ class TorchEngine:
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
-            hidden_MD = self._target_states(inputs)
+            hidden_MD, kernels = self._target_states(inputs), self._kernels
             with whole(head):
-                return by_rows(function, hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, self._kernels.cap)
+                weight_VD = weight_of(head, hidden_MD.dtype)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -260,8 +267,23 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
-        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        initial = self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen)
+        return initial | {name: values.copy() for name, values in self._beside.start.items()}
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -310,8 +332,14 @@ class TorchEngine:
             base = self._request.base_weights()
             write_trained(path, self._request.model_dir, base, self.model, self._adapter.masters)
             return
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
+        base, dtype = merge_base(self._request), self.description.dtype
+        edits = self._beside.edits(lambda name: _numpy(self._adapter.masters[name]))
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return _numpy(layer.delta(number))
+
+        write_merged(base, path, self._places, delta, dtype, edits)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -347,22 +375,22 @@ class TorchEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        base = self._layers[path].base
+        layer, number = self._layer_of(path)
         if self._streamed:
-            self._streamed.bring(base)
-        with self._together(), whole(base):
-            return _numpy(weight_of(base, torch.float32).float())
+            self._streamed.bring(layer.base)
+        with self._together(), whole(layer.base):
+            return _numpy(layer.frozen(number, torch.float32).float())
 
     def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""
         head = self._kernels.head
         if head is None:
             return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
-        hidden_MD = self._target_states(inputs)
+        hidden_MD, rows = self._target_states(inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient,
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, *(rows or ()),
             )  # fmt: skip
 
     def _target_states(self, inputs: Inputs) -> Tensor:
@@ -404,10 +432,16 @@ def _placed_layers(
     shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
+    of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
+    names |= {path: expert_stack(found, path.rpartition(".")[2]) for path, found in of_stacks.items()}
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
+    for path, found in of_stacks.items():
+        if names[path] in layers:
+            placed |= dict(zip(members(names[path], len(found)), found, strict=True))
     if weights is not None:
-        check_places(layers, placed, "transformers")
+        found = {path for path in layers if path in placed or path in names.values()}
+        check_places(layers, found, "transformers")
     return layers, placed
 
 

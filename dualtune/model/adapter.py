@@ -20,6 +20,8 @@ from typing import Literal
 
 import numpy as np
 
+from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
+from dualtune.model.experts import collapsed
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
@@ -29,6 +31,7 @@ from dualtune.model.targets import (
     Shapes,
     Value,
     check_pattern,
+    is_expert,
     is_target,
     position_of,
     select_modules,
@@ -40,7 +43,6 @@ Tensors = dict[str, np.ndarray]
 
 Scaling = Literal["standard", "rank_stabilized"]
 
-PREFIX = "base_model.model."
 _PARTS = {parameter.peft: parameter.part for method in METHODS.values() for parameter in method.parameters}
 _NAME = re.compile(rf"^base_model\.model\.(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _PARTS))})$")
 
@@ -59,6 +61,8 @@ class AdapterSpec:
     layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
     rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
     alpha_pattern: Pattern[float] = ()
+    beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
+    experts: bool = False  # whether the targets name layers of experts too
 
     @property
     def scale(self) -> float:
@@ -83,7 +87,7 @@ class AdapterSpec:
 
     def select(self, available: Shapes) -> dict[str, tuple[int, int]]:
         """Return the adapted layers of a model, sorted. ConfigError if a target or a pattern selects nothing."""
-        modules = select_modules(available, self.targets, self.layers)
+        modules = select_modules(available, self.targets, self.layers, experts=self.experts)
         check_pattern("rank_pattern", self.rank_pattern, modules)
         check_pattern("alpha_pattern", self.alpha_pattern, modules)
         return modules
@@ -95,12 +99,23 @@ class AdapterSpec:
             targets=tuple(names.get(target, target) for target in self.targets),
             rank_pattern=tuple((names.get(target, target), rank) for target, rank in self.rank_pattern),
             alpha_pattern=tuple((names.get(target, target), alpha) for target, alpha in self.alpha_pattern),
+            beside=self.beside.renamed(names),
         )
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether layers of experts are adapted."""
+        return self.experts or any(map(is_expert, self.targets))
 
     @property
     def trains_model(self) -> bool:
         """Whether the parameters of the model itself are trained. Nothing else in the spec has a meaning then."""
         return self.method == FULL
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether parameters of the model itself are trained, some or all: no other engine may share its base then."""
+        return self.trains_model or bool(self.beside)
 
     @property
     def method_spec(self) -> Method:
@@ -132,8 +147,19 @@ def parse_name(name: str) -> tuple[str, str] | None:
     return (match["module"], _PARTS[match["end"]]) if match else None
 
 
+def owner_of(name: str) -> str | None:
+    """Return the module path of any canonical name: of an adapted layer, or of a parameter of the base."""
+    parsed = parse_name(name) or parse_beside(name)
+    return parsed[0] if parsed else None
+
+
+def is_of_base(name: str) -> bool:
+    """Return whether a canonical name is that of a parameter of the base, which is trained beside adapted layers."""
+    return parse_name(name) is None and parse_beside(name) is not None
+
+
 def modules_of(tensors: Iterable[str]) -> list[str]:
-    """Return the sorted module paths in the tensor names."""
+    """Return the sorted paths of the adapted modules in the tensor names."""
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
 
 
@@ -199,7 +225,11 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     names, uniform = tuple(targets), uniform_names(modules)
     if names == (ALL_LINEAR,):
         return short_targets(modules)
@@ -241,7 +271,11 @@ def pattern_of(
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     positions = {module: position_of(module) for module in modules}
     uniform = uniform_names(modules)
     if any(position and position.name not in uniform for position in positions.values()):

@@ -42,16 +42,11 @@ def find_places(model: nn.Module, base: BaseWeights, modules: Iterable[str]) -> 
     return places | (_followed(model, base, other) if other else {})
 
 
-def tensor_names(model: nn.Module, base: BaseWeights, parameters: Iterable[str]) -> dict[str, str]:
-    """Return the name in the files of each parameter (by its path in the model) that is one of their tensors as it is.
-
-    One that `sanitize` transposes, splits, joins or computes has none.
-    """
+def stored_names(model: nn.Module, base: BaseWeights) -> dict[str, str]:
+    """Return the tensor of the files that each parameter is, for those that are one tensor as it is."""
     marks = _marks(base)
     sources = {id(array): name for name, array in marks.items()}
-    sanitized = _sanitized(model, marks)
-    found = {path: sources.get(id(sanitized.get(path))) for path in parameters}
-    return {path: name for path, name in found.items() if name is not None}
+    return {path: sources[id(array)] for path, array in _sanitized(model, marks).items() if id(array) in sources}
 
 
 def _marks(base: BaseWeights, value: Callable[[int, tuple[int, ...]], mx.array] | None = None) -> dict[str, mx.array]:

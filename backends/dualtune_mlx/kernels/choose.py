@@ -48,21 +48,25 @@ class Kernels:
 
 
 def choose(
-    model: nn.Module, kernels: str, *, pieces: Collection[str] | None = None, streams: bool = False,
-    is_trained: bool = False,
-) -> Kernels:  # fmt: skip
+    model: nn.Module,
+    kernels: str,
+    *,
+    pieces: Collection[str] | None = None,
+    streams: bool = False,
+    trained: Collection[nn.Module] = (),
+) -> Kernels:
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
     `pieces`: use these of the card's alone. `streams`: its layers are read from files while it computes, which compiled
-    code cannot do. `is_trained`: all of the model is trained, and no layer is adapted.
+    code cannot do. `trained`: the modules that are trained whole.
     """
     chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
         return chosen
-    if "lora" in names and not is_trained:
+    if "lora" in names and not any(module is model for module in trained):
         chosen.used.append("lora")
     if "loss" in names:
-        parts = cross_entropy.split(model, is_trained=is_trained)
+        parts = cross_entropy.split(model, trained)
         if isinstance(parts, str):
             chosen.plain.append(f"loss plain: {parts}")
         else:

@@ -11,7 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
@@ -19,6 +21,7 @@ from dualtune.model.adapter import (
     AdapterSpec,
     Scaling,
     Tensors,
+    divisor,
     exact_targets,
     is_module_path,
     parse_name,
@@ -26,11 +29,16 @@ from dualtune.model.adapter import (
     short_targets,
     within_stack,
 )
+from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
+from dualtune.model.embeddings import is_embedding
+from dualtune.model.experts import expert_of
 from dualtune.model.formats import naming as gpt2
+from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
     PAIR,
     Pairs,
     Parts,
+    alpha_of,
     check_extras,
     check_rank,
     extra_tensors,
@@ -39,7 +47,7 @@ from dualtune.model.formats.canonical import (
 )
 from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
-from dualtune.model.methods import METHODS, OTHERS, UNSUPPORTED
+from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_target, position_of
 
@@ -56,15 +64,14 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
     "lora_bias": "lora_B has a bias",
     "megatron_config": "the layers are Megatron's parallel ones",
     "monteclora_config": "MonteCLoRA samples the weights",
-    "trainable_token_indices": "rows of the embedding were trained next to the adapter",
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
     "use_qalora": "QA-LoRA averages groups of inputs first",
     "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
-    **UNSUPPORTED,
 }
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("modules_to_save", "trainable_token_indices"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
     "fan_in_fan_out",
@@ -87,7 +94,7 @@ _LEAVES_OUT = (
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
     "lora_magnitude_vector": "DoRA's magnitude, which belongs to use_dora: true, named <module>.lora_magnitude_vector",
     "lora_embedding_": "LoRA of an embedding",
-    "modules_to_save": "a fully trained module",
+    "modules_to_save": "a fully trained module, which modules_to_save does not name",
     ".bias": "a trained bias",
     "base_layer": f"a copy of a base weight. {_LEAVES_OUT}",
     "embed_tokens.weight": f"a copy of the embedding. {_LEAVES_OUT}",
@@ -104,19 +111,28 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     notes = _check_config(config, where)
     method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
-    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
+    beside, own = _beside(config, tensors, where, directory / WEIGHTS_FILE)
+    pairs = _pairs({name: x for name, x in tensors.items() if name not in own}, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
+    parameters, sources = fields.texts(config, "target_parameters", where) or [], dict[str, str]()
+    if any(map(stacks.is_parameter, parameters)):
+        pairs, sources = stacks.from_parameters(
+            pairs, naming.experts, parameters, lambda path: _rank(path, config, where), directory / WEIGHTS_FILE,
+        )  # fmt: skip
     _check_parameters(config, pairs, where)
-    for module in pairs:
+    for module in pairs.keys() - sources.keys():
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    ranks = {module: _rank(module, config, where) for module in pairs}
+    ranks = {module: _rank(sources.get(module, module), config, where) for module in pairs}
+    alphas = {module: _alpha(sources.get(module, module), config, where) for module in pairs}
+    for module in sources:  # gate and up have half of the rank of the parameter that they share, and its scale
+        scale, half = alphas[module] / divisor(ranks[module], scaling), len(pairs[module].A_rI)
+        ranks[module], alphas[module] = half, alpha_of(scale, half, scaling)
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
     check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
-    alphas = {module: _alpha(module, config, where) for module in pairs}
     rank, alpha = _common(ranks, config.get("r")), _common(alphas, config.get("lora_alpha"))
     spec = AdapterSpec(
         rank=rank,
@@ -125,13 +141,75 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         targets=_targets(pairs, config, where),
         scaling=scaling,
         method=method.name,
+        beside=beside,
         rank_pattern=pattern_of(ranks, rank, _names_in(config, "rank_pattern", where)),
         alpha_pattern=pattern_of(alphas, alpha, _names_in(config, "alpha_pattern", where)),
+        experts=stacks.experts_among(to_tensors(pairs)),
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
     fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs) | extras, base_model, tuple(notes), fan_in_fan_out)
+    return Parts(spec, to_tensors(pairs) | extras | own, base_model, tuple(notes), fan_in_fan_out)
+
+
+def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[BesideAdapter, Tensors]:
+    """Return what was trained beside the adapter, and its tensors. FormatError unless config and tensors agree."""
+    names = tuple(fields.texts(config, "modules_to_save", where) or ())
+    tables = _token_tables(config, where)
+    whole, rows = Tensors(), Tensors()
+    for name, tensor in tensors.items():
+        place = parse_beside(name)
+        if place is None or parse_name(name) is not None:
+            continue
+        if place[1] == ROWS:
+            rows[name] = tensor
+        elif any(is_inside(place[0], module) for module in names):
+            whole[name] = tensor
+    for module in names:
+        if not any(is_inside(place[0], module) for name in whole if (place := parse_beside(name))):
+            raise FormatError(f"{weights}: modules_to_save of {where.name} names {module!r}, but no tensor is of it")
+    if bool(rows) != bool(tables):
+        raise FormatError(f"{weights}: trainable_token_indices of {where.name} and the tensors {ROWS} do not agree")
+    ids = {*tables.values()}
+    if len(ids) > 1:
+        raise fields.wrong(
+            where, "trainable_token_indices", config["trainable_token_indices"], "the same ids for all modules"
+        )
+    indices = next(iter(ids), ())
+    for name, tensor in rows.items():
+        module = cast(tuple[str, str], parse_beside(name))[0]
+        if tensor.ndim != 2 or len(tensor) != len(indices):
+            raise FormatError(f"{weights}: {name}: got shape {[*tensor.shape]}, must be [{len(indices)}, width]")
+        if None not in tables and not is_target(module, [table for table in tables if table]):
+            raise FormatError(f"{weights}: {name}: not selected by trainable_token_indices of {where.name}")
+    if None in tables and len(rows) > 1:
+        raise FormatError(f"{weights}: rows of {len(rows)} modules, but trainable_token_indices names none")
+    beside = BesideAdapter(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
+    return beside, {name: np.ascontiguousarray(x, np.float32) for name, x in (whole | rows).items()}
+
+
+def _token_tables(config: Mapping[str, Any], where: Path) -> dict[str | None, tuple[int, ...]]:
+    """Return the token ids by module; None: the embedding, which a plain list means."""
+    value: Any = config.get("trainable_token_indices") or {}
+    tables = cast(dict[Any, Any], value if isinstance(value, dict) else {None: value})
+    for module, ids in tables.items():
+        is_valid = isinstance(ids, list) and all(type(id) is int and id >= 0 for id in cast(list[Any], ids))
+        if not (is_valid and ids and (module is None or is_module_path(module))):
+            raise fields.wrong(where, "trainable_token_indices", tables, "a list of token ids, or one for each module")
+    return {module: tuple(ids) for module, ids in tables.items()}
+
+
+def _beside_keys(spec: AdapterSpec, tensors: Collection[str]) -> dict[str, Any]:
+    """Return PEFT's keys for what is trained beside the adapter, with whole paths: a name would select by any end."""
+    places = [place for name in tensors if (place := parse_beside(name))]
+    keys: dict[str, Any] = {}
+    if whole := sorted({module for module, end in places if end != ROWS}):
+        keys["modules_to_save"] = whole
+    if tables := sorted(module for module, end in places if end == ROWS):
+        ids = [*spec.beside.rows]
+        is_embedding_alone = len(tables) == 1 and is_embedding(f"{tables[0]}.weight")
+        keys["trainable_token_indices"] = ids if is_embedding_alone else dict.fromkeys(tables, ids)
+    return keys
 
 
 def peft_config(
@@ -139,21 +217,36 @@ def peft_config(
     modules: Collection[str],
     base_model: str | None,
     *,
+    of_base: Collection[str] = (),
     fan_in_fan_out: bool = False,
     naming: Naming = PLAIN,
+    of_experts: Mapping[str, tuple[int, float]] | None = None,
 ) -> dict[str, Any]:
-    """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
+    """Return the adapter_config.json of a canonical adapter that has an integer alpha.
+
+    `of_base`: the names of its tensors that are parameters of the base. `of_experts`: the rank and the scale of each
+    adapted parameter that is a stack of experts.
+    """
     assert spec.alpha == int(spec.alpha), spec
-    targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
+    fused = dict(of_experts or {})
+    named = spec.targets if not fused else [t for t in spec.targets if t == ALL_LINEAR or _selects_any(t, modules)]
+    targets, parameters = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
     if parameters:
         targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
+    parameters += sorted(fused)
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
     ranks = _written({m: spec.rank_of(m) for m in modules}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
     alphas = _written({m: spec.alpha_of(m) for m in modules}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
     if naming.exclusion is not None:
         ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
+    # First, because the first that matches counts, and a name of linear layers may be the end of a parameter's path.
+    of_parameters = {path: alpha_of(scale, rank, spec.scaling) for path, (rank, scale) in fused.items()}
+    if ranks or any(rank != spec.rank for rank, _ in fused.values()):
+        ranks = {path: rank for path, (rank, _) in fused.items()} | ranks
+    if alphas or any(alpha != spec.alpha for alpha in of_parameters.values()):
+        alphas = of_parameters | alphas
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
     return {
@@ -173,8 +266,13 @@ def peft_config(
         "init_lora_weights": True,
         "inference_mode": True,
         **spec.method_spec.peft_keys,
+        **_beside_keys(spec, of_base),
         **extra,
     }
+
+
+def _selects_any(target: str, modules: Iterable[str]) -> bool:
+    return any(is_target(module, (target,)) for module in modules)
 
 
 def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
@@ -191,8 +289,13 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
     """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
     for name in fields.texts(config, "target_parameters", where) or ():
         module, _, last = name.rpartition(".")
+        if stacks.is_parameter(name):
+            continue
         if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
-            allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
+            allowed = (
+                "the weights of linear layers, and the stacks of experts that transformers calls gate_up_proj, up_proj "
+                "and down_proj"
+            )
             raise fields.wrong(where, "target_parameters", name, allowed)
 
 
@@ -315,6 +418,8 @@ def _selects(rule: str | list[str], module: str, where: Path) -> bool:
 
 def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
     """Return the config's names; full paths if it selects by an expression, a list of layers or exceptions."""
+    if any(expert_of(module) for module in pairs):
+        return short_targets(pairs)
     targets = _selector(config, "target_modules", where)
     if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
         return tuple(sorted(pairs))
