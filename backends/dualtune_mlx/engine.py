@@ -31,7 +31,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import canonical_names, check_places
@@ -79,7 +79,7 @@ class MlxEngine:
         if weights is not None:
             check_places(self._layers, self._places, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
-        fresh = self.neutral_state()
+        fresh = self._initial(request.adapter)
         order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
         self._layout = FlatLayout({name: fresh[name].shape for name in order})
         self.adapter_shapes = self._layout.shapes
@@ -87,6 +87,8 @@ class MlxEngine:
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
+        kept = request.adapter.kept(self.adapter_shapes)
+        self._kept = None if kept is None else self._from_numpy(kept)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -106,7 +108,7 @@ class MlxEngine:
             adapted_modules=len(self._layers),
             adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
-            trainable_parameters=self._params.size,
+            trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
             layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),
         )
@@ -145,7 +147,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return self._to_numpy(self._grads / self._loss_scale)
+        return self._to_numpy(self._without_kept(self._grads / self._loss_scale))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -200,8 +202,11 @@ class MlxEngine:
         return self._to_numpy(self._params)
 
     def neutral_state(self) -> Tensors:
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return adapter.initial(shapes, self._request.seed, self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -267,10 +272,17 @@ class MlxEngine:
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(grads / self._loss_scale, max_norm)
+        grads, norm = clip(self._without_kept(grads / self._loss_scale), max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        new = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
-        return *new, step + good, norm
+        # Zeros with a gradient of zero stay so in every rule, with all of its slots.
+        moving = self._without_kept(params)
+        new, slots = self._optimizer.update(moving, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
+        if self._kept is not None:
+            new = mx.where(self._kept, params, new)
+        return new, slots, step + good, norm
+
+    def _without_kept(self, flat: mx.array) -> mx.array:
+        return flat if self._kept is None else mx.where(self._kept, 0.0, flat)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:

@@ -45,6 +45,14 @@ class AdapterBuffer:
         for name, view in self._views(into.detach()).items():
             view.copy_(torch.from_numpy(state[name]))
 
+    def where(self, marks: Mapping[str, np.ndarray] | None) -> Tensor | None:
+        """Return a flat mask of these places, or None."""
+        if marks is None:
+            return None
+        mask = torch.zeros_like(self.flat, dtype=torch.bool, requires_grad=False)
+        self.load(mask, {**marks})
+        return mask
+
     def to_numpy(self, flat: Tensor) -> Tensors:
         views = self._views(flat.detach().cpu())
         return {name: views[name].numpy().copy() for name in sorted(views)}

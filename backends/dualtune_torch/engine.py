@@ -31,7 +31,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
@@ -91,8 +91,10 @@ class TorchEngine:
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
+        self._kept: Tensor | None = None
         if not self._is_full:
-            self.load_adapter_state(self.neutral_state())
+            self.load_adapter_state(self._initial(request.adapter))
+            self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
@@ -115,7 +117,7 @@ class TorchEngine:
             adapted_modules=None if self._is_full else len(self._layers),
             adapted_as=adapted_as(self._layers, request.adapter.targets),
             adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
-            trainable_parameters=self._adapter.flat.numel(),
+            trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -175,7 +177,8 @@ class TorchEngine:
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
-        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
+        gradient = self._adapter.flat.grad / self._loss_scale
+        return self._adapter.to_numpy(gradient if self._kept is None else gradient.masked_fill_(self._kept, 0))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -220,10 +223,17 @@ class TorchEngine:
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
+        held = None
+        if self._kept is not None:  # zeros with a gradient of zero stay so in every rule, with all of its slots
+            flat.grad.masked_fill_(self._kept, 0)
+            held = flat.detach().masked_fill(~self._kept, 0)
+            flat.detach().masked_fill_(self._kept, 0)
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
+        if held is not None:
+            flat.detach().add_(held)
         self._refresh()
         return StepOutput(loss, norm)
 
@@ -255,8 +265,11 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
         shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return adapter.initial(shapes, self._request.seed, self._frozen)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")

@@ -18,7 +18,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.shapes import Decoder
-from dualtune.model.methods import FULL, METHODS
+from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
 
@@ -57,6 +57,9 @@ class HasAdapter(Protocol):
     @property
     def rank_pattern(self) -> Mapping[str, int] | Pattern[int]: ...
 
+    @property
+    def init(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -78,6 +81,7 @@ class Ask:
     method: str = "lora"
     layers: str = ALL_LAYERS
     rank_pattern: Pattern[int] = ()
+    init: str = INITS[0]
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -184,7 +188,10 @@ def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
 
 
 def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
-    """Return the number of trainable parameters. ConfigError if a target selects nothing."""
+    """Return the number of trainable parameters, with a start that stays beside them: so many has the optimizer too.
+
+    ConfigError if a target selects nothing.
+    """
     if adapter.method == FULL:
         return decoder.num_parameters
     count, shapes = METHODS[adapter.method].count, adapted(decoder, adapter.targets, adapter.layers).shapes
@@ -192,9 +199,14 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
-    """Return the rank of each adapted layer. ConfigError if a target of the pattern selects nothing."""
-    patterns = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
-    return _ranks(decoder, adapter.rank, patterns, adapter.targets, adapter.layers)
+    """Return the rank of each adapted layer, twice that if the start stays beside what is trained.
+
+    ConfigError if a target of the pattern selects nothing.
+    """
+    pattern = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
+    times = 2 if adapter.init in KEPT_INITS else 1
+    pattern = tuple((target, times * rank) for target, rank in pattern)
+    return _ranks(decoder, times * adapter.rank, pattern, adapter.targets, adapter.layers)
 
 
 def mean_rank(decoder: Shape, ask: Ask) -> float:
@@ -228,8 +240,10 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
     average = SLOT_BYTES if ask.averages else 0
-    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average) * n)
+    held = MASTER_BYTES + 1 if ask.init in KEPT_INITS else 0  # what does not move, while the rest does, and where it is
+    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average + held) * n)
     slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
+    slots += f" + kept start × {held} B" if held else ""
     slots += f" + average × {average:g} B" if average else ""
     return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})")
 
@@ -340,6 +354,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         targets=config.adapter.targets,
         layers=config.adapter.layers,
         rank_pattern=(*config.adapter.rank_pattern.items(),),
+        init=config.adapter.init,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -104,7 +104,8 @@ class NumpyEngine:
         available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
         self._shapes = shapes = request.adapter.select(available)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
-        self._params = self.neutral_state()
+        self._params = request.adapter.initial(shapes, request.seed, self._frozen)
+        self._kept = request.adapter.kept(self.adapter_shapes) or {}
         self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
@@ -116,7 +117,8 @@ class NumpyEngine:
             quantization="none",
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
-            trainable_parameters=sum(w.size for w in self._params.values()),
+            trainable_parameters=sum(w.size for w in self._params.values())
+            - sum(int(kept.sum()) for kept in self._kept.values()),
             layers_below_adapter=int("mixer" not in shapes),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
@@ -209,7 +211,12 @@ class NumpyEngine:
         self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
 
     def gradient(self) -> Tensors:
+        self._drop_kept(self._grads)
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
+
+    def _drop_kept(self, tensors: Tensors) -> None:
+        for name, where in self._kept.items():
+            tensors[name][where] = 0
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
@@ -218,6 +225,7 @@ class NumpyEngine:
     # --- optimizer ------------------------------------------------------------------------------------------------
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        self._drop_kept(self._grads)
         norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
         loss, self._loss = self._loss, 0.0
@@ -232,15 +240,18 @@ class NumpyEngine:
             g[:] = 0
 
     def _update(self, lr: float, clip: float) -> None:
-        optimizer = self._request.optimizer
+        optimizer, before = self._request.optimizer, {name: self._params[name].copy() for name in self._kept}
+        self._drop_kept(self._params)  # zeros with a gradient of zero stay so in every rule, with all of its slots
         self._step += 1
         for name, w in self._params.items():
-            before = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            slots = {slot: tensors[name] for slot, tensors in self._slots.items()}
             own_lr = lr * optimizer.lr_factor(name)
-            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=own_lr)
+            w, after = optimizer.update(w, self._grads[name] * clip, slots, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)
+        for name, where in self._kept.items():
+            self._params[name][where] = before[name][where]
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if checkpointing != KEEP_ALL:
@@ -256,7 +267,7 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
-        return self._request.adapter.initial(self._shapes, self._request.seed, self._frozen)
+        return self._request.adapter.plain.initial(self._shapes, self._request.seed, self._frozen)
 
     def _frozen(self, module: str) -> np.ndarray:
         return self._weights[f"{module}.weight"].astype(np.float32)

@@ -21,6 +21,9 @@ NAMES = (*METHODS, FULL)  # the values of adapter.method
 # The values of adapter.init, the default first.
 INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in method.inits))
 
+# Those that are made of the weight. They are kept beside what is trained, so that the adapter has twice the rank.
+KEPT_INITS = frozenset({"pissa", "olora"})
+
 # Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
 UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",
