@@ -1,8 +1,9 @@
-"""Record the losses of TRL 1.16, with their gradients and metrics, for the tests of the preference objectives.
+"""Record the losses of TRL 1.16, with their gradients and metrics, for the tests of the objectives.
 
-    python scripts/trl_reference.py tests/train/data/trl_losses.json      (where trl==1.16.0 and torch are installed)
+    python scripts/trl_reference.py tests/train/data      (where trl==1.16.0 and torch are installed)
 
-It calls TRL's own code, the loss methods of its trainers. Around them stand a trainer that has only settings, and a
+trl_losses.json has those of preference training, trl_divergences.json the generalized JSD of distillation. It calls
+TRL's own code, the loss methods of its trainers. Around them stand a trainer that has only settings, and a
 model that answers with given log-probabilities: those of an answer's tokens are equal, so that the gradient with
 respect to their sum is all there is to record.
 """
@@ -18,6 +19,7 @@ import torch
 import trl
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 NUM_UNITS, LONGEST = 6, 9
@@ -193,17 +195,33 @@ def record(objective, settings, inputs):
     }  # fmt: skip
 
 
+def record_divergence(beta):
+    """The generalized JSD of three targets over five tokens."""
+    random = np.random.default_rng(7)
+    student_NV, teacher_NV = random.normal(0, 1.5, (2, 3, 5)).round(4)
+    logits_NV = torch.tensor(student_NV, requires_grad=True)
+    loss = GKDTrainer.generalized_jsd_loss(logits_NV, torch.tensor(teacher_NV), beta=beta, reduction="sum")
+    loss.backward()
+    inputs = {"student": student_NV.tolist(), "teacher": teacher_NV.tolist()}
+    return {"beta": beta, **inputs, "value": loss.item(), "gradient": logits_NV.grad.tolist()}
+
+
+def write(path, cases):
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     if trl.__version__ != "1.16.0":
         parser.error(f"trl {trl.__version__} is installed, the tests compare with 1.16.0")
     cases = [record(*case, random_inputs(shift=-1.0)) for case in CASES]
     cases.append(record(kto, {}, random_inputs(shift=3.0)))  # KL below 0
-    lines = ",\n".join(json.dumps(case) for case in cases)
-    args.file.parent.mkdir(exist_ok=True)
-    args.file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    args.directory.mkdir(exist_ok=True)
+    write(args.directory / "trl_losses.json", cases)
+    write(args.directory / "trl_divergences.json", [record_divergence(beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)])
 
 
 if __name__ == "__main__":

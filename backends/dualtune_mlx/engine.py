@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
-    IGNORE_INDEX,
     Batch,
     EngineDescription,
     LoadRequest,
@@ -27,6 +26,7 @@ from dualtune.engine.backend import (
     check_slots,
     check_state,
     merge_base,
+    most_probable_first,
     needs_positions,
 )
 from dualtune.engine.card import ActivationCheckpointing
@@ -85,10 +85,12 @@ class MlxEngine:
         self.adapter_shapes = self._layout.shapes
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
         kept = request.adapter.kept(self.adapter_shapes)
-        self._kept = None if kept is None else self._from_numpy(kept)
+        self._kept = None if kept is None else from_numpy(kept, self._layout)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -147,7 +149,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return self._to_numpy(self._without_kept(self._grads / self._loss_scale))
+        return to_numpy(self._without_kept(self._grads / self._loss_scale), self._layout)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -157,13 +159,25 @@ class MlxEngine:
             body, head = self._kernels.loss
             hidden_BTH = self._apply(body, inputs)
             found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
-        where = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
 
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs, where = self._inputs(batch), np.arange(batch.num_targets)  # padding follows them
+        with self._documents(batch), self._replaced(inputs):
+            if self._kernels.loss is None:
+                where = np.flatnonzero(batch.is_target_BT)
+                top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
+            else:
+                body, head = self._kernels.loss
+                hidden_BTH = self._apply(body, inputs)
+                top = cross_entropy.top_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head, k)
+        tokens_Nk, logprobs_Nk = map(np.array, top)
+        return most_probable_first(tokens_Nk[where].astype(np.int32), logprobs_Nk[where])
+
     def most_probable(self, batch: Batch) -> np.ndarray:
-        inputs, where = self._inputs(batch), np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._documents(batch), self._replaced(inputs):
             if self._kernels.loss is None:
                 found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
@@ -171,7 +185,7 @@ class MlxEngine:
                 body, head = self._kernels.loss
                 hidden_BTH = self._apply(body, inputs)
                 found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
-        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
         tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return tokens_BT
 
@@ -199,7 +213,7 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return self._to_numpy(self._params)
+        return to_numpy(self._params, self._layout)
 
     def neutral_state(self) -> Tensors:
         return self._initial(self._request.adapter.plain)
@@ -210,18 +224,18 @@ class MlxEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = self._from_numpy(state)
+        self._params = from_numpy(state, self._layout)
         self._adapter.bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
         slots = self._optimizer.read(self._slots)
-        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in slots.items()})
+        return OptimizerState(step, {slot: to_numpy(slots[slot], own) for slot, own in self._slot_layouts.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._step = mx.array(float(state.step))
-        slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
+        slots = {slot: from_numpy(state.slots.get(slot, {}), own) for slot, own in self._slot_layouts.items()}
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -312,10 +326,12 @@ class MlxEngine:
                 inputs["weights_BT"] = weights_BT
         else:
             # If steps are compiled, pad the number of targets to one of eight sizes per batch shape.
-            granule = -(-batch.labels_BT.size // 8) if self._kernels.compiles else 1
+            granule = -(-batch.tokens_BT.size // 8) if self._kernels.compiles else 1
             inputs["index_N"], inputs["labels_N"] = cross_entropy.targets(batch.labels_BT, granule)
-            if weights_BT is not None:  # the padding has ignored labels, so its weights do not matter
-                inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
+            if weights_BT is not None:  # the padding has ignored labels: its weights matter to none but K labels
+                weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
+                weights[batch.num_targets :] = 0
+                inputs["weights_N"] = weights
         if dropout and self._request.adapter.dropout:
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
@@ -355,8 +371,10 @@ class MlxEngine:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         return np.array(weight_of(self._layers[path].base))
 
-    def _to_numpy(self, flat: mx.array) -> Tensors:
-        return {name: np.array(array) for name, array in sorted(self._layout.named(flat).items())}
 
-    def _from_numpy(self, tensors: Tensors) -> mx.array:
-        return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
+def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:
+    return {name: np.array(array) for name, array in sorted(layout.named(flat).items())}
+
+
+def from_numpy(tensors: Tensors, layout: FlatLayout) -> mx.array:
+    return layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})

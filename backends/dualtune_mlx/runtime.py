@@ -29,9 +29,9 @@ NEEDED = (
     "eye", "fast.rms_norm", "fast.scaled_dot_product_attention", "float16", "float32", "floating", "full",
     "get_active_memory", "get_cache_memory", "get_peak_memory", "grad", "inf", "int16", "int32", "int64", "int8",
     "isfinite", "issubdtype", "linalg.norm", "load", "log", "logaddexp", "logsumexp", "maximum", "metal.is_available",
-    "metal.start_capture", "metal.stop_capture", "minimum", "nan", "new_stream", "pad", "power", "put_along_axis",
-    "quantized_matmul", "random.key", "random.normal", "random.seed", "repeat", "reset_peak_memory", "round",
-    "set_cache_limit", "set_default_device", "set_memory_limit", "set_wired_limit", "sigmoid", "slice_update",
+    "metal.start_capture", "metal.stop_capture", "minimum", "nan", "new_stream", "ones", "pad", "power",
+    "put_along_axis", "quantized_matmul", "random.key", "random.normal", "random.seed", "repeat", "reset_peak_memory",
+    "round", "set_cache_limit", "set_default_device", "set_memory_limit", "set_wired_limit", "sigmoid", "slice_update",
     "softmax", "split", "sqrt", "square", "stack", "stop_gradient", "stream", "synchronize", "take_along_axis", "tri",
     "uint16", "uint32", "uint8", "value_and_grad", "vjp", "where", "zeros", "zeros_like",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.methods import METHODS
+from dualtune.model.optimizer import Shapes
 from dualtune_torch.methods import AdaptedLayer
 
 
@@ -42,8 +43,7 @@ class AdapterBuffer:
             self._compute.copy_(self.flat.detach())
 
     def load(self, into: Tensor, state: Tensors) -> None:
-        for name, view in self._views(into.detach()).items():
-            view.copy_(torch.from_numpy(state[name]))
+        fill(into, self.shapes, state)
 
     def where(self, marks: Mapping[str, np.ndarray] | None) -> Tensor | None:
         """Return a flat mask of these places, or None."""
@@ -54,12 +54,27 @@ class AdapterBuffer:
         return mask
 
     def to_numpy(self, flat: Tensor) -> Tensors:
-        views = self._views(flat.detach().cpu())
-        return {name: views[name].numpy().copy() for name in sorted(views)}
+        return to_numpy(flat, self.shapes)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split(self.sizes)
-        return {n: part.view(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return _views(flat, self.shapes)
+
+
+def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:
+    """Write tensors of these shapes into a flat one that consists of them, in this order."""
+    for name, view in _views(into.detach(), shapes).items():
+        view.copy_(torch.from_numpy(state[name]))
+
+
+def to_numpy(flat: Tensor, shapes: Shapes) -> Tensors:
+    """Return copies of the tensors that a flat one consists of."""
+    views = _views(flat.detach().cpu(), shapes)
+    return {name: views[name].numpy().copy() for name in sorted(views)}
+
+
+def _views(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    parts = flat.split([*map(math.prod, shapes.values())])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def adapter_buffer(

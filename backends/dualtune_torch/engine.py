@@ -27,6 +27,7 @@ from dualtune.engine.backend import (
     check_slots,
     check_state,
     merge_base,
+    most_probable_first,
     needs_positions,
 )
 from dualtune.engine.card import ActivationCheckpointing
@@ -36,13 +37,13 @@ from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
 from dualtune.model.targets import adapted_as
-from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
+from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
 from dualtune_torch.host.generation import TextContinuation, TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
-from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
+from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
@@ -51,7 +52,7 @@ from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
-from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
+from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
@@ -128,8 +129,7 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        sizes = dict(zip(self._adapter.shapes, self._adapter.sizes, strict=True))
-        return flat_optimizer(self._adapter.flat, sizes, self._request.optimizer)
+        return flat_optimizer(self._adapter.flat, self._adapter.shapes, self._request.optimizer)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -194,23 +194,28 @@ class TorchEngine:
                     self._kernels.maybe_compile,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
+        logprobs_BT[batch.is_target_BT] = _numpy(found_M)
         return logprobs_BT
 
     def most_probable(self, batch: Batch) -> np.ndarray:
+        tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
+        tokens_BT[batch.is_target_BT] = _numpy(self._of_target_logits(batch, lambda logits_RV: logits_RV.argmax(-1)))
+        return tokens_BT
+
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        found_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
+        return most_probable_first(found_M2k[:, 1].astype(np.int32), found_M2k[:, 0].astype(np.float32))
+
+    def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""
         inputs = self._inputs(batch)
         with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
             head = self._kernels.head
             if head is None:
-                found_M = self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).argmax(-1)
-            else:
-                hidden_MD = self._target_states(inputs)
-                with whole(head):
-                    weight_VD = weight_of(head, hidden_MD.dtype)
-                    found_M = most_probable(hidden_MD, weight_VD, head.bias, self._kernels.cap)
-        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
-        tokens_BT.flat[targets_in(batch)] = _numpy(found_M)
-        return tokens_BT
+                return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
+            hidden_MD = self._target_states(inputs)
+            with whole(head):
+                return by_rows(function, hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, self._kernels.cap)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -283,14 +288,15 @@ class TorchEngine:
             layer.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, names = self._optimizer, self._request.optimizer.slots
-        return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
+        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self.adapter_shapes)
+        state = {slot: to_numpy(optimizer.read(slot), shapes) for slot, shapes in slots.items()}
+        return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._optimizer.count.fill_(state.step)
-        for slot, tensors in state.slots.items():
-            self._optimizer.load(slot, partial(self._adapter.load, state=tensors))
+        for slot, shapes in self._request.optimizer.slot_shapes(self.adapter_shapes).items():
+            self._optimizer.load(slot, partial(fill, shapes=shapes, state=state.slots.get(slot, {})))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,13 @@ from dualtune_torch.kernels.attention import capped
 
 
 def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-    """Σ −w·log p(label) over the labels that are not IGNORE_INDEX; float32 scalar. Without weights, each w is 1."""
+    """Σ −w·log p(label) over the labels that are not IGNORE_INDEX; float32 scalar. Without weights, each w is 1.
+
+    Labels and weights may be [B, T, K]: see `Batch`.
+    """
+    if labels_BT.ndim == 3:
+        logprobs_BTK = target_logprobs(logits_BTV, labels_BT)
+        return -(logprobs_BTK if weights_BT is None else logprobs_BTK * weights_BT).sum()
     logits_NV, labels_N = logits_BTV.flatten(0, 1).float(), labels_BT.flatten()
     if weights_BT is None:
         return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -21,14 +29,25 @@ def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = 
 
 
 def target_logprobs(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """log p(label), float32 [B, T]; 0 where the label is IGNORE_INDEX."""
+    """log p(label), float32, of the shape of the labels; 0 where the label is IGNORE_INDEX."""
+    if labels_BT.ndim == 3:
+        logprobs_BTK = logits_BTV.float().log_softmax(-1).gather(-1, labels_BT.clamp(min=0))
+        return logprobs_BTK.where(labels_BT != IGNORE_INDEX, 0.0)
     losses_N = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return -losses_N.view_as(labels_BT)
 
 
-def most_probable(hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None) -> Tensor:
-    """The first index of the largest of capped(hidden · headᵀ + bias), int64 [M]; logits of a few rows at a time."""
+def by_rows(
+    function: Callable[[Tensor], Tensor], hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None
+) -> Tensor:
+    """function(capped(hidden · headᵀ + bias)) of float32 logits, [M, …]; the logits of a few rows at a time."""
     rows = hidden_MD.split(LOSS_ROWS[hidden_MD.device.type])
-    return torch.cat([capped(F.linear(hidden_RD, head_VD, bias_V).float(), cap).argmax(-1) for hidden_RD in rows])
+    return torch.cat([function(capped(F.linear(hidden_RD, head_VD, bias_V).float(), cap)) for hidden_RD in rows])
+
+
+def top_of_logits(logits_RV: Tensor, k: int) -> Tensor:
+    """log p of the k most probable tokens, and these, float64 [R, 2, k]: one array, so that the host waits once."""
+    values_Rk, tokens_Rk = logits_RV.topk(k)
+    return torch.stack([(values_Rk - logits_RV.logsumexp(-1, keepdim=True)).double(), tokens_Rk.double()], 1)

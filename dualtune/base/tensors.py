@@ -23,7 +23,7 @@ SIZES = {
     "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _RANK = {dtype: rank for rank, dtype in enumerate(SIZES)}
-_OF_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16"}
+_OF_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "uint8": "U8"}
 # NumPy has no bfloat16: the bits of one are the upper half of a float32.
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
 

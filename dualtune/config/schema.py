@@ -177,7 +177,8 @@ class TrainConfig(Section):
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName = "adamw"
     """How gradients update the weights; adamw_8bit keeps its moments in 8 bits: 2 bytes for a trained weight instead of
-    8; sgd keeps no state and needs a much larger learning_rate."""
+    8; lion 4, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates of matrices
+    orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
     lora_plus_ratio: Factor | None = None
@@ -195,9 +196,9 @@ class TrainConfig(Section):
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
-    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto"] | Name = "sft"
+    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill"] | Name = "sft"
     """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
-    one with a label; else the name of an installed objective."""
+    one with a label; distill learns a teacher's distributions; else the name of an installed objective."""
 
 
 class PreferenceConfig(Section):
@@ -221,6 +222,24 @@ class PreferenceConfig(Section):
     reference: Literal["auto", "base", "start"] = "auto"
     """The model that dpo and kto stay close to: base is without adapter, start has that of adapter.init_from; auto is
     start where there is one."""
+
+
+class DistillConfig(Section):
+    """Distillation: what a run learns of a teacher."""
+
+    distributions: PathText | None = None
+    """The file that `dualtune distill record` has written: what the teacher says of the data of this config."""
+    divergence: Literal["forward_kl", "jsd"] = "forward_kl"
+    """The distance to the teacher: forward_kl of its most probable tokens alone, in one forward pass; jsd, with beta,
+    of these and of all other tokens as one, in two."""
+    beta: Literal["auto"] | Share = "auto"
+    """Where jsd lies between the KL divergence from the teacher (0) and that from the student (1); auto is 0.5."""
+    sft_weight: NotNegative = 0.0
+    """The weight of the loss of sft on the data's own answers, which is added."""
+
+    @property
+    def beta_or_default(self) -> float:
+        return 0.5 if self.beta == "auto" else self.beta
 
 
 class CheckpointedLayers(Section):
@@ -356,10 +375,17 @@ class Config(BaseModel):
     data: DataConfig
     train: TrainConfig = TrainConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    distill: DistillConfig = DistillConfig()
     memory: MemoryConfig = MemoryConfig()
     hybrid: HybridConfig = HybridConfig()
     guards: GuardsConfig = GuardsConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether a step asks for log-probabilities before it computes a gradient: one more forward pass."""
+        objective = self.train.objective
+        return self.distill.divergence == "jsd" if objective == "distill" else objective != "sft"
 
     @model_validator(mode="before")
     @classmethod
@@ -385,6 +411,7 @@ def sections() -> dict[str, type[Section]]:
 # The keys of the section `preference` that each objective uses.
 PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "sft": (),
+    "distill": (),
     "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
     "orpo": ("beta", "sft_weight"),
     "simpo": ("beta", "gamma", "sft_weight"),
@@ -434,6 +461,7 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     if train.activation_cache != "none":
         yield from _impossible_with_cache(config)
     yield from _impossible_preference(config)
+    yield from _impossible_distillation(config)
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
 
@@ -487,12 +515,32 @@ def _impossible_preference(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
         yield ("preference", "reference"), ("adapter", "init_from"), f"got start, {rule}"
     if name == "sft":
         return
-    if config.data.loss_on == "all":
+    if name != "distill" and config.data.loss_on == "all":
         rule = f"but train.objective: {name} compares answers, not prompts; allowed: assistant, last"
         yield ("data", "loss_on"), objective, f"got all, {rule}"
     if config.hybrid.enabled:
         rule = f"but predictive training judges its steps by the loss of sft, and train.objective is {name}"
         yield ("hybrid", "enabled"), objective, f"got true, {rule}; allowed: false"
+
+
+def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield keys of `distill` that are missing, or that the objective or the divergence does not use."""
+    distill, name = config.distill, config.train.objective
+    objective: KeyPath = ("train", "objective")
+    if name != "distill":
+        for key, field in type(distill).model_fields.items():
+            if (value := getattr(distill, key)) != field.default:
+                rule = f"but train.objective: {name} does not use it; remove it, or set train.objective: distill"
+                yield ("distill", key), objective, f"got {value}, {rule}"
+        return
+    if distill.distributions is None:
+        rule = (
+            "got null, but train.objective: distill needs what a teacher says; record it with dualtune distill record"
+        )
+        yield ("distill", "distributions"), objective, rule
+    if distill.divergence == "forward_kl" and distill.beta != "auto":
+        rule = "but distill.divergence: forward_kl has no beta; remove it, or set divergence: jsd"
+        yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
 
 
 def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -247,9 +247,14 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 PLAIN = "prompts with answers"
 PAIR = "pairs of answers (data.format: preference)"
 LABELLED = "answers with a label (data.format: unpaired_preference)"
-NEEDED = {"sft": (PLAIN,), **dict.fromkeys(("dpo", "orpo", "simpo", "cpo"), (PAIR,)), "kto": (LABELLED, PAIR)}
+NEEDED = {
+    "sft": (PLAIN,),
+    "distill": (PLAIN,),
+    **dict.fromkeys(("dpo", "orpo", "simpo", "cpo"), (PAIR,)),
+    "kto": (LABELLED, PAIR),
+}
 _ADVICE = {
-    PLAIN: "sft learns them", PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them"
+    PLAIN: "sft and distill learn them", PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them"
 }  # fmt: skip
 _FOR_SFT = {
     PAIR: ". For sft on the chosen answers alone set data.columns: {rejected: null}",

@@ -57,29 +57,38 @@ class Batch:
     """
 
     tokens_BT: np.ndarray  # int32
-    labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]
+    # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]. Or [B, T, K]: K distinct tokens
+    # that have log-probabilities and loss weights of their own; a token that is no target has IGNORE_INDEX for each.
+    labels_BT: np.ndarray
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
     dropout_seeds_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
-    weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
+    weights_BT: np.ndarray | None = None  # float32, loss weight of each label, may be negative; None: all are 1
     # What `Engine.hidden_states` returns for these tokens, 0 for padding. An engine that gets it does not compute it.
     hidden_BTD: np.ndarray | None = None
     # For the core, engines have no use for it: which documents of the run are in each row, in the order of segments.
     documents: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def is_target_BT(self) -> np.ndarray:
+        """Whether there is a target after each token, bool [B, T]."""
+        return (self.labels_BT if self.labels_BT.ndim == 2 else self.labels_BT[..., 0]) != IGNORE_INDEX
+
+    @property
     def num_targets(self) -> int:
-        return int(np.count_nonzero(self.labels_BT != IGNORE_INDEX))
+        return int(np.count_nonzero(self.is_target_BT))
 
     @property
     def total_weight(self) -> float:
-        """The sum of the loss weights of the targets; without loss weights, the number of targets."""
+        """The sum of the loss weights of the labels; without loss weights, their number."""
         weights_BT = self.target_weights_BT
-        return float(self.num_targets) if weights_BT is None else float(weights_BT.sum(dtype=np.float64))
+        if weights_BT is None:
+            return float(np.count_nonzero(self.labels_BT != IGNORE_INDEX))
+        return float(weights_BT.sum(dtype=np.float64))
 
     @property
     def target_weights_BT(self) -> np.ndarray | None:
-        """The loss weights in float32, with 0 where there is no target; None: all are 1."""
+        """The loss weights in float32, of the shape of the labels, with 0 where there is no target; None: all are 1."""
         if self.weights_BT is None:
             return None
         return np.where(self.labels_BT == IGNORE_INDEX, np.float32(0), self.weights_BT)
@@ -171,7 +180,10 @@ class EngineDescription:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The number of updates done, and the slots: float32 tensors with the names and shapes of the adapter."""
+    """The number of updates done, and the slots: float32 tensors with the names of the adapter.
+
+    In the shapes that `OptimizerSpec.slot_shapes` gives, mostly those of the adapter.
+    """
 
     step: int
     slots: Mapping[str, Tensors]  # by their names in `dualtune.model.optimizer`, such as m and v; empty for plain SGD
@@ -276,7 +288,7 @@ class Engine(Protocol):
         ...
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        """Return log p of the label of every target, float32 [B, T]; 0 elsewhere. Loss weights are not applied.
+        """Return log p of every label, float32, of the shape of the labels; 0 elsewhere. Loss weights are not applied.
 
         Computed the same way as the loss: without logits [B, T, V] if the loss needs none. `dropout` applies the same
         masks as `forward_backward` does for this batch, so the gradient added there is that of these numbers. If the
@@ -340,6 +352,14 @@ class Engine(Protocol):
 
     def most_probable(self, batch: Batch) -> np.ndarray:
         """Return the most probable token at every target, the first of equals, int32 [B, T]; -1 elsewhere."""
+        ...
+
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k most probable tokens at every target, int32 [M, k], and their log p, float32 [M, k].
+
+        M targets in the order of the rows; the most probable token first, of equals the one with the lower number. `k`
+        is at most the size of the vocabulary. Without logits [B, T, V] if the loss needs none.
+        """
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -456,12 +476,16 @@ def check_state(shapes: Shapes, tensors: Tensors, title: str) -> None:
 
 
 def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
-    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
-    if {*state.slots} != {*optimizer.slots}:
-        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
+    """Raise ValueError unless the state has the slots of this optimizer, as they follow from the adapter's shapes.
+
+    A slot that no tensor of the adapter has may be absent.
+    """
+    shapes = optimizer.slot_shapes(adapter)
+    if not {slot for slot, own in shapes.items() if own} <= {*state.slots} <= {*shapes}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, shapes))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
-    for slot, tensors in state.slots.items():
-        check_state(adapter, tensors, f"optimizer {slot}")
+    for slot, own in shapes.items():
+        check_state(own, state.slots.get(slot, {}), f"optimizer {slot}")
 
 
 def check_mergeable(description: EngineDescription) -> None:
@@ -479,6 +503,12 @@ def merge_base(request: LoadRequest) -> BaseWeights:
     if weights is None:
         raise ConfigError("merge: the base was initialized at random (model.init: random), and is in no file")
     return weights
+
+
+def most_probable_first(tokens_Mk: np.ndarray, logprobs_Mk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both arrays in the order of `Engine.top_logprobs`: by log-probability, then by token."""
+    order_Mk = np.lexsort((tokens_Mk, -logprobs_Mk), axis=-1)
+    return np.take_along_axis(tokens_Mk, order_Mk, -1), np.take_along_axis(logprobs_Mk, order_Mk, -1)
 
 
 def num_layers_below(layers: Iterable[Iterable[object]], adapted: Iterable[object], head: object) -> int:

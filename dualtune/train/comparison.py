@@ -38,9 +38,9 @@ REFERENCE = "the log-probabilities of the reference"  # as `show` names them
 
 
 def configured_objective(config: Config) -> Objective | None:
-    """Return the objective of preference training that a config chooses; None for sft."""
+    """Return the objective of preference training that a config chooses; None for one that compares no answers."""
     name = config.train.objective
-    if name == "sft":
+    if name in ("sft", "distill"):
         return None
     if name not in OBJECTIVES:
         return installed_objective(name)(config)

@@ -34,6 +34,7 @@ from dualtune.model.targets import ALL_LINEAR
 from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
 from dualtune.train.comparison import check_answers, configured_objective
+from dualtune.train.distillation import Distillation, configured_distillation
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
 from dualtune.train.objective import optimizer_spec, with_intervals
@@ -42,6 +43,7 @@ from dualtune.train.preference import Objective
 from dualtune.train.samples import check_samples
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import (
+    DISTRIBUTIONS,
     EVAL_DOCUMENTS,
     TRAIN_DOCUMENTS,
     Change,
@@ -106,7 +108,8 @@ class Prepared:
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
-    objective: Objective | None  # of preference training; None: the loss of sft
+    objective: Objective | None  # of preference training; None: no answers are compared
+    distillation: Distillation | None  # None: there is no teacher
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
@@ -178,6 +181,7 @@ def prepare(
         _check_targets(settled, train, eval_)
         objective = configured_objective(settled)
         check_answers(objective, train, eval_)
+        distillation = configured_distillation(settled, train, eval_, tokenizer)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -197,6 +201,8 @@ def prepare(
         model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
         show(FINGERPRINT, 1.0)
         fingerprints = _fingerprints(model, data)
+        if distillation is not None:
+            fingerprints[DISTRIBUTIONS] = f"sha256 {distillation.distributions.content[:16]}"
         layout = layout_of(planned)
         cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
         memory = plan_memory(
@@ -207,8 +213,9 @@ def prepare(
             start = in_names_of(start, model_dir)  # which may have been downloaded since
         spec = _spec(planned, start)
     return Prepared(
-        planned, backend, team, model, data, spec, start, make_policy, objective, resumed, fingerprints, memory, system
-    )
+        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, resumed, fingerprints,
+        memory, system,
+    )  # fmt: skip
 
 
 def _check_sharding(config: Config, team: Team) -> None:

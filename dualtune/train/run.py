@@ -365,7 +365,11 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     if (before := log.history.evals.get(step)) is not None:  # the rows are the same in all processes
         job.guards.on_eval(before)  # from before the run was stopped
         return
-    measure = partial(evaluate_answers, comparison=job.comparison) if job.comparison is not None else evaluate
+    measure = evaluate
+    if job.comparison is not None:
+        measure = partial(evaluate_answers, comparison=job.comparison)
+    elif prepared.distillation is not None:
+        measure = prepared.distillation.evaluate
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):

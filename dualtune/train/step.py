@@ -16,6 +16,7 @@ import numpy as np
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
 from dualtune.train.comparison import AnswerComparison, answer_sums, with_slopes
+from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
 from dualtune.train.policy import Update
@@ -56,6 +57,7 @@ class TrainingStep:
         self._show = show
         self._comparison = comparison
         self._loss: Loss | None = None  # of the comparison
+        self._distilled = 0.0  # the loss of a distillation, less what the engine knows of it, in this process
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
         # What is made on first use, and made again, smaller, when memory has run out.
@@ -92,14 +94,18 @@ class TrainingStep:
     def add_gradients(self) -> None:
         """Add the gradient of the step's loss, micro-batch by micro-batch.
 
-        That of sft is the (weighted) mean over the step's targets. An objective that compares answers needs what the
-        model says of all of them first: it decides the weight of each.
+        That of sft is the (weighted) mean over the step's targets, and so is that of distillation. An objective that
+        compares answers needs what the model says of all of them first: it decides the weight of each.
         """
         self._has_gradient = False
         while not self._has_gradient:
             weight, _, _ = self._totals()
             with self._phase(GRADIENT):
-                if self._comparison is None:
+                if (distillation := self._prepared.distillation) is not None:
+                    self._distilled = 0.0
+                    add = partial(self._add_distilled, distillation, weight)
+                    self._has_gradient = self._attempt(self._watch(self.batches), add)
+                elif self._comparison is None:
                     add = partial(self.engine.forward_backward, divisor=weight)
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif (slopes := self._slopes(self._comparison)) is not None:
@@ -125,6 +131,9 @@ class TrainingStep:
     def _add_compared(self, slopes: Mapping[int, float], batch: Batch) -> None:
         self.engine.forward_backward(with_slopes(batch, slopes), divisor=1.0)
 
+    def _add_distilled(self, distillation: Distillation, weight: float, batch: Batch) -> None:
+        self._distilled += distillation.add_gradient(self.engine, batch, weight)
+
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""
         _, num_targets, num_tokens = self._totals()
@@ -134,6 +143,11 @@ class TrainingStep:
         with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
         self._has_gradient = False
+        if (distillation := self._prepared.distillation) is not None:
+            (rest,) = self._team.total(self._distilled)
+            return Update(
+                StepOutput(distillation.loss(output.loss, rest), output.grad_norm), lr, num_targets, num_tokens
+            )
         if self._loss is None:
             return Update(output, lr, num_targets, num_tokens)
         # The engine knows the loss as a sum of weighted log-probabilities, which has the gradient but not the value.

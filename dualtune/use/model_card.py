@@ -111,6 +111,8 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
         keys = [*_SETTINGS]
         if objective != "sft":
             keys += ["train.objective", *(f"preference.{key}" for key in PREFERENCE_KEYS.get(objective, ()))]
+        if objective == "distill":
+            keys += [f"distill.{key}" for key in type(config.distill).model_fields]
         settings = {key: values[section][name] for key in keys for section, _, name in [key.partition(".")]}
         method += [(f"`{key}`", value) for key, value in settings.items() if value is not None]
 

@@ -18,6 +18,7 @@ SUBCOMMANDS = [
     *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
     ["memory", "ablate"],
     ["data", "clean"],
+    ["distill", "record"],
     *(["bench", name] for name in ("lora-backward", "attention")),
     *(["runs", name] for name in ("compare", "clean")),
     *(["bundle", name] for name in ("pack", "inspect", "unpack")),
@@ -46,7 +47,7 @@ def test_help_lists_every_command(dualtune_main):
         "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
         "generate", "plan", "runs", "profile", "memory", "checkpoints", "verify", "bundle", "push", "pull", "launch",
         "adapter", "config", "hybrid", "selftest", "chat", "report", "serve", "data", "watch", "export", "track",
-        "sweep", "quantize",
+        "sweep", "quantize", "distill",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
@@ -156,6 +157,7 @@ def test_the_printed_schema_is_json_and_closed(dualtune_main):
         "data",
         "train",
         "preference",
+        "distill",
         "memory",
         "hybrid",
         "guards",

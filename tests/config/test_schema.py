@@ -76,6 +76,12 @@ DEFAULTS = {
         "undesirable_weight": 1,
         "reference": "auto",
     },
+    "distill": {
+        "distributions": None,
+        "divergence": "forward_kl",
+        "beta": "auto",
+        "sft_weight": 0,
+    },
     "hybrid": {
         "enabled": False,
         "engine": "predict",

@@ -26,7 +26,7 @@ CARD = Card(
         "adapter.method": ("lora", "dora"),
         "adapter.init": INITS,
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

@@ -6,7 +6,7 @@ Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.
 arXiv 2410.10989, do the same with custom kernels. The plain version is `losses.loss_sum`.
 
 Legend: B rows, T tokens of a row, H hidden size, V vocabulary, N targets of the micro-batch including their padding,
-n those of a chunk.
+n those of a chunk, K labels of a target.
 """
 
 from __future__ import annotations
@@ -81,11 +81,13 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
 
 def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Return (indices of the targets among the B · T tokens, their labels), int32 [N], padded with ignored ones to a
-    positive multiple of `granule`. Computed on the host, which has the labels, so it synchronizes no device."""
-    index = np.flatnonzero(labels_BT != IGNORE_INDEX).astype(np.int32)
+    positive multiple of `granule`; of labels [B, T, K], [N, K]. Computed on the host, which has the labels, so it
+    synchronizes no device."""
+    labels = labels_BT.reshape(-1, *labels_BT.shape[2:])
+    index = np.flatnonzero((labels if labels.ndim == 1 else labels[:, 0]) != IGNORE_INDEX).astype(np.int32)
     padding = max(granule, -(-len(index) // granule) * granule) - len(index)
-    labels = np.pad(labels_BT.flat[index], (0, padding), constant_values=IGNORE_INDEX)
-    return np.pad(index, (0, padding)), labels
+    ignored = np.full((padding, *labels.shape[1:]), IGNORE_INDEX, labels.dtype)
+    return np.pad(index, (0, padding)), np.concatenate([labels[index], ignored])
 
 
 def target_loss(
@@ -94,16 +96,23 @@ def target_loss(
 ) -> mx.array:  # fmt: skip
     """Compute `loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the targets only.
 
-    It is differentiable by the hidden states, unless `slopes` is false. The gradient of each row is computed for a loss
-    weight of 1. The backward pass multiplies it by the weight and the incoming gradient: float16 cannot represent a
-    small weight, but its product with the loss scale.
+    Labels and weights may be [N, K]. It is differentiable by the hidden states, unless `slopes` is false. The gradient
+    of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the incoming
+    gradient: float16 cannot represent a small weight, but its product with the loss scale.
     """
+    shares_NK: mx.array | None = None
+    if labels_N.ndim == 2:
+        weights_N, shares_NK = _scales_and_shares(mx.ones(labels_N.shape) if weights_N is None else weights_N)
 
     def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
         """Return the loss and, if needed, its gradient [N, H] without the loss weights."""
         done: list[tuple[mx.array, ...]] = []
         for rows in _chunk_rows(labels_N, head, chunk_elements):
-            losses_n1, slopes_nV = _chunk(_after(done, hidden_NH[rows]), labels_N[rows], head)
+            rows_nH = _after(done, hidden_NH[rows])
+            if shares_NK is None:
+                losses_n1, slopes_nV = _chunk(rows_nH, labels_N[rows], head)
+            else:
+                losses_n1, slopes_nV = _chunk_of_several(rows_nH, labels_N[rows], shares_NK[rows], head)
             loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
             done.append((loss, head.back(slopes_nV)) if slopes else (loss,))
         losses, *slopes_NH = zip(*done, strict=True)
@@ -127,12 +136,16 @@ def target_loss(
 def target_logprobs(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, *, chunk_elements: int | None = None
 ) -> mx.array:
-    """log p(label) of the targets, float32 [N], by the same products as the loss."""
+    """log p(label) of the targets, float32 [N] or [N, K], by the same products as the loss."""
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
     done: list[tuple[mx.array, ...]] = []
     for rows in _chunk_rows(labels_N, head, chunk_elements):
-        done.append((_chunk(_after(done, rows_NH[rows]), labels_N[rows], head)[0],))
-    return -mx.concatenate([losses_n1.squeeze(-1) for (losses_n1,) in done])
+        rows_nH = _after(done, rows_NH[rows])
+        if labels_N.ndim == 2:
+            done.append((_losses_of_several(rows_nH, labels_N[rows], head)[0],))
+        else:
+            done.append((_chunk(rows_nH, labels_N[rows], head)[0].squeeze(-1),))
+    return -mx.concatenate([losses for (losses,) in done])
 
 
 def most_probable(
@@ -146,11 +159,31 @@ def most_probable(
     return mx.concatenate([tokens_n for (tokens_n,) in done])
 
 
+def top_logprobs(
+    hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, k: int
+) -> tuple[mx.array, mx.array]:
+    """The k most probable tokens of the targets, in any order, and their log p, float32 [N, k]."""
+    rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
+    done: list[tuple[mx.array, ...]] = []
+    for rows in _chunk_rows(labels_N, head, None):
+        done.append(top_of_logits(head.logits(_after(done, rows_NH[rows])), k))
+    tokens, logprobs = zip(*done, strict=True)
+    return mx.concatenate([*tokens]), mx.concatenate([*logprobs])
+
+
+def top_of_logits(logits_nV: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k most probable tokens, in any order, and their log p, float32 [n, k]."""
+    logits_nV = logits_nV.astype(mx.float32)
+    tokens_nk = mx.argpartition(-logits_nV, k - 1, axis=-1)[:, :k]
+    lse_n1 = mx.logsumexp(logits_nV, axis=-1, keepdims=True)
+    return tokens_nk, mx.take_along_axis(logits_nV, tokens_nk, axis=-1) - lse_n1
+
+
 def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> Iterator[slice]:
     if chunk_elements is None:
         chunk_elements = LOSS_LOGITS["metal" if on_gpu() else "cpu"]
     num_rows = max(1, chunk_elements // head.vocab)
-    return (slice(i, i + num_rows) for i in range(0, labels_N.size, num_rows))
+    return (slice(i, i + num_rows) for i in range(0, len(labels_N), num_rows))
 
 
 def _after(done: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
@@ -171,6 +204,38 @@ def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.arra
     at_label_n1 = mx.take_along_axis(p_nV, labels_n1, axis=-1) - is_target_n1
     slopes_nV = mx.put_along_axis(p_nV, labels_n1, at_label_n1, axis=-1)
     return mx.where(is_target_n1, losses_n1, 0.0), slopes_nV.astype(hidden_nH.dtype)
+
+
+def _scales_and_shares(weights_NK: mx.array) -> tuple[mx.array, mx.array]:
+    """Return Σ|w| of each row, [N], and the weights over it, [N, K]: small weights of a row are no small numbers."""
+    scales_N = mx.abs(weights_NK).sum(axis=-1)
+    return scales_N, weights_NK / mx.where(scales_N > 0, scales_N, 1.0)[:, None]
+
+
+def _losses_of_several(hidden_nH: mx.array, labels_nK: mx.array, head: Head) -> tuple[mx.array, mx.array]:
+    """Return (losses of all labels of these rows [n, K], p [n, V]); both are 0 in rows that are ignored."""
+    is_target_n1 = labels_nK[:, :1] != IGNORE_INDEX
+    logits_nV = head.logits(hidden_nH).astype(mx.float32)
+    shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
+    weights_nV = _exp(shifted_nV)
+    total_n1 = weights_nV.sum(axis=-1, keepdims=True)
+    losses_nK = mx.log(total_n1) - mx.take_along_axis(shifted_nV, mx.maximum(labels_nK, 0), axis=-1)
+    return mx.where(is_target_n1, losses_nK, 0.0), weights_nV * (is_target_n1 / total_n1)
+
+
+def _chunk_of_several(
+    hidden_nH: mx.array, labels_nK: mx.array, shares_nK: mx.array, head: Head
+) -> tuple[mx.array, mx.array]:
+    """Return (losses of these rows [n, 1], their gradient by the logits): Σ share · (p − onehot(label)).
+
+    The labels of a row are distinct, and the shares of a row that is ignored are 0.
+    """
+    losses_nK, p_nV = _losses_of_several(hidden_nH, labels_nK, head)
+    labels_nK = mx.maximum(labels_nK, 0)
+    p_nV = p_nV * shares_nK.sum(axis=-1, keepdims=True)
+    at_labels_nK = mx.take_along_axis(p_nV, labels_nK, axis=-1) - shares_nK
+    slopes_nV = mx.put_along_axis(p_nV, labels_nK, at_labels_nK, axis=-1)
+    return (losses_nK * shares_nK).sum(axis=-1, keepdims=True), slopes_nV.astype(hidden_nH.dtype)
 
 
 def _exp(x: mx.array) -> mx.array:

@@ -22,7 +22,7 @@ class Inputs:
     """The tensors of a micro-batch of B rows with T tokens, M of which are targets."""
 
     tokens_BT: Tensor  # int64, as all that are indices
-    labels_BT: Tensor
+    labels_BT: Tensor  # or [B, T, K], and so the weights
     positions_BT: Tensor | None  # None: each row counts from 0
     where_M: Tensor  # of the targets, in the concatenated rows
     seeds_BT: Tensor  # of the tokens' dropout, int32
@@ -40,11 +40,11 @@ class Inputs:
 
     @property
     def labels_M(self) -> Tensor:
-        return self.labels_BT.flatten().index_select(0, self.where_M)
+        return self.labels_BT.flatten(0, 1).index_select(0, self.where_M)
 
     @property
     def weights_M(self) -> Tensor | None:
-        return None if self.weights_BT is None else self.weights_BT.flatten().index_select(0, self.where_M)
+        return None if self.weights_BT is None else self.weights_BT.flatten(0, 1).index_select(0, self.where_M)
 
 
 def arrays_of(batch: Batch, *, positions: bool) -> dict[str, np.ndarray]:
@@ -64,13 +64,18 @@ def padded(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     Targets that are added are tokens without a label, with a loss weight of 0. Documents that are added are empty.
     """
-    labels_BT, where_M, borders = arrays["labels"], arrays["where"], arrays["borders"]
-    step = -(-labels_BT.size // TARGET_SIZES)
-    missing = min(-len(where_M) % step, labels_BT.size - len(where_M))
-    others = np.flatnonzero(labels_BT == IGNORE_INDEX)[:missing]
+    labels_BT, where_M, borders, num_tokens = (
+        arrays["labels"],
+        arrays["where"],
+        arrays["borders"],
+        arrays["tokens"].size,
+    )
+    step = -(-num_tokens // TARGET_SIZES)
+    missing = min(-len(where_M) % step, num_tokens - len(where_M))
+    others = np.setdiff1d(np.arange(num_tokens), where_M)[:missing]
     weights_BT = arrays.get("weights", (labels_BT != IGNORE_INDEX).astype(np.float32))
     documents = 1 << (len(borders) - 2).bit_length()
-    empty = np.full(documents + 1 - len(borders), labels_BT.size, borders.dtype)
+    empty = np.full(documents + 1 - len(borders), num_tokens, borders.dtype)
     return {
         **arrays, "labels": np.maximum(labels_BT, 0), "where": np.append(where_M, others), "weights": weights_BT,
         "borders": np.append(borders, empty),
@@ -79,7 +84,7 @@ def padded(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def targets_in(batch: Batch) -> np.ndarray:
     """Return the indices of the targets in the concatenated rows, [M]."""
-    return np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+    return np.flatnonzero(batch.is_target_BT)
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -7,7 +7,7 @@ are computed once and never kept. A head that is trained gets its gradient in th
 The idea is that of Liger's fused linear cross-entropy (Hsu et al., arXiv 2410.10989) and of Wijmans et al., Cut Your
 Losses, arXiv 2411.09009.
 
-Legend: M rows with a target, R rows of a chunk, P with padding, D hidden size, V vocabulary.
+Legend: M rows with a target, R rows of a chunk, P with padding, D hidden size, V vocabulary, K labels of a target.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def reference(
 
 
 def logprobs_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
-    """log p(label) of the chunk's rows, float32 [R]."""
+    """log p(label) of the chunk's rows, float32 [R], or [R, K] for K labels a row."""
     x_RV = capped(logits_RV.float(), cap)
+    if labels_R.ndim == 2:
+        return x_RV.gather(-1, labels_R) - x_RV.logsumexp(-1, keepdim=True)
     return x_RV.gather(-1, labels_R[:, None]).squeeze(-1) - x_RV.logsumexp(-1)
 
 
@@ -83,6 +85,35 @@ def loss_and_gradient_in_place(
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
+# With K labels a row, each has its share of the row's loss weight: the loss is Σ −weight · share · log p(label).
+
+
+def scales_and_shares(weights_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ|w| of each row, [M], and the weights over it, [M, K]: small weights of a row are no small numbers."""
+    scales_M = weights_MK.abs().sum(-1)
+    return scales_M, weights_MK / scales_M.where(scales_M > 0, 1.0)[:, None]
+
+
+def loss_of_several(
+    logits_RV: Tensor, labels_RK: Tensor, cap: float | None, weights_R: Tensor, shares_RK: Tensor
+) -> Tensor:
+    """The chunk's loss, without a gradient."""
+    return -((logprobs_of_logits(logits_RV, labels_RK, cap) * shares_RK).sum(-1) * weights_R).sum()
+
+
+def loss_and_gradient_of_several(
+    logits_RV: Tensor, labels_RK: Tensor, cap: float | None, weights_R: Tensor, shares_RK: Tensor
+) -> Tensor:
+    """Compute the chunk's loss, and overwrite the logits with its gradient without the rows' weights."""
+    x_RV = capped(logits_RV.float(), cap)
+    lse_R1 = x_RV.logsumexp(-1, keepdim=True)
+    losses_R = (shares_RK * (lse_R1 - x_RV.gather(-1, labels_RK))).sum(-1)
+    grad_RV = (x_RV - lse_R1).exp() * shares_RK.sum(-1, keepdim=True)
+    grad_RV = grad_RV.scatter(-1, labels_RK, grad_RV.gather(-1, labels_RK) - shares_RK)  # the labels are distinct
+    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    return (losses_R * weights_R).sum()
+
+
 def target_logprobs(
     hidden_MD: Tensor,
     head_VD: Tensor,
@@ -91,8 +122,8 @@ def target_logprobs(
     cap: float | None,
     maybe_compile: Callable[[Any], Any],
 ) -> Tensor:
-    """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M], by the same products as the loss."""
-    logprobs_M = torch.empty(len(labels_M), device=hidden_MD.device)
+    """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M] or [M, K], by the same products as the loss."""
+    logprobs_M = torch.empty(labels_M.shape, device=hidden_MD.device)
     for rows in _chunks(hidden_MD):
         hidden_RD, labels_R = hidden_MD[rows], labels_M[rows]
         logits_PV = _padded_logits(hidden_RD, head_VD, bias_V)
@@ -127,8 +158,9 @@ class TargetRows(torch.autograd.Function):
 class LinearCrossEntropy(torch.autograd.Function):
     """`reference`, with the gradient of `hidden` computed in the forward pass.
 
-    The gradient of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the
-    incoming gradient: float16 cannot represent a small weight, but its product with the loss scale.
+    Labels and weights may be [M, K]. The gradient of each row is computed for a loss weight of 1. The backward pass
+    multiplies it by the weight and the incoming gradient: float16 cannot represent a small weight, but its product with
+    the loss scale.
 
     `total_VD`: the gradient of a head that is trained, to which the backward pass adds, float32; None: it is frozen.
     Autograd would keep what it adds until the embedding has its gradient too, if the two are one.
@@ -149,19 +181,27 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         grad_VD = None if total_VD is None or grad_MD is None else torch.zeros_like(total_VD)
+        evaluate = loss_of_logits
         compute = loss_and_gradient_in_place if hidden_MD.is_cuda else loss_and_gradient
+        factors = () if weights_M is None else (weights_M,)
+        if labels_M.ndim == 2:
+            evaluate, compute = loss_of_several, loss_and_gradient_of_several
+            weights_M, shares_MK = scales_and_shares(
+                torch.ones_like(labels_M).float() if weights_M is None else weights_M
+            )
+            factors = (weights_M, shares_MK)
         for rows in _chunks(hidden_MD):
             labels_R = labels_M[rows]
-            R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
+            R, weights = len(labels_R), [factor[rows] for factor in factors]
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
             # Evaluation needs no gradient; in training it takes the place of the logits.
             if grad_MD is None:
-                loss += maybe_compile(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(evaluate)(logits_PV[:R], labels_R, cap, *weights)
             else:
                 loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *weights)
                 grad_MD[rows] = (logits_PV @ head_VD)[:R]
                 if grad_VD is not None:
-                    _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights)
+                    _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights[:1])
             del logits_PV  # before those of the next chunk are made
         ctx.save_for_backward(grad_MD, weights_M)
         ctx.grad_VD, ctx.total_VD = grad_VD, total_VD

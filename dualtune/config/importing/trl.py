@@ -43,7 +43,7 @@ _OTHER_TRAINERS = {
     "grpo, rloo or another online trainer": "reward_funcs reward_model_name_or_path num_generations use_vllm kl_coef "
     "num_ppo_epochs",
     "reward": "center_rewards_coefficient",
-    "gkd or another distillation trainer": "teacher_model_name_or_path lmbda",
+    "gkd or another on-policy distillation trainer": "teacher_model_name_or_path lmbda",
 }
 # The preference trainers: our keys of `preference`, and theirs.
 _PREFERENCES = {

@@ -125,6 +125,15 @@ class Tokenizer:
                 f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of the same model"
             )
 
+    def first_difference(self, other: Tokenizer) -> str | None:
+        """Return the first token to which another tokenizer gives another id, in words; None if it has all of them."""
+        mine, theirs = (one._rust.get_vocab(with_added_tokens=True) for one in (self, other))
+        different = ((id, token) for token, id in mine.items() if theirs.get(token) != id)
+        if (first := min(different, default=None)) is None:
+            return None
+        id, token = first
+        return f"{token!r} is {id} here, and {theirs.get(token, 'no token')} there"
+
     @property
     def largest_id(self) -> int:
         return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)

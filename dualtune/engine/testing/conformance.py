@@ -134,6 +134,49 @@ def check_target_logprobs(case: Case) -> None:
     assert not engine.target_logprobs(none).any()
 
 
+def with_labels(batch: Batch, num_labels: int) -> Batch:
+    """Return a batch with this many distinct labels for each target, the first its own, and with weights for them."""
+    rng, vocab = np.random.default_rng(5), 1 + int(batch.tokens_BT.max())
+    labels_BTK = (batch.labels_BT[..., None] + np.arange(num_labels) * (1 + vocab // (2 * num_labels))) % vocab
+    labels_BTK = np.where(batch.is_target_BT[..., None], labels_BTK, IGNORE_INDEX).astype(np.int32)
+    return replace(batch, labels_BT=labels_BTK, weights_BT=rng.normal(size=labels_BTK.shape).astype(np.float32))
+
+
+def check_several_labels(case: Case) -> None:
+    """With K labels a target, log-probabilities, loss and gradient are those of K batches with one label each."""
+    for dropout in (0.0, 0.3):
+        engine, batch = case.engine(dropout=dropout), with_labels(case.batch(), 3)
+        assert batch.weights_BT is not None
+        alone = [
+            replace(batch, labels_BT=batch.labels_BT[..., k], weights_BT=batch.weights_BT[..., k]) for k in range(3)
+        ]
+        actual, expected = engine.target_logprobs(batch), [engine.target_logprobs(each) for each in alone]
+        assert actual.dtype == np.float32 and np.abs(actual - np.stack(expected, -1)).max() <= tolerances.LOGPROBS
+        allowed = tolerances.LOGPROBS * 3 * batch.num_targets
+        assert engine.evaluate(batch).num_targets == batch.num_targets
+        assert abs(engine.evaluate(batch).loss_sum - sum(engine.evaluate(each).loss_sum for each in alone)) <= allowed
+        parts = [(1.0, gradient(case.engine(dropout=dropout), each)) for each in alone]
+        assert_close(gradient(case.engine(dropout=dropout), batch), sum_of(*parts), tolerances.GRADIENT)
+    none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
+    assert not engine.target_logprobs(none).any() and norm_of(gradient(case.engine(), batch, none)) > 0
+
+
+def check_top_logprobs(case: Case) -> None:
+    """top_logprobs() has the largest of logprobs() at the targets, in falling order; a batch may have no target."""
+    engine, batch = case.engine(dropout=0.4), case.batch()
+    logprobs_MV = engine.logprobs(batch)[batch.is_target_BT]
+    for k in (1, 5, logprobs_MV.shape[-1]):
+        tokens_Mk, logprobs_Mk = engine.top_logprobs(batch, k)
+        assert tokens_Mk.dtype == np.int32 and logprobs_Mk.dtype == np.float32
+        assert tokens_Mk.shape == logprobs_Mk.shape == (batch.num_targets, k)
+        assert np.abs(logprobs_Mk - np.take_along_axis(logprobs_MV, tokens_Mk, -1)).max() <= tolerances.LOGPROBS
+        assert np.abs(logprobs_Mk - np.sort(logprobs_MV, -1)[:, ::-1][:, :k]).max() <= tolerances.LOGPROBS
+        assert (np.diff(logprobs_Mk, axis=-1) <= 0).all()
+        assert all(len(set(tokens.tolist())) == k for tokens in tokens_Mk)
+    none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
+    assert engine.top_logprobs(none, 2)[0].shape == (0, 2)
+
+
 def check_most_probable(case: Case) -> None:
     """most_probable() is the arg max of logprobs() at the targets, and -1 elsewhere; a batch may have no target."""
     engine, batch = case.engine(dropout=0.4), case.batch()
@@ -330,7 +373,11 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         slots = {slot: in_float64(tensors) for slot, tensors in state.slots.items()}
         expected = {
             n: optimizer.update(
-                a, clip * g[n], {slot: x[n] for slot, x in slots.items()}, step=step, lr=lr * optimizer.lr_factor(n)
+                a,
+                clip * g[n],
+                {slot: x[n] for slot, x in slots.items() if n in x},
+                step=step,
+                lr=lr * optimizer.lr_factor(n),
             )
             for n, a in in_float64(w).items()
         }
@@ -342,7 +389,8 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         for slot, tensors in state.slots.items():
             is_coded = optimizer.entry.slot_bytes != SLOT_BYTES and slot != OFFSET
             close = assert_close_codes if is_coded else assert_close
-            close(tensors, {n: after[slot] for n, (_, after) in expected.items()}, tolerances.GRADIENT)
+            wanted = {n: after[slot] for n, (_, after) in expected.items() if slot in after}
+            close(tensors, wanted, tolerances.GRADIENT)
 
 
 @with_each_optimizer
@@ -407,8 +455,10 @@ def check_a_start_that_is_kept(case: Case) -> None:
         assert abs(float(output.grad_norm) - norm_of(slopes)) <= tolerances.GRADIENT * norm_of(slopes)
     state, slots = engine.adapter_state(), engine.optimizer_state().slots
     for name, kept in where.items():
-        result = case.optimizer_spec.result(state[name], {slot: tensors[name] for slot, tensors in slots.items()})
-        assert not any(moving[name][kept].any() for moving in (slopes, *slots.values())), name
+        own = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
+        result = case.optimizer_spec.result(state[name], own)
+        moving = [slopes[name], *(values for values in own.values() if values.shape == kept.shape)]
+        assert not any(values[kept].any() for values in moving), name
         assert all(np.array_equal(after[kept], start[name][kept]) for after in (state[name], result)), name
         assert (state[name] != start[name])[~kept].mean() > 0.9, name
     plain = replace(case, spec=case.spec.plain).engine()

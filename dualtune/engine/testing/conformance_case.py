@@ -18,7 +18,8 @@ from dualtune.engine.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, tensor_name
 from dualtune.model.methods import METHODS
-from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName, Settings
+from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName
+from dualtune.model.update_rules import Settings
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
 DECAY = 0.1
@@ -28,6 +29,7 @@ AVERAGES: dict[RuleName, tuple[str, Averaging]] = {
     "adamw": ("tail", Averaging(start=1)), "adamw_8bit": ("ema", Averaging(least=0.6)),
     "sgd": ("ema", Averaging(least=0.4)),
 }  # fmt: skip
+TOGETHER = {*AVERAGES, "schedule_free", "muon"}  # checked with LoRA+ too: one of each kind of update
 LORA_PLUS = {"lora_B.weight": 3.0}  # learning-rate factors
 CODES_APART = 2e-3  # share of the values
 
@@ -149,7 +151,7 @@ def optimizers_of(backend: Backend) -> Iterator[dict[str, Any]]:
         kind, average = AVERAGES.get(name, ("none", None))
         if kind not in honoured.get("train.average", ()):
             average = None
-        if average is not None or factors:
+        if name in TOGETHER and (average is not None or factors):
             yield {"optimizer": name, "average": average, "lr_factors": factors}
 
 

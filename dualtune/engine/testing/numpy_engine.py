@@ -24,7 +24,6 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.world import Alone
 from dualtune.engine.backend import (
     CLIP_EPS,
-    IGNORE_INDEX,
     Batch,
     DeviceInfo,
     EngineDescription,
@@ -36,6 +35,7 @@ from dualtune.engine.backend import (
     StepOutput,
     check_slots,
     check_state,
+    most_probable_first,
 )
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
@@ -106,7 +106,8 @@ class NumpyEngine:
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = request.adapter.initial(shapes, request.seed, self._frozen)
         self._kept = request.adapter.kept(self.adapter_shapes) or {}
-        self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -188,24 +189,32 @@ class NumpyEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
-        logp_N = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"][np.arange(len(labels_N)), labels_N]
+        logp_N = _at(self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"], labels_N)
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
+
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens_N, _, _ = _targets(batch)
+        logp_NV = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"]
+        top_Nk = np.argsort(-logp_NV, axis=-1, kind="stable")[:, :k].astype(np.int32)
+        return most_probable_first(top_Nk, _at(logp_NV, top_Nk).astype(np.float32))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         tokens_N, labels_N, seeds_N = _targets(batch)
         logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch))["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT[batch.labels_BT != IGNORE_INDEX] = logp_NV[np.arange(len(labels_N)), labels_N]
+        logprobs_BT[batch.is_target_BT] = _at(logp_NV, labels_N)
         return logprobs_BT
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        n = np.arange(len(labels_N))
         f = self._forward(tokens_N, seeds_N, _hidden(batch))
-        self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / divisor
-        g_NV = np.exp(f["logp"])
-        g_NV[n, labels_N] -= 1
-        g_NV = _weighted(g_NV, batch)
+        self._loss += float(-_weighted(_at(f["logp"], labels_N), batch).sum()) / divisor
+        # Of several labels, each has a weight of its own: Σ w · (p − onehot(label)).
+        weights_NK, labels_NK = _weighted(np.ones(labels_N.shape), batch), labels_N
+        if labels_N.ndim == 1:
+            weights_NK, labels_NK = weights_NK[:, None], labels_N[:, None]
+        g_NV = np.exp(f["logp"]) * weights_NK.sum(-1, keepdims=True)
+        np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
         g_NV /= divisor
         g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
         self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
@@ -244,7 +253,7 @@ class NumpyEngine:
         self._drop_kept(self._params)  # zeros with a gradient of zero stay so in every rule, with all of its slots
         self._step += 1
         for name, w in self._params.items():
-            slots = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            slots = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
             own_lr = lr * optimizer.lr_factor(name)
             w, after = optimizer.update(w, self._grads[name] * clip, slots, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
@@ -287,7 +296,7 @@ class NumpyEngine:
 
     def most_probable(self, batch: Batch) -> np.ndarray:
         tokens_BT = self.logprobs(batch).argmax(-1)
-        return np.where(batch.labels_BT == IGNORE_INDEX, -1, tokens_BT).astype(np.int32)
+        return np.where(batch.is_target_BT, tokens_BT, -1).astype(np.int32)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         logp = self._forward(batch.tokens_BT.ravel())["logp"]
@@ -350,18 +359,21 @@ class NumpyNextLogits:
 
 def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens, labels and dropout seeds of the targets. In this model a prediction depends only on its token."""
-    where = batch.labels_BT != IGNORE_INDEX
+    where = batch.is_target_BT
     return batch.tokens_BT[where], batch.labels_BT[where], batch.dropout_seeds_BT[where]
+
+
+def _at(logp_NV: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
+    """Return log p of the labels, of their shape: [N] or [N, K]."""
+    labels_NK = labels_N if labels_N.ndim == 2 else labels_N[:, None]
+    return np.take_along_axis(logp_NV, labels_NK, -1).reshape(labels_N.shape)
 
 
 def _hidden(batch: Batch) -> np.ndarray | None:
     """Return the given hidden states of the targets."""
-    return None if batch.hidden_BTD is None else batch.hidden_BTD[batch.labels_BT != IGNORE_INDEX]
+    return None if batch.hidden_BTD is None else batch.hidden_BTD[batch.is_target_BT]
 
 
 def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return the values of the targets, [N, …], each times its loss weight."""
-    if batch.weights_BT is None:
-        return values
-    weights_N = batch.weights_BT[batch.labels_BT != IGNORE_INDEX].astype(np.float64)
-    return values * weights_N.reshape(-1, *[1] * (values.ndim - 1))
+    """Return the values of the labels, [N] or [N, K], each times its loss weight."""
+    return values if batch.weights_BT is None else values * batch.weights_BT[batch.is_target_BT].astype(np.float64)

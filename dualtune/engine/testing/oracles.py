@@ -25,10 +25,10 @@ def loss_of(logprobs_BTV: np.ndarray, batch: Batch) -> float:
 
 
 def target_logprobs_of(logprobs_BTV: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return log p(label) [B, T], 0 where there is no target."""
-    is_target_BT = batch.labels_BT != IGNORE_INDEX
-    labels_BT = np.where(is_target_BT, batch.labels_BT, 0)
-    return np.where(is_target_BT, np.take_along_axis(logprobs_BTV, labels_BT[..., None], -1)[..., 0], 0.0)
+    """Return log p(label), of the shape of the labels, 0 where there is no target."""
+    is_target = batch.labels_BT != IGNORE_INDEX
+    labels_BTK = np.where(is_target, batch.labels_BT, 0).reshape(*batch.tokens_BT.shape, -1)
+    return np.where(is_target, np.take_along_axis(logprobs_BTV, labels_BTK, -1).reshape(is_target.shape), 0.0)
 
 
 def softmax_oracle(path: Path) -> Oracle:

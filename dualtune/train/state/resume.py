@@ -148,6 +148,7 @@ RULES: dict[str, Rule] = {
     "train.warmup": "recorded",
     "train.weight_decay": "recorded",
     "train.max_grad_norm": "recorded",
+    "distill.distributions": "recorded",
     "memory.checkpointing": "free",
     "memory.offload": "free",
     "memory.resident_layers": "free",
@@ -181,6 +182,7 @@ DEFAULT_WHERE_ABSENT = {
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
+DISTRIBUTIONS = "teacher's distributions"  # their fingerprint, of a run that distils
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
 

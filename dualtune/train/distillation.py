@@ -1,0 +1,326 @@
+"""Distillation: a student learns, at every target, what a teacher says of the most probable tokens.
+
+The teacher's distributions are recorded once, on any machine (`dualtune distill record`), and training reads the file:
+no second model is in memory. At a target, the k tokens that the teacher finds most probable are labels of their own
+with loss weights (`Batch.labels_BT`), so no engine knows what a divergence is.
+
+Legend: N targets, k recorded tokens of each, K = 1 + k labels of each: its own, then the recorded ones. q is the
+teacher's probability, p the student's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, SupportsFloat
+
+import numpy as np
+
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, DataError, DiskError, FormatError
+from dualtune.base.files import expanded, new_file
+from dualtune.base.tensors import bytes_of, safetensors_pieces
+from dualtune.base.untrusted import open_file, read_header, read_metadata
+from dualtune.config import Config
+from dualtune.data.documents import Documents
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.train.activation_cache import each_alone
+from dualtune.train.evaluation import measure_share
+from dualtune.train.hooks import EvalRecord
+from dualtune.train.recovery import Recovery
+from dualtune.train.team import Team
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The file of a teacher's distributions: safetensors, with the documents by their digests. So it does not matter in
+# which order, or in which split, a run uses them, and a document that has changed is not in it.
+
+FORMAT = "dualtune-distributions-1"
+_FORMS = {"documents": "U8", "ends": "I64", "logprobs": "F32", "tokens": "I32"}
+_DTYPES = {"documents": "u1", "ends": "<i8", "logprobs": "<f4", "tokens": "<i4"}
+_BITS = {"U8": 8, "I64": 64, "F32": 32, "I32": 32}
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """What a teacher says of the targets of documents."""
+
+    path: Path
+    teacher: str  # its name, for people
+    content: str  # the hash of all numbers
+    ends: np.ndarray  # int64 [documents]: where the targets of each document end
+    tokens_Nk: np.ndarray  # int32: the most probable ones
+    logprobs_Nk: np.ndarray  # float32: ln q of each
+    places: Mapping[bytes, int]  # of documents, by digest
+
+    @property
+    def k(self) -> int:
+        return self.tokens_Nk.shape[1]
+
+    def of(self, documents: Documents) -> np.ndarray:
+        """Return int64 [documents]: the places of these documents. DataError if one is not in the file."""
+        digests = documents.digests()
+        places = np.array([self.places.get(digest.tobytes(), -1) for digest in digests], np.int64)
+        if (missing := np.flatnonzero(places < 0)).size:
+            raise DataError(
+                f"distill.distributions: {self.path} has nothing on {len(missing)} of {len(places)} documents, the "
+                f"first of them {documents[int(missing[0])].where}. It was recorded for other rows, another template, "
+                "data.max_length or data.loss_on: record it again with `dualtune distill record`"
+            )
+        return places
+
+    def at(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and log-probabilities [n, k] of the targets of a document, in their order."""
+        rows = slice(int(self.ends[place - 1]) if place else 0, int(self.ends[place]))
+        return self.tokens_Nk[rows], self.logprobs_Nk[rows]
+
+
+def read_distributions(path: Path) -> Distributions:
+    """Open a file that `record` has written, without reading all of it into memory. FormatError for any other file."""
+    with open_file(path) as file:
+        entries, start = read_header(file, path, _BITS)
+    notes, forms = read_metadata(path), {entry.name: entry.dtype for entry in entries}
+    if notes.get("format") != FORMAT or forms != _FORMS:
+        raise FormatError(f"{path}: is not a file of distributions. Write one with `dualtune distill record`")
+    maps = {
+        entry.name: np.memmap(path, _DTYPES[entry.name], "r", start + entry.begin, entry.shape) for entry in entries
+    }
+    content = _content_of(maps[name] for name in _FORMS)
+    ends, tokens_Nk = np.array(maps["ends"]), maps["tokens"]
+    fits = maps["documents"].shape == (len(ends), 16) and maps["logprobs"].shape == tokens_Nk.shape
+    fits = fits and tokens_Nk.ndim == 2 and ends[-1] == len(tokens_Nk) and (np.diff(ends, prepend=0) >= 0).all()
+    if content != notes.get("content") or not fits:
+        raise FormatError(f"{path}: is damaged: its numbers are not those that were recorded. Copy it again")
+    places = {digest.tobytes(): place for place, digest in enumerate(maps["documents"])}
+    return Distributions(path, notes.get("teacher", ""), content, ends, tokens_Nk, maps["logprobs"], places)
+
+
+def record(
+    path: Path, teacher: Engine, name: str, parts: Sequence[Documents], k: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> int:  # fmt: skip
+    """Write what a teacher says of the targets of all documents to a new file, and return the number of targets.
+
+    Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
+    recorded once. Raises DiskError.
+    """
+    recorded: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+    done, total = 0, sum(map(len, parts))
+    for documents in parts:
+        digests = documents.digests()
+        for batch in each_alone(documents):
+            tokens_Mk, logprobs_Mk = teacher.top_logprobs(batch, k)
+            ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
+            for (document,), tokens_nk, logprobs_nk in zip(
+                batch.documents, np.split(tokens_Mk, ends), np.split(logprobs_Mk, ends), strict=True
+            ):
+                recorded.setdefault(digests[document].tobytes(), (tokens_nk, logprobs_nk))
+            done += len(batch.documents)
+            show(done, total)
+    arrays = {
+        "documents": np.frombuffer(b"".join(recorded), "u1").reshape(-1, 16),
+        "ends": np.cumsum([len(tokens_nk) for tokens_nk, _ in recorded.values()]).astype("<i8"),
+        "logprobs": np.concatenate([logprobs_nk for _, logprobs_nk in recorded.values()]).astype("<f4"),
+        "tokens": np.concatenate([tokens_nk for tokens_nk, _ in recorded.values()]).astype("<i4"),
+    }
+    notes = {"format": FORMAT, "teacher": name, "content": _content_of(arrays.values())}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:
+            file.writelines(safetensors_pieces(arrays, notes))
+    except OSError as error:
+        raise DiskError(f"{path}: the distributions cannot be written: {error.strerror or error}") from error
+    return len(arrays["tokens"])
+
+
+def _content_of(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(bytes_of(array))
+        interrupt.poll()
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Divergences of N targets: functions of the student's and the teacher's log-probabilities of the recorded tokens.
+
+_LEAST = 1e-6  # a probability of all other tokens below this is taken to be this: it is a difference from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    values_N: np.ndarray
+    weights_NK: np.ndarray
+    """−∂values/∂ln p of each label."""
+
+
+def forward_kl(logq_NK: np.ndarray) -> Divergence:
+    """Σ q̃·(ln q̃ − ln p), q̃ the recorded probabilities divided by their sum: Hinton et al., arXiv 1503.02531, eq. 4.
+
+    −∞ is the log-probability of a label that was not recorded. The weights do not depend on p, so a step needs one
+    forward pass; and the values here are without the student's part, Σ −q̃·ln p, which is the engine's loss.
+    """
+    logq_NK = logq_NK.astype(np.float64)
+    logq_NK -= np.logaddexp.reduce(logq_NK, axis=-1, keepdims=True)
+    q_NK = np.exp(logq_NK)
+    return Divergence((q_NK * np.where(q_NK > 0, logq_NK, 0)).sum(-1), q_NK)
+
+
+def generalized_jsd(logp_NK: np.ndarray, logq_NK: np.ndarray, beta: float) -> Divergence:
+    """β·KL(q ‖ m) + (1−β)·KL(p ‖ m), m = (1−β)·p + β·q: Agarwal et al., arXiv 2306.13649, equation 1, as TRL has it.
+
+    Of the recorded tokens, and of all others as one: a lower bound of the divergence over the whole vocabulary. At 0
+    and 1 it is KL(q ‖ p) and KL(p ‖ q), which TRL takes there in place of the formula's 0.
+    """
+    is_class_NK = np.isfinite(logq_NK)
+    p_NC, q_NC = (
+        np.concatenate([x_NK, np.maximum(1 - x_NK.sum(-1, keepdims=True), _LEAST)], axis=-1)
+        for x_NK in (np.where(is_class_NK, np.exp(logx_NK.astype(np.float64)), 0) for logx_NK in (logp_NK, logq_NK))
+    )
+    is_class_NC = np.concatenate([is_class_NK, np.ones((len(p_NC), 1), bool)], axis=-1)
+    p_NC, q_NC = (np.where(is_class_NC, np.maximum(x_NC, 1e-300), 1.0) for x_NC in (p_NC, q_NC))
+    if beta == 0:
+        terms_NC, slopes_NC = q_NC * np.log(q_NC / p_NC), -q_NC / p_NC
+    elif beta == 1:
+        terms_NC, slopes_NC = p_NC * np.log(p_NC / q_NC), np.log(p_NC / q_NC) + 1
+    else:
+        m_NC = (1 - beta) * p_NC + beta * q_NC
+        terms_NC = beta * q_NC * np.log(q_NC / m_NC) + (1 - beta) * p_NC * np.log(p_NC / m_NC)
+        slopes_NC = (1 - beta) * np.log(p_NC / m_NC)
+    # The probability of all other tokens is 1 minus those of the recorded ones, and follows each of them.
+    weights_NK = -p_NC[:, :-1] * (slopes_NC[:, :-1] - slopes_NC[:, -1:])
+    return Divergence(np.where(is_class_NC, terms_NC, 0).sum(-1), np.where(is_class_NK, weights_NK, 0))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training with recorded distributions.
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The objective of a run that distils: the mean over the targets of divergence + sft_weight · (−ln p of the label).
+
+    The weight of a target's message is a factor of both.
+    """
+
+    distributions: Distributions
+    divergence: Literal["forward_kl", "jsd"]
+    beta: float
+    sft_weight: float
+    train: np.ndarray
+    eval: np.ndarray
+    """Places of the documents in the distributions, int64 [documents]."""
+
+    def labelled(self, batch: Batch, places: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Return the micro-batch with K labels for each target, and the teacher's ln q of them, float32 [N, K].
+
+        The first label is the target's own; its ln q is −∞ unless it was recorded. Where it was, the label that would
+        repeat it is a token that no other label is, with ln q = −∞.
+        """
+        tokens_Nk, logprobs_Nk = self._recorded(batch, places)
+        own_N1 = batch.labels_BT[batch.is_target_BT][:, None]
+        is_own_Nk = tokens_Nk == own_N1
+        own_logq_N1 = np.where(is_own_Nk, logprobs_Nk, -np.inf).max(-1, keepdims=True)
+        labels_NK = np.concatenate([own_N1, np.where(is_own_Nk, _unused(tokens_Nk)[:, None], tokens_Nk)], axis=-1)
+        logq_NK = np.concatenate([own_logq_N1, np.where(is_own_Nk, -np.inf, logprobs_Nk)], axis=-1)
+        labels_BTK = np.full((*batch.tokens_BT.shape, labels_NK.shape[-1]), IGNORE_INDEX, np.int32)
+        labels_BTK[batch.is_target_BT] = labels_NK
+        return replace(batch, labels_BT=labels_BTK, weights_BT=None), logq_NK
+
+    def _recorded(self, batch: Batch, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self.distributions.at(int(places[document])) for row in batch.documents for document in row]
+        k = self.distributions.k
+        tokens_Nk = np.concatenate([np.zeros((0, k), np.int32), *(tokens_nk for tokens_nk, _ in parts)])
+        return tokens_Nk, np.concatenate([np.zeros((0, k), np.float32), *(logprobs_nk for _, logprobs_nk in parts)])
+
+    def add_gradient(self, engine: Engine, batch: Batch, divisor: float) -> float:
+        """Add the gradient of a micro-batch / divisor, and return its loss; of forward_kl, less the engine's loss."""
+        labelled, logq_NK = self.labelled(batch, self.train)
+        weights_N, loss = _weights_of(batch), 0.0
+        if self.divergence == "jsd":
+            logp_NK = engine.target_logprobs(labelled, dropout=True)[labelled.is_target_BT]
+            divergence = generalized_jsd(logp_NK, logq_NK, self.beta)
+            loss -= self.sft_weight * float((weights_N * logp_NK[:, 0]).sum())
+        else:
+            divergence = forward_kl(logq_NK)
+        weights_NK = divergence.weights_NK * weights_N[:, None]
+        weights_NK[:, 0] += self.sft_weight * weights_N
+        weights_BTK = np.zeros(labelled.labels_BT.shape, np.float32)
+        weights_BTK[labelled.is_target_BT] = weights_NK
+        engine.forward_backward(replace(labelled, weights_BT=weights_BTK), divisor=divisor)
+        return (loss + float((weights_N * divergence.values_N).sum())) / divisor
+
+    def loss(self, of_engine: SupportsFloat, rest: float) -> SupportsFloat:
+        """Return the loss of a step from the engine's, still on the device, and the sum of `add_gradient`."""
+        return rest if self.divergence == "jsd" else _Sum(of_engine, rest)
+
+    def evaluate(
+        self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
+        show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
+    ) -> EvalRecord:  # fmt: skip
+        """Return the loss of sft over all evaluation data, and the divergence; the options are those of `evaluate`."""
+        team, sums = team or Team(), np.zeros(4)
+
+        def measure(batch: Batch) -> None:
+            labelled, logq_NK = self.labelled(batch, self.eval)
+            logp_NK, weights_N = engine.target_logprobs(labelled)[labelled.is_target_BT], _weights_of(batch)
+            values_N = self._values(logp_NK.astype(np.float64), logq_NK)
+            losses = weights_N @ np.stack([-logp_NK[:, 0], values_N, np.ones_like(values_N)], axis=-1)
+            sums[:] += [*losses, len(weights_N)]
+
+        while not measure_share(documents, recovery, measure, step, show, team):
+            sums[:] = 0
+        loss, divergence, weight, num_targets = team.total(*sums)
+        metrics = {"eval_divergence": divergence / weight}
+        return EvalRecord(step=step, eval_loss=loss / weight, eval_targets=int(num_targets), metrics=metrics)
+
+    def _values(self, logp_NK: np.ndarray, logq_NK: np.ndarray) -> np.ndarray:
+        if self.divergence == "jsd":
+            return generalized_jsd(logp_NK, logq_NK, self.beta).values_N
+        divergence = forward_kl(logq_NK)
+        return divergence.values_N - (divergence.weights_NK * logp_NK).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A number that is still on the device, and another one. Reading it synchronizes the device."""
+
+    on_device: SupportsFloat
+    number: float
+
+    def __float__(self) -> float:
+        return float(self.on_device) + self.number
+
+
+def _weights_of(batch: Batch) -> np.ndarray:
+    """Return the loss weights of the targets, float64 [N]."""
+    weights_BT = batch.target_weights_BT
+    return (np.ones(batch.labels_BT.shape) if weights_BT is None else weights_BT.astype(np.float64))[batch.is_target_BT]
+
+
+def _unused(tokens_Nk: np.ndarray) -> np.ndarray:
+    """Return a token for each row that is not in it, int32 [N]: the lowest one."""
+    candidates = range(tokens_Nk.shape[1] + 1)
+    is_used_NC = np.stack([(tokens_Nk == candidate).any(axis=1) for candidate in candidates], axis=-1)
+    return is_used_NC.argmin(axis=-1).astype(np.int32)
+
+
+def configured_distillation(
+    config: Config, train: Documents, eval_: Documents, tokenizer: Tokenizer
+) -> Distillation | None:
+    """Return the objective of a config that distils; None for another one. ConfigError, DataError, FormatError."""
+    if config.train.objective != "distill":
+        return None
+    settings = config.distill
+    assert settings.distributions is not None  # the schema asks for it
+    distributions = read_distributions(expanded(settings.distributions))
+    size, largest = tokenizer.vocabulary_size, int(distributions.tokens_Nk.max(initial=0))
+    if size is not None and largest >= size:
+        raise ConfigError(
+            f"distill.distributions: {distributions.path} has token {largest}, but the model has embeddings for {size} "
+            f"tokens. Its teacher ({distributions.teacher}) has another vocabulary: choose a teacher of the same family"
+        )
+    places = (distributions.of(documents) for documents in (train, eval_))
+    return Distillation(distributions, settings.divergence, settings.beta_or_default, settings.sft_weight, *places)
