@@ -173,7 +173,6 @@ def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template)
         ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets", "always shuffled"),
         ({"lora_target_linear": False, "lora_target_modules": ".*_proj"}, "lora_target_modules", "pattern"),
         ({"lora_target_linear": None}, "lora_target_modules", "names none"),
-        ({"peft_init_lora_weights": "gaussian"}, "peft_init_lora_weights", "1 / rank"),
         ({"peft_init_lora_weights": "loftq"}, "peft_init_lora_weights", "not supported"),
         ({"datasets": [{"path": "a", "type": "alpaca", "shards": 4}]}, "datasets[0].shards", "split"),
         ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "datasets[0].type", "prompts"),
