@@ -32,10 +32,12 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import canonical_names, check_places
 from dualtune.model.targets import adapted_as
+from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
@@ -76,6 +78,9 @@ class MlxEngine:
         names = canonical_names(places)
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+        if resident:
+            check_resident(request.adapter.beside)
+        self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, self._places, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
@@ -96,11 +101,13 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
         self._adapter.bind(self._layout.named(self._params))
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
+        self._kernels = choose(
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=self._beside.modules
+        )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
@@ -220,7 +227,7 @@ class MlxEngine:
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return adapter.initial(shapes, self._request.seed, self._frozen)
+        return adapter.initial(shapes, self._request.seed, self._frozen) | self._beside.neutral()
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -252,8 +259,8 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
+        base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
+        write_merged(base, path, self._places, lambda m: np.array(self._layers[m].delta()), dtype, edits)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""

@@ -33,11 +33,13 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
 from dualtune.model.targets import adapted_as
 from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
+from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
@@ -82,14 +84,17 @@ class TorchEngine:
         # the rest of the model.
         self._streamed: StreamedLayers | None = None
         if self._is_full:
-            self._layers = dict[str, AdaptedLayer]()
+            self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
+            self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
             if request.resident_layers is not None:
+                check_resident(request.adapter.beside)
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
-            self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+            dtype, method = compute_dtype(model), request.adapter.method
+            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         self._kept: Tensor | None = None
@@ -104,7 +109,7 @@ class TorchEngine:
         groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         # What changes how layers are called comes after the kernels, whose trials compare with the plain calls.
         self._recomputation = Recomputation(model, groups)
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self._graphs: MicroStepGraphs | None = None
@@ -142,7 +147,7 @@ class TorchEngine:
         weight = getattr(self._kernels.head, "weight", None)
         if weight is None or not weight.requires_grad:
             return None
-        return next(self._adapter.grads[name] for name, p in self.model.named_parameters() if p is weight)
+        return next(self._adapter.grads[name] for name, p in self._adapter.of_base.items() if p is weight)
 
     @cached_property
     def _needs_masks(self) -> bool:
@@ -191,7 +196,7 @@ class TorchEngine:
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
                     hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
-                    self._kernels.maybe_compile,
+                    self._kernels.maybe_compile, self._kernels.rows,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _numpy(found_M)
@@ -213,9 +218,10 @@ class TorchEngine:
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
-            hidden_MD = self._target_states(inputs)
+            hidden_MD, kernels = self._target_states(inputs), self._kernels
             with whole(head):
-                return by_rows(function, hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, self._kernels.cap)
+                weight_VD = weight_of(head, hidden_MD.dtype)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -274,7 +280,8 @@ class TorchEngine:
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
         shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return adapter.initial(shapes, self._request.seed, self._frozen)
+        initial = adapter.initial(shapes, self._request.seed, self._frozen)
+        return initial | {name: values.copy() for name, values in self._beside.start.items()}
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -323,8 +330,9 @@ class TorchEngine:
             base = self._request.base_weights()
             write_trained(path, self._request.model_dir, base, self.model, self._adapter.masters)
             return
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
+        base, dtype = merge_base(self._request), self.description.dtype
+        edits = self._beside.edits(lambda name: _numpy(self._adapter.masters[name]))
+        write_merged(base, path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype, edits)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -371,11 +379,11 @@ class TorchEngine:
         head = self._kernels.head
         if head is None:
             return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
-        hidden_MD = self._target_states(inputs)
+        hidden_MD, rows = self._target_states(inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient,
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, *(rows or ()),
             )  # fmt: skip
 
     def _target_states(self, inputs: Inputs) -> Tensor:

@@ -246,7 +246,7 @@ class LoadRequest:
 
     def _base_key(self) -> Hashable:
         """Return what the base depends on; None if it cannot be shared, because it is trained or moves while it is."""
-        if self.adapter.trains_model or self.resident_layers is not None:
+        if self.adapter.trains_base or self.resident_layers is not None:
             return None
         seed = self.seed if self.init == "random" else None
         return self.model_dir, self.dtype, self.quantization, self.init, seed, self.sharding

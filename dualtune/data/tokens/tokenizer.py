@@ -31,6 +31,7 @@ from dualtune.data.chat.row_values import text as valid_text
 from dualtune.data.chat.template import ChatTemplate, Ranges, chosen_template, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import rust_errors
 from dualtune.model.config_file import vocabulary_size
@@ -89,8 +90,9 @@ class Tokenizer:
 
     @classmethod
     def of(cls, model_dir: Path, data: DataConfig, template: str | None = None) -> Tokenizer:
-        """Return the tokenizer that a config asks for. `template` replaces data.template."""
+        """Return the tokenizer that a config asks for, with its new tokens. `template` replaces data.template."""
         chosen = template or data.template
+        model_dir = with_new_tokens(model_dir, data.new_tokens)
         return cls(model_dir, chosen, data.special_tokens_in_text, data.template_variables, data.system)
 
     def fingerprint(self) -> str:
@@ -137,6 +139,10 @@ class Tokenizer:
     @property
     def largest_id(self) -> int:
         return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text in the vocabulary; None if there is none."""
+        return self._rust.token_to_id(token)
 
     def encode(self, text: str, *, special: bool) -> np.ndarray:
         return self.encode_batch([text], special=special)[0][0]

@@ -190,8 +190,7 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """
     if adapter.method == FULL:
         return decoder.num_parameters
-    count, shapes = METHODS[adapter.method].count, adapted(decoder, adapter.targets, adapter.layers).shapes
-    return sum(map(count, shapes, ranks(decoder, adapter).values()))
+    return _num_trained(decoder, adapter.method, *_rank_settings(adapter))
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
@@ -199,16 +198,23 @@ def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
 
     ConfigError if a target of the pattern selects nothing.
     """
+    return _ranks(decoder, *_rank_settings(adapter))
+
+
+def _rank_settings(adapter: HasAdapter) -> tuple[int, Pattern[int], Targets, str]:
+    """Return what the ranks depend on: rank, pattern, targets and layers."""
     pattern = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
     times = 2 if adapter.init in KEPT_INITS else 1
     pattern = tuple((target, times * rank) for target, rank in pattern)
-    return _ranks(decoder, times * adapter.rank, pattern, adapter.targets, adapter.layers)
+    return times * adapter.rank, pattern, adapter.targets, adapter.layers
 
 
 def mean_rank(decoder: Shape, ask: Ask) -> float:
     """Return the rank of an adapted layer, or their mean if they have several."""
-    found = [] if ask.trains_model else [*ranks(decoder, ask).values()]
-    return sum(found) / len(found) if {*found} - {ask.rank} else ask.rank
+    if ask.trains_model or not (ask.rank_pattern or ask.init in KEPT_INITS):
+        return ask.rank
+    found = ranks(decoder, ask).values()
+    return sum(found) / len(found)
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
@@ -220,6 +226,12 @@ def num_scaled(decoder: Shape, ask: Ask) -> int:
 def _ranks(decoder: Shape, rank: int, pattern: Pattern[int], targets: Targets, layers: str) -> Mapping[str, int]:
     pattern = checked_pattern(decoder, "rank_pattern", pattern, targets, layers)
     return {module: value_of(module, pattern, rank) for module in selected(decoder, targets, layers)}
+
+
+@cache
+def _num_trained(decoder: Shape, method: str, rank: int, pattern: Pattern[int], targets: Targets, layers: str) -> int:
+    count, shapes = METHODS[method].count, adapted(decoder, targets, layers).shapes
+    return sum(map(count, shapes, _ranks(decoder, rank, pattern, targets, layers).values()))
 
 
 def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], targets: Targets, layers: str) -> Pattern[Value]:

@@ -22,18 +22,24 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, write_directory
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
+from dualtune.model.beside import parameter_name
+from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import canonical, mlx_lm, peft
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
+NEW_TOKENS = "new_tokens"  # a key there
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of an adapter with new tokens
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
 # Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
 INDEX_FILE, NPZ_FILE = "adapter_model.safetensors.index.json", "adapters.npz"
@@ -42,6 +48,7 @@ LAYOUTS = ("dual", "peft", "mlx")
 SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20  # of dualtune.json
 MAX_CONFIG_BYTES = 1 << 20
+NOT_IN_MLX = "mlx-lm has no file for parameters of the base that are trained beside an adapter"
 SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
 
 
@@ -55,6 +62,8 @@ class Adapter:
     layout: str = "dual"  # dual | peft | mlx: the layout it was read from
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
+    # The tokenizer with the tokens that the training added, by file name; empty: that of the base.
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     template: str | None = None  # the source of its training's chat template, if it is in the directory
     naming: Naming = PLAIN  # how other tools name the layers
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.model.formats.naming`
@@ -62,6 +71,11 @@ class Adapter:
     @property
     def is_for_peft(self) -> bool:
         return self.layout != "mlx"
+
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """The tokens that its training added to those of the base."""
+        return tuple(fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ())
 
     @property
     def template_hash(self) -> str | None:
@@ -135,9 +149,10 @@ def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
 
 @contextlib.contextmanager
 def open_files(directory: Path) -> Generator[dict[str, BufferedReader]]:
-    """Open those of FILES that are in a directory."""
+    """Open those of FILES and TOKENIZER_FILES that are in a directory."""
     with contextlib.ExitStack() as stack:
-        present = [directory / name for name in FILES if (directory / name).exists()]  # `open_file` refuses a pipe
+        paths = [directory / name for name in (*FILES, *TOKENIZER_FILES)]
+        present = [path for path in paths if path.exists()]  # `open_file` refuses a pipe
         yield {file.name: stack.enter_context(open_file(file)) for file in present}
 
 
@@ -168,9 +183,18 @@ def load(contents: Contents) -> Adapter:
         path = file_in(contents.directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
         template = template_in(contents.files[TEMPLATE_FILE], path)
     return Adapter(
-        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes, template,
-        contents.naming, parts.fan_in_fan_out,
+        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes,
+        tokenizer=_tokenizer(contents), template=template, naming=contents.naming, fan_in_fan_out=parts.fan_in_fan_out,
     )  # fmt: skip
+
+
+def _tokenizer(contents: Contents) -> dict[str, bytes]:
+    """Return the files of the tokenizer that the manifest lists, which were checked by their hashes."""
+    listed = fields.subtable(contents.manifest or {}, "files", MANIFEST_FILE)
+    files = {name: contents.files[name] for name in TOKENIZER_FILES if name in listed and name in contents.files}
+    for file in files.values():
+        file.seek(0)
+    return {name: file.read() for name, file in files.items()}
 
 
 def _parse(contents: Contents, layout: str) -> canonical.Parts:
@@ -180,10 +204,26 @@ def _parse(contents: Contents, layout: str) -> canonical.Parts:
     tensors = tensors_in(contents.files[name], directory / name)
     if layout == "peft":
         parts = peft.read_peft(contents.config, tensors, directory, contents.naming)
+        parts = parts._replace(tensors=_without_copy(parts.tensors, contents))
     else:
         parts = mlx_lm.read_mlx(contents.config, tensors, directory)
     tensors, spec = _in_names(parts.spec, parts.tensors, reversed_(contents.naming.prefixes(layout)))
     return parts._replace(spec=_as_recorded(spec, contents), tensors=tensors)
+
+
+def _without_copy(tensors: Tensors, contents: Contents) -> Tensors:
+    """Return the tensors without those of an output head that is the embedding: see `Naming.tied_head`."""
+    head = contents.naming.tied_head
+    if head is None:
+        return tensors
+    copy = tensors.get(parameter_name(f"{head}.weight"))
+    if copy is None or not any(x.shape == copy.shape and np.array_equal(x, copy) for x in _embeddings(tensors)):
+        raise FormatError(f"{contents.directory}: {head} and the embedding are one, but their tensors differ")
+    return {name: x for name, x in tensors.items() if x is not copy}
+
+
+def _embeddings(tensors: Tensors) -> list[np.ndarray]:
+    return [x for name, x in tensors.items() if is_embedding(name.removeprefix(PREFIX))]
 
 
 def _as_recorded(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
@@ -231,6 +271,8 @@ def write_adapter(
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
+    if layout == "mlx" and adapter.spec.beside:
+        raise ConfigError(f"layout: got mlx, but {NOT_IN_MLX}; allowed: peft, or merge it for mlx-lm")
     target = Path(path).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
@@ -243,7 +285,11 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank_of(module), "adapter")
     canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
-    tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
+    own, fan_in_fan_out = canonical.of_base(adapter.tensors), adapter.fan_in_fan_out
+    tensors = canonical.to_tensors(pairs) | extras | own
+    if own and layout == "dual":
+        layout = "peft"
+        notes.append(f"written for PEFT alone: {NOT_IN_MLX}")
     # What is written is what is checked: the alpha is made an integer first.
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
@@ -266,6 +312,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
     files[CONFIG_FILE] = json_bytes(config)
+    files |= adapter.tokenizer
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
     # dualtune.json is last, because it lists the others with their hashes.
@@ -278,16 +325,24 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
 
 def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
     """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
-    named, spec = _in_names(adapter.spec, adapter.tensors, adapter.naming.peft)
+    tensors, head = adapter.tensors, adapter.naming.tied_head
+    if head is not None:  # PEFT copies each module that it trains, also one that is another
+        tensors = tensors | {parameter_name(f"{head}.weight"): x for x in _embeddings(tensors)}
+    named, spec = _in_names(adapter.spec, tensors, adapter.naming.peft)
     config = peft.peft_config(
-        spec, modules_of(named), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming
+        spec,
+        modules_of(named),
+        adapter.base_model,
+        of_base=[*canonical.of_base(named)],
+        fan_in_fan_out=adapter.fan_in_fan_out,
+        naming=adapter.naming,
     )
     return config, named
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
     """Return canonical tensors, and the targets of a spec that are whole paths, in the names of another tool."""
-    paths = renamed(modules_of(tensors), prefixes)
+    paths = renamed(filter(None, map(owner_of, tensors)), prefixes)
     return rename_tensors(tensors, prefixes), spec.renamed(paths)
 
 
@@ -347,10 +402,12 @@ def integrity_problems(directory: Path, manifest: Mapping[str, Any], files: Mapp
     problems = [
         f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
         for name in listed
-        if name not in FILES
+        if name not in (*FILES, *TOKENIZER_FILES)
     ]
-    for name in FILES:
+    for name in (*FILES, *TOKENIZER_FILES):
         if name not in listed:
+            if name in TOKENIZER_FILES:
+                continue  # trainers put that of the base there, which nothing reads
             exists = (directory / name).exists()
             problems += [f"{name} is not listed in {MANIFEST_FILE}: it was added later"] if exists else []
         elif name not in files:

@@ -24,11 +24,6 @@ INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in meth
 # Those that are made of the weight. They are kept beside what is trained, so that the adapter has twice the rank.
 KEPT_INITS = frozenset({"pissa", "olora"})
 
-# Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
-UNSUPPORTED = {
-    "modules_to_save": "whole modules were trained next to the adapter",
-}
-
 # Other adapters of PEFT, by peft_type in lower case -> what they are, and the nearest that is here.
 _RANK, _FEW = "the nearest is lora of a higher rank", "the nearest is lora of rank 1"
 OTHERS: Mapping[str, str] = MappingProxyType(
