@@ -131,7 +131,7 @@ class LoRALinear(AdaptedLayer):
     def forget(self) -> None:
         self.shared.forget()
 
-    def delta(self) -> mx.array:
+    def delta(self, number: int | None = None) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
 
 

@@ -101,7 +101,7 @@ class LoRALinear(AdaptedLayer):
     def trainable(self) -> dict[str, nn.Parameter]:
         return {"A": self.lora_A, "B": self.lora_B}
 
-    def delta(self) -> Tensor:
+    def delta(self, number: int | None = None) -> Tensor:
         return (self.lora_B.detach() @ self.lora_A.detach()).mul_(self.scale)
 
 

@@ -140,6 +140,8 @@ class AdapterConfig(Section):
     in a model that lacks one of them."""
     layers: Layers = ALL_LAYERS
     """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
+    experts: bool = False
+    """Whether the targets name layers of the experts of a mixture too; each expert has an adapter of its own."""
     rank_pattern: Ranks = {}  # noqa: RUF012  pydantic copies it
     """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
     alpha_pattern: Alphas = {}  # noqa: RUF012

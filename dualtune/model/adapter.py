@@ -22,6 +22,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
+from dualtune.model.experts import collapsed
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
@@ -31,6 +32,7 @@ from dualtune.model.targets import (
     Shapes,
     Value,
     check_pattern,
+    is_expert,
     is_target,
     position_of,
     select_modules,
@@ -61,6 +63,7 @@ class AdapterSpec:
     rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
     alpha_pattern: Pattern[float] = ()
     beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
+    experts: bool = False  # whether the targets name layers of experts too
 
     @property
     def scale(self) -> float:
@@ -85,7 +88,7 @@ class AdapterSpec:
 
     def select(self, available: Shapes) -> dict[str, tuple[int, int]]:
         """Return the adapted layers of a model, sorted. ConfigError if a target or a pattern selects nothing."""
-        modules = select_modules(available, self.targets, self.layers)
+        modules = select_modules(available, self.targets, self.layers, experts=self.experts)
         check_pattern("rank_pattern", self.rank_pattern, modules)
         check_pattern("alpha_pattern", self.alpha_pattern, modules)
         return modules
@@ -99,6 +102,11 @@ class AdapterSpec:
             alpha_pattern=tuple((names.get(target, target), alpha) for target, alpha in self.alpha_pattern),
             beside=self.beside.renamed(names),
         )
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether layers of experts are adapted."""
+        return self.experts or any(map(is_expert, self.targets))
 
     @property
     def keeps_start(self) -> bool:
@@ -261,7 +269,11 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     names, uniform = tuple(targets), uniform_names(modules)
     if names == (ALL_LINEAR,):
         return short_targets(modules)
@@ -303,7 +315,11 @@ def pattern_of(
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     positions = {module: position_of(module) for module in modules}
     uniform = uniform_names(modules)
     if any(position and position.name not in uniform for position in positions.values()):
