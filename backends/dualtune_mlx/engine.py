@@ -31,7 +31,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, gathered, members, shapes_apart
@@ -93,7 +93,7 @@ class MlxEngine:
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
-        fresh = self.neutral_state()
+        fresh = self._initial(request.adapter)
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
         order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
         self._layout = FlatLayout({name: shapes[name] for name in order})
@@ -106,6 +106,8 @@ class MlxEngine:
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
+        kept = request.adapter.kept(self.adapter_shapes)
+        self._kept = None if kept is None else from_numpy(kept, self._tensors)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -131,7 +133,7 @@ class MlxEngine:
                 experts=request.adapter.experts,
             ),
             adapted_weights=storage(self._layers.values()),
-            trainable_parameters=self._params.size,
+            trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
             layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),
         )
@@ -170,7 +172,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return to_numpy(self._grads / self._loss_scale, self._tensors)
+        return to_numpy(self._without_kept(self._grads / self._loss_scale), self._tensors)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -237,7 +239,10 @@ class MlxEngine:
         return to_numpy(self._params, self._tensors)
 
     def neutral_state(self) -> Tensors:
-        return self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
+        return adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of each adapted linear layer, those of experts one by one."""
@@ -323,10 +328,17 @@ class MlxEngine:
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(grads / self._loss_scale, max_norm)
+        grads, norm = clip(self._without_kept(grads / self._loss_scale), max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        new = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
-        return *new, step + good, norm
+        # Zeros with a gradient of zero stay so in every rule, with all of its slots.
+        moving = self._without_kept(params)
+        new, slots = self._optimizer.update(moving, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
+        if self._kept is not None:
+            new = mx.where(self._kept, params, new)
+        return new, slots, step + good, norm
+
+    def _without_kept(self, flat: mx.array) -> mx.array:
+        return flat if self._kept is None else mx.where(self._kept, 0.0, flat)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:

@@ -111,7 +111,7 @@ class LoRALinear(AdaptedLayer):
         super().__init__()
         self.base = base
         self.scale = spec.scale_of(module)
-        self.weights = Factors(spec.rank_of(module), self.scale)
+        self.weights = Factors(spec.width_of(module), self.scale)
         self.shared = shared or SharedInput(module, linear_shape(base)[1], spec, seeds)
         self.shared.members.append(self.weights)
 

@@ -65,6 +65,14 @@ class AdapterBuffer:
     def load(self, into: Tensor, state: Tensors) -> None:
         fill(into, self.shapes, state)
 
+    def where(self, marks: Mapping[str, np.ndarray] | None) -> Tensor | None:
+        """Return a flat mask of these places, or None."""
+        if marks is None:
+            return None
+        mask = torch.zeros_like(self.flat, dtype=torch.bool, requires_grad=False)
+        self.load(mask, {**marks})
+        return mask
+
     def to_numpy(self, flat: Tensor) -> Tensors:
         return to_numpy(flat, self.shapes)
 

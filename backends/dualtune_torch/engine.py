@@ -32,7 +32,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, members
@@ -98,8 +98,10 @@ class TorchEngine:
             self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
+        self._kept: Tensor | None = None
         if not self._is_full:
-            self.load_adapter_state(self.neutral_state())
+            self.load_adapter_state(self._initial(request.adapter))
+            self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
@@ -122,7 +124,7 @@ class TorchEngine:
             adapted_modules=None if self._is_full else len(self._shapes()),
             adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
-            trainable_parameters=self._adapter.flat.numel(),
+            trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -181,7 +183,8 @@ class TorchEngine:
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
-        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
+        gradient = self._adapter.flat.grad / self._loss_scale
+        return self._adapter.to_numpy(gradient if self._kept is None else gradient.masked_fill_(self._kept, 0))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -232,10 +235,17 @@ class TorchEngine:
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
+        held = None
+        if self._kept is not None:  # zeros with a gradient of zero stay so in every rule, with all of its slots
+            flat.grad.masked_fill_(self._kept, 0)
+            held = flat.detach().masked_fill(~self._kept, 0)
+            flat.detach().masked_fill_(self._kept, 0)
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
+        if held is not None:
+            flat.detach().add_(held)
         self._refresh()
         return StepOutput(loss, norm)
 
@@ -267,7 +277,10 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
-        initial = self._request.adapter.initial(self._shapes(), self._request.seed, self._frozen)
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
+        initial = adapter.initial(self._shapes(), self._request.seed, self._frozen)
         return initial | {name: values.copy() for name, values in self._beside.start.items()}
 
     def _shapes(self) -> dict[str, tuple[int, int]]:

@@ -75,7 +75,7 @@ class ExpertLoRA(AdaptedLayer):
         self.projection, self.count = projection, projection.count
         device = getattr(projection.experts, projection.parameter).device
         (out_features, in_features), count = projection.shape, self.count
-        self.scale, rank = spec.scale_of(first := members(stack, 1)[0]), spec.rank_of(first)
+        self.scale, rank = spec.scale_of(first := members(stack, 1)[0]), spec.width_of(first)
         self.dropout, self.dropout_seeds = spec.dropout, seeds
         self.lora_A = nn.Parameter(torch.empty(count, rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(count, out_features, rank, device=device))

@@ -152,7 +152,8 @@ class AdapterConfig(Section):
     train_rows: TokenRows = ()
     """Tokens, by id or text, of which the rows in the embedding and in the output head are trained."""
     init: InitName = INITS[0]
-    """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
+    """The start: A drawn from run.seed and B zero, where kaiming is uniform within ±1/√in, normal has deviation 0.02
+    and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
 

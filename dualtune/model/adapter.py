@@ -20,9 +20,10 @@ from typing import Literal
 
 import numpy as np
 
+from dualtune.base.errors import ConfigError
 from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
 from dualtune.model.experts import collapsed
-from dualtune.model.methods import FULL, INITS, METHODS
+from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
     ALL_LAYERS,
@@ -108,6 +109,40 @@ class AdapterSpec:
         return self.experts or any(map(is_expert, self.targets))
 
     @property
+    def keeps_start(self) -> bool:
+        """Whether the start stays beside what is trained, which then has half of the rank in the files."""
+        return self.init in KEPT_INITS and not self.trains_model
+
+    def width_of(self, module: str) -> int:
+        """The rank of a module's matrices: what is trained, and a start that is kept."""
+        return self.rank_of(module) * (2 if self.keeps_start else 1)
+
+    @property
+    def plain(self) -> AdapterSpec:
+        """The spec of the files: of twice the rank if the start is kept. Its start is one that is not."""
+        if not self.keeps_start:
+            return self
+        factor = divisor(2 * self.rank, self.scaling) / divisor(self.rank, self.scaling)
+        return replace(
+            self, rank=2 * self.rank, alpha=factor * self.alpha, init=INITS[0],
+            rank_pattern=tuple((target, 2 * rank) for target, rank in self.rank_pattern),
+            alpha_pattern=tuple((target, factor * alpha) for target, alpha in self.alpha_pattern),
+        )  # fmt: skip
+
+    def kept(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
+        """Return where each tensor holds the kept start, which no step moves, by name; None if none is kept."""
+        if not self.keeps_start:
+            return None
+        where = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
+        for name, is_kept in where.items():
+            module, part = parse_name(name) or ("", "")
+            if part == "A":
+                is_kept[self.rank_of(module) :] = True
+            elif part == "B":
+                is_kept[:, self.rank_of(module) :] = True
+        return where
+
+    @property
     def trains_model(self) -> bool:
         """Whether the parameters of the model itself are trained. Nothing else in the spec has a meaning then."""
         return self.method == FULL
@@ -127,8 +162,10 @@ class AdapterSpec:
         return self.trains_model or self.method_spec.reads_base
 
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
-        """Return a fresh adapter of this spec: see `init_adapter`."""
-        return init_adapter(shapes, self.rank_of, seed, method=self.method, init=self.init, weight=weight)
+        """Return a fresh adapter of this spec: see `init_adapter`. That of `plain` is another one, made at once."""
+        return init_adapter(
+            shapes, self.rank_of, seed, method=self.method, init=self.init, scale=self.scale_of, weight=weight
+        )
 
 
 def divisor(rank: int, scaling: Scaling) -> float:
@@ -170,6 +207,7 @@ def init_adapter(
     *,
     method: str = "lora",
     init: str = INITS[0],
+    scale: Callable[[str], float] = lambda module: 1.0,
     weight: Callable[[str], np.ndarray] | None = None,
 ) -> Tensors:
     """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
@@ -184,7 +222,13 @@ def init_adapter(
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
         frozen = partial(weight, module) if weight else None
         own_rank = rank if isinstance(rank, int) else rank(module)
-        values = METHODS[method].inits[init](shape, own_rank, rng, frozen)
+        if init in KEPT_INITS and own_rank > min(shape):
+            raise ConfigError(
+                f"adapter.init: got {init}, which takes {own_rank} directions out of the weight of {module}, but it is "
+                f"{list(shape)}. Set adapter.rank_pattern for this layer to at most {min(shape)}, or adapter.init: "
+                f"{INITS[0]}"
+            )
+        values = METHODS[method].inits[init](shape, own_rank, scale(module), rng, frozen)
         tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors
 

@@ -20,7 +20,7 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormul
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.experts import without_number
-from dualtune.model.methods import FULL, METHODS
+from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
 
@@ -62,6 +62,9 @@ class HasAdapter(Protocol):
     @property
     def rank_pattern(self) -> Mapping[str, int] | Pattern[int]: ...
 
+    @property
+    def init(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -84,6 +87,7 @@ class Ask:
     layers: str = ALL_LAYERS
     experts: bool = False
     rank_pattern: Pattern[int] = ()
+    init: str = INITS[0]
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -185,23 +189,37 @@ def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
 
 
 def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
-    """Return the number of trainable parameters. ConfigError if a target selects nothing."""
+    """Return the number of trainable parameters, with a start that stays beside them: so many has the optimizer too.
+
+    ConfigError if a target selects nothing.
+    """
     if adapter.method == FULL:
         return decoder.num_parameters
-    on = adapted(decoder, adapter.targets, adapter.layers, adapter.experts)
-    return sum(map(METHODS[adapter.method].count, on.shapes, ranks(decoder, adapter).values()))
+    return _num_trained(decoder, adapter.method, *_rank_settings(adapter))
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
-    """Return the rank of each adapted layer. ConfigError if a target of the pattern selects nothing."""
-    patterns = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
-    return _ranks(decoder, adapter.rank, patterns, adapter.targets, adapter.layers, adapter.experts)
+    """Return the rank of each adapted layer, twice that if the start stays beside what is trained.
+
+    ConfigError if a target of the pattern selects nothing.
+    """
+    return _ranks(decoder, *_rank_settings(adapter))
+
+
+def _rank_settings(adapter: HasAdapter) -> tuple[int, Pattern[int], Targets, str, bool]:
+    """Return what the ranks depend on: rank, pattern, targets, layers and experts."""
+    pattern = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
+    times = 2 if adapter.init in KEPT_INITS else 1
+    pattern = tuple((target, times * rank) for target, rank in pattern)
+    return times * adapter.rank, pattern, adapter.targets, adapter.layers, adapter.experts
 
 
 def mean_rank(decoder: Shape, ask: Ask) -> float:
     """Return the rank of an adapted layer, or their mean if they have several."""
-    found = [] if ask.trains_model else [*ranks(decoder, ask).values()]
-    return sum(found) / len(found) if {*found} - {ask.rank} else ask.rank
+    if ask.trains_model or not (ask.rank_pattern or ask.init in KEPT_INITS):
+        return ask.rank
+    found = ranks(decoder, ask).values()
+    return sum(found) / len(found)
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
@@ -220,6 +238,14 @@ def _ranks(
     modules = selected(decoder, targets, layers, experts)
     pattern = checked_pattern(decoder, "rank_pattern", pattern, modules)
     return {module: value_of(module, pattern, rank) for module in modules}
+
+
+@cache
+def _num_trained(
+    decoder: Shape, method: str, rank: int, pattern: Pattern[int], targets: Targets, layers: str, experts: bool
+) -> int:
+    count, shapes = METHODS[method].count, adapted(decoder, targets, layers, experts).shapes
+    return sum(map(count, shapes, _ranks(decoder, rank, pattern, targets, layers, experts).values()))
 
 
 def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], modules: Collection[str]) -> Pattern[Value]:
@@ -281,12 +307,13 @@ def state_bytes(decoder: Shape, ask: Ask) -> int:
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry, state = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer], state_bytes(decoder, ask)
+    held = MASTER_BYTES + 1 if ask.init in KEPT_INITS else 0  # what does not move, while the rest does, and where it is
     slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots and not entry.shapes else ""
-    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages
+    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages + f" + kept start × {held} B" * bool(held)
     formula = f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})"
     if entry.shapes:
         formula += f" + {state - math.ceil(SLOT_BYTES * n * ask.averages):,} B of {', '.join(entry.slots)}"
-    return MemoryPart("optimizer", MASTER_BYTES * n + state, formula)
+    return MemoryPart("optimizer", (MASTER_BYTES + held) * n + state, formula)
 
 
 def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:
@@ -403,6 +430,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         layers=config.adapter.layers,
         experts=config.adapter.experts,
         rank_pattern=(*config.adapter.rank_pattern.items(),),
+        init=config.adapter.init,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -302,6 +302,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
         uniform, padded, unified = canonical.unified(spec, tensors)
+        _check_values(padded)
         notes += [f"mlx-lm's file: {note}" for note in unified]
         named, own = _in_names(uniform, padded, naming.mlx)
         config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out, experts=naming.experts)
