@@ -288,7 +288,7 @@ def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
         rest = decoder.num_parameters - sum(math.prod(shape) * number for (_, shape), number in found.items())
         found["norm.weight", (rest,)] = 1
     else:
-        shapes, of_method = adapted(decoder, ask.targets, ask.layers).shapes, METHODS[ask.method]
+        shapes, of_method = adapted(decoder, ask.targets, ask.layers, ask.experts).shapes, METHODS[ask.method]
         found = Counter(
             (parameter.peft, of_method.shapes(shape, rank)[parameter.part])
             for shape, rank in zip(shapes, ranks(decoder, ask).values(), strict=True)
