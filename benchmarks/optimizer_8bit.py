@@ -138,7 +138,7 @@ def train_whole(name: str, seed: int) -> tuple[float, list[np.ndarray]]:
         return float(model(input_ids=rows, labels=rows).loss), recorded
 
 
-def flatten(model: torch.nn.Module) -> tuple[Tensor, list[int]]:
+def flatten(model: torch.nn.Module) -> tuple[Tensor, dict[str, tuple[int, ...]]]:
     """Make all weights views of one flat tensor, and their gradients of its gradient."""
     weights = list(model.parameters())
     sizes = [weight.numel() for weight in weights]
