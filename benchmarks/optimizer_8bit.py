@@ -64,9 +64,9 @@ def state_bytes() -> dict[str, float]:
     """Bytes of optimizer state for each weight of one large tensor, as allocated."""
     found = {}
     for name in NAMES:
-        optimizer = flat_optimizer(random_flat(TIMED_VALUES), [TIMED_VALUES], OptimizerSpec(name))
+        optimizer = flat_optimizer(random_flat(TIMED_VALUES), {"w": (TIMED_VALUES,)}, OptimizerSpec(name))
         found[name] = sum(storages(optimizer.tensors()).values()) / TIMED_VALUES
-        assert found[name] == OPTIMIZERS[name].bytes_per_parameter
+        assert found[name] == OPTIMIZERS[name].bytes_of("w", (1,))
     return found
 
 
@@ -75,7 +75,7 @@ def update_time() -> dict[str, Any]:
     optimizers = {}
     for name in NAMES:
         flat = random_flat(TIMED_VALUES)
-        optimizers[name] = flat, flat_optimizer(flat, [TIMED_VALUES], OptimizerSpec(name))
+        optimizers[name] = flat, flat_optimizer(flat, {"w": (TIMED_VALUES,)}, OptimizerSpec(name))
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(REPEATS):
         for name, (flat, optimizer) in optimizers.items():
@@ -120,8 +120,8 @@ def train_whole(name: str, seed: int) -> tuple[float, list[np.ndarray]]:
     """Return the held-out loss of a model whose weights were all trained, and some gradients of each step."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(DEMO / "model")).float()
-    flat, sizes = flatten(model)
-    optimizer, recorded = flat_optimizer(flat, sizes, OptimizerSpec(name)), []
+    flat, shapes = flatten(model)
+    optimizer, recorded = flat_optimizer(flat, shapes, OptimizerSpec(name)), []
     tokens, half = tokens_of("train.jsonl"), torch.arange(RECORDED // 2)
     where = torch.cat([half, len(flat) // 2 + half])  # the embedding, where most gradients are 0, and a layer
     for step in range(STEPS):
@@ -147,7 +147,7 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, list[int]]:
     parts = zip(weights, flat.detach().split(sizes), flat.grad.split(sizes), strict=True)
     for weight, data, grad in parts:
         weight.data, weight.grad = data.view_as(weight), grad.view_as(weight)
-    return flat, sizes
+    return flat, {str(i): tuple(weight.shape) for i, weight in enumerate(weights)}
 
 
 def tokens_of(file: str) -> Tensor:
@@ -161,13 +161,12 @@ def tokens_of(file: str) -> Tensor:
 
 def update_error(gradients: list[np.ndarray], keep: Round) -> float:
     """Return the error of AdamW's updates by a state that is kept by `keep`, relative by norm: the mean over steps."""
-    settings, zero = OPTIMIZERS["adamw"].defaults, np.zeros(RECORDED)
+    adamw, zero = OptimizerSpec("adamw", {"weight_decay": 0.0}), np.zeros(RECORDED)
     exact, kept, errors = (zero, zero), (zero, zero), []
     for step, g in enumerate(gradients, start=1):
         changes = []
         for m, v in (exact, kept):
-            numbers = {"step": step, "lr": 1.0, "settings": {**settings, "weight_decay": 0.0}}
-            w, after = OPTIMIZERS["adamw"].update(zero, g, {"m": m, "v": v}, **numbers)
+            w, after = adamw.update(zero, g, {"m": m, "v": v}, step=step, lr=1.0)
             changes.append((w, (after["m"], after["v"])))
         (right, exact), (found, unrounded) = changes
         kept = keep(*unrounded, step)

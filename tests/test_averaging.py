@@ -8,7 +8,8 @@ import pytest
 from dualtune.engine.memory.estimate import Ask
 from dualtune.engine.memory.estimate import optimizer as memory_of
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
-from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, averaging, newest_share
+from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, averaging, slot_shapes
+from dualtune.model.update_rules import newest_share
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
@@ -68,7 +69,9 @@ def test_an_average_is_a_slot_on_top_of_any_optimizer(average, num_bytes):
     for name, entry in OPTIMIZERS.items():
         spec = OptimizerSpec(name, average=average)
         assert spec.slots == entry.slots + ("offset",) * (average is not None)
-        assert spec.bytes_per_parameter == entry.bytes_per_parameter + num_bytes
+        shapes = {"w": (3, 5)}
+        own, whole = slot_shapes(entry, shapes, averages=False), spec.slot_shapes(shapes)
+        assert whole == (own | {"offset": shapes} if num_bytes else own)
         assert spec.trains_the_result == (average is None and name != "schedule_free")
 
 
@@ -77,6 +80,6 @@ def test_the_memory_estimate_counts_the_average_as_a_slot(optimizer):
     decoder = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])
     plain = Ask("torch", "cpu", "none", "float32", 16, ("q_proj",), 512, 512, optimizer=optimizer)
     n = 32 * 16 * (4096 + 4096)
-    assert memory_of(decoder, plain).bytes == pytest.approx(n * (4 + OPTIMIZERS[optimizer].bytes_per_parameter), abs=1)
+    assert memory_of(decoder, plain).bytes == pytest.approx(n * (4 + OPTIMIZERS[optimizer].bytes_of("w", (1,))), abs=1)
     averaged = replace(plain, averages=True)
     assert memory_of(decoder, averaged).bytes - memory_of(decoder, plain).bytes == pytest.approx(4 * n, abs=1)

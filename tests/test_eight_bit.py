@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dualtune.model.eight_bit import BLOCK, CODES, TOP_BYTES, decode, dither, encode, rounded
-from dualtune.model.optimizer import OPTIMIZERS
+from dualtune.model.optimizer import OPTIMIZERS, OptimizerSpec
 
 RANGE = 2.0**-15  # of a block's largest value: what is above has its precision
 SLOTS = pytest.mark.parametrize("slot", CODES)
@@ -104,10 +104,10 @@ def test_the_mean_over_the_steps_is_the_value(slot):
 
 def test_a_slow_second_moment_moves():
     """v falls by a thousandth a step, a thirtieth of the distance of two codes, beside one that does not."""
-    settings, slots = OPTIMIZERS["adamw_8bit"].defaults, {"m": np.zeros(8), "root_v": np.ones(8)}
+    spec, slots = OptimizerSpec("adamw_8bit"), {"m": np.zeros(8), "root_v": np.ones(8)}
     g = np.where(np.arange(8) == 0, 1.0, 0.0)
     for step in range(1, 1501):
-        _, slots = OPTIMIZERS["adamw_8bit"].update(np.zeros(8), g, slots, step=step, lr=0.0, settings=settings)
+        _, slots = spec.update(np.zeros(8), g, slots, step=step, lr=0.0)
     np.testing.assert_allclose(slots["root_v"][0], 1.0, rtol=0.07)
     np.testing.assert_allclose(slots["root_v"][1:], 0.999**750, rtol=0.35)
 
@@ -125,6 +125,6 @@ def test_the_table_has_the_bytes_of_the_codes():
     entry = OPTIMIZERS["adamw_8bit"]
     assert {*CODES} == {*entry.slots}
     codes, tops = zip(*(encode(values_of(slot, 4 * BLOCK), code, 1) for slot, code in CODES.items()), strict=True)
-    assert sum(array.nbytes for array in (*codes, *tops)) == entry.bytes_per_parameter * 4 * BLOCK
+    assert sum(array.nbytes for array in (*codes, *tops)) == entry.bytes_of("w", (4 * BLOCK,))
     assert tops[0].itemsize == TOP_BYTES
-    assert OPTIMIZERS["adamw"].bytes_per_parameter - entry.bytes_per_parameter > 5.98
+    assert OPTIMIZERS["adamw"].bytes_of("w", (1000,)) - entry.bytes_of("w", (1000,)) > 5980

@@ -32,10 +32,12 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import canonical_names, check_places
 from dualtune.model.targets import adapted_as
+from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
@@ -76,6 +78,9 @@ class MlxEngine:
         names = canonical_names(places)
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+        if resident:
+            check_resident(request.adapter.beside)
+        self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, self._places, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
@@ -85,6 +90,8 @@ class MlxEngine:
         self.adapter_shapes = self._layout.shapes
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
@@ -92,11 +99,13 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
         self._adapter.bind(self._layout.named(self._params))
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
+        self._kernels = choose(
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=self._beside.modules
+        )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
@@ -145,7 +154,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return self._to_numpy(self._grads / self._loss_scale)
+        return to_numpy(self._grads / self._loss_scale, self._layout)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -209,26 +218,26 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return self._to_numpy(self._params)
+        return to_numpy(self._params, self._layout)
 
     def neutral_state(self) -> Tensors:
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return self._request.adapter.initial(shapes, self._request.seed, self._frozen) | self._beside.neutral()
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = self._from_numpy(state)
+        self._params = from_numpy(state, self._layout)
         self._adapter.bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
         slots = self._optimizer.read(self._slots)
-        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in slots.items()})
+        return OptimizerState(step, {slot: to_numpy(slots[slot], own) for slot, own in self._slot_layouts.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._step = mx.array(float(state.step))
-        slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
+        slots = {slot: from_numpy(state.slots.get(slot, {}), own) for slot, own in self._slot_layouts.items()}
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -245,8 +254,8 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: np.array(self._layers[m].delta()), dtype)
+        base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
+        write_merged(base, path, self._places, lambda m: np.array(self._layers[m].delta()), dtype, edits)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
@@ -357,8 +366,10 @@ class MlxEngine:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         return np.array(weight_of(self._layers[path].base))
 
-    def _to_numpy(self, flat: mx.array) -> Tensors:
-        return {name: np.array(array) for name, array in sorted(self._layout.named(flat).items())}
 
-    def _from_numpy(self, tensors: Tensors) -> mx.array:
-        return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
+def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:
+    return {name: np.array(array) for name, array in sorted(layout.named(flat).items())}
+
+
+def from_numpy(tensors: Tensors, layout: FlatLayout) -> mx.array:
+    return layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})

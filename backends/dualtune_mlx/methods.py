@@ -18,6 +18,7 @@ from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.formats.naming import canonical_name
 from dualtune_mlx.adapter_inputs import Origins
+from dualtune_mlx.beside import TrainedBeside
 from dualtune_mlx.int8 import Int8Linear
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, Int8Linear)
@@ -65,10 +66,17 @@ class AdaptedLayer(nn.Module):
 
 
 class AdaptedLayers:
-    """The adapted layers of a model, and the arrays with which they compute, by tensor name."""
+    """The adapted layers of a model, what is trained beside them, and the arrays with which they compute, by name."""
 
-    def __init__(self, layers: Mapping[str, AdaptedLayer], spec: AdapterSpec, dropout_seeds: DropoutSeeds) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, AdaptedLayer],
+        spec: AdapterSpec,
+        dropout_seeds: DropoutSeeds,
+        beside: TrainedBeside | None = None,
+    ) -> None:
         self.layers = layers
+        self._beside = beside.parts if beside else {}
         self.dropout_seeds = dropout_seeds
         self.bound: dict[str, mx.array] = {}
         parts, method = sorted(spec.method_spec.parts), spec.method
@@ -77,7 +85,8 @@ class AdaptedLayers:
     def names_in(self, modules: Collection[nn.Module]) -> list[str]:
         """Return the names of the tensors of the layers that are among these modules or inside them."""
         inside = {id(part) for module in modules for part in module.modules()}
-        return [n for path, layer in self.layers.items() if id(layer) in inside for n in self._names[path].values()]
+        names = [n for path, layer in self.layers.items() if id(layer) in inside for n in self._names[path].values()]
+        return names + [n for n, part in self._beside.items() if any(id(module) in inside for module in part.modules)]
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Compute with these arrays: the tensors of all layers, or of some."""
@@ -85,6 +94,8 @@ class AdaptedLayers:
         for path, names in self._names.items():
             if params.keys() >= {*names.values()}:
                 self.layers[path].bind({part: params[name] for part, name in names.items()})
+        for name in self._beside.keys() & params.keys():
+            self._beside[name].bind(params[name])
 
     @contextmanager
     def binding(self, params: Mapping[str, mx.array]) -> Iterator[None]:

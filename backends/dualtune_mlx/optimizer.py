@@ -1,20 +1,22 @@
 """The optimizers by name, as formulas on MLX arrays. MLX's own AdamW skips the bias correction by default.
 
 All adapter tensors lie in one flat array, so that an update takes a few kernels instead of ten for each tensor. The
-formulas fit arrays of any shape: applied tensor by tensor they are the plain version.
+formulas fit arrays of any shape: applied tensor by tensor they are the plain version. What has none here is updated by
+the core's formula as it stands.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from dualtune.engine.backend import CLIP_EPS
-from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Run, Settings
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Run, Shapes
+from dualtune.model.update_rules import Settings, UpdateRule
 from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
 
@@ -86,7 +88,7 @@ def schedule_free(
     params: mx.array, slots: Arrays, grads: mx.array, *,
     step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
 ) -> tuple[mx.array, Arrays]:  # fmt: skip
-    """Defazio et al., arXiv 2405.15682, algorithm 1, in the form of `dualtune.model.optimizer.schedule_free`."""
+    """Defazio et al., arXiv 2405.15682, algorithm 1, in the form of `dualtune.model.update_rules.schedule_free`."""
     beta1, beta2, c = settings["beta1"], settings["beta2"], newest_share(step, settings["warmup_steps"])
     v = beta2 * slots["v"] + (1 - beta2) * mx.square(grads)
     denominator = mx.sqrt(v) / mx.sqrt(one_minus_power(beta2, step)) + settings["eps"]
@@ -96,7 +98,7 @@ def schedule_free(
 
 
 def newest_share(step: mx.array, warmup_steps: float) -> mx.array:
-    """As `dualtune.model.optimizer.newest_share`. In float32: all terms are positive, so no digits cancel."""
+    """As `dualtune.model.update_rules.newest_share`. In float32: all terms are positive, so no digits cancel."""
     end, m = warmup_steps + 1, mx.minimum(step, warmup_steps)
     rising = (m / end) * ((m + 1) / end) * (2 * m + 1) / 6
     return mx.square(mx.minimum(1.0, step / end)) / (rising + mx.maximum(0.0, step - warmup_steps))
@@ -107,14 +109,27 @@ RULES: Mapping[RuleName, ArrayUpdateRule] = {
 }  # fmt: skip
 
 
+def of_the_core(rule: UpdateRule) -> ArrayUpdateRule:
+    """Return a formula of the core as one of this file."""
+
+    def update(
+        params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        return rule(params, grads, slots, step=step, lr=lr, settings=settings, xp=mx)
+
+    return update
+
+
 class FlatOptimizer:
     """An optimizer of one flat array, whose slots are as the formula has them: float32."""
 
     lr_factors: np.ndarray = np.ones(())  # of the learning rate: one, or [runs]
 
-    def __init__(self, spec: OptimizerSpec, sizes: Sequence[int]) -> None:
-        self._names, self._settings, self._rule = spec.entry.slots, spec.settings, RULES[spec.name]
-        self._sizes = sizes
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
+        self._names, self._settings = spec.entry.slots, spec.settings
+        self._rule = RULES.get(spec.name) or of_the_core(spec.entry.update)
+        self._sizes = [*map(math.prod, shapes.values())]
 
     def zero_slots(self) -> Arrays:
         """Return the arrays that hold the slots, before the first update."""
@@ -130,12 +145,54 @@ class FlatOptimizer:
         return mx.where(is_good, new, params), chosen
 
     def read(self, slots: Arrays) -> Arrays:
-        """Return the values of each slot: flat, float32."""
+        """Return the values of each slot: float32, flat, in the order of the tensors of the flat array that have it."""
         return slots
 
     def load(self, values: Arrays, step: int) -> Arrays:
         """Return the arrays that hold slots with these flat float32 values after update `step`."""
         return values
+
+
+class ByTensor(FlatOptimizer):
+    """A formula that needs whole tensors: those of one shape are updated together, and have their slots together."""
+
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
+        super().__init__(spec, shapes)
+        self._layout = FlatLayout(shapes)
+        self._slot_layouts = {slot: FlatLayout(own) for slot, own in spec.slot_shapes(shapes).items() if slot != OFFSET}
+        self._stacks = spec.stacks(shapes, UPDATE_CHUNK)
+
+    def zero_slots(self) -> Arrays:
+        return _numbered(
+            [{slot: mx.zeros((len(stack.names), *own)) for slot, own in stack.slots.items()} for stack in self._stacks]
+        )
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        weights, slopes = self._layout.named(params), self._layout.named(grads)
+        after: list[Arrays] = []
+        for i, stack in enumerate(self._stacks):
+            w, g = (mx.stack([arrays[name] for name in stack.names]) for arrays in (weights, slopes))
+            w, own = super().update(w, _of_number(slots, i), g, step=step, lr=lr, shrink=shrink, is_good=is_good)
+            weights |= zip(stack.names, w, strict=True)
+            after.append(own)
+        return self._layout.flat(weights), _numbered(after)
+
+    def read(self, slots: Arrays) -> Arrays:
+        found: dict[str, Arrays] = {slot: {} for slot in self._names}
+        for i, stack in enumerate(self._stacks):
+            for slot, values in _of_number(slots, i).items():
+                found[slot] |= zip(stack.names, values, strict=True)
+        return {slot: layout.flat(found[slot]) for slot, layout in self._slot_layouts.items()}
+
+    def load(self, values: Arrays, step: int) -> Arrays:
+        found = {slot: layout.named(values[slot]) for slot, layout in self._slot_layouts.items()}
+        return _numbered(
+            [{slot: mx.stack([found[slot][name] for name in stack.names]) for slot in stack.slots}
+             for stack in self._stacks]
+        )  # fmt: skip
 
 
 class EightBitAdamW(FlatOptimizer):
@@ -220,9 +277,11 @@ class InRuns(FlatOptimizer):
     """An optimizer for each run of the flat array, with the run's own learning rate. Each run has its own slots."""
 
     def __init__(self, spec: OptimizerSpec, runs: Sequence[Run]) -> None:
-        self._inner = [_of_run(spec, run.sizes) for run in runs]
+        self._inner = [_of_run(spec, run.shapes) for run in runs]
         self.lr_factors = np.array([run.lr_factor for run in runs])
-        self._ends = np.cumsum([sum(run.sizes) for run in runs]).tolist()
+        self._ends = _ends_of([run.shapes for run in runs])
+        by_run = [spec.slot_shapes(run.shapes) for run in runs]
+        self._slot_ends = {slot: _ends_of([shapes[slot] for shapes in by_run]) for slot in spec.entry.slots}
 
     def zero_slots(self) -> Arrays:
         return _numbered([inner.zero_slots() for inner in self._inner])
@@ -232,7 +291,7 @@ class InRuns(FlatOptimizer):
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         """`lr` and `shrink` have a value for each run."""
-        runs = zip(self._inner, self._split(params), self._split(grads), strict=True)
+        runs = zip(self._inner, mx.split(params, self._ends), mx.split(grads, self._ends), strict=True)
         new = [
             inner.update(w, _of_number(slots, i), g, step=step, lr=lr[i], shrink=shrink[i], is_good=is_good)
             for i, (inner, w, g) in enumerate(runs)
@@ -244,13 +303,15 @@ class InRuns(FlatOptimizer):
         return {slot: mx.concatenate([part[slot] for part in parts]) for slot in parts[0]}
 
     def load(self, values: Arrays, step: int) -> Arrays:
-        parts = {slot: self._split(flat) for slot, flat in values.items()}
+        parts = {slot: mx.split(flat, self._slot_ends[slot]) for slot, flat in values.items()}
         return _numbered(
             [inner.load({slot: part[i] for slot, part in parts.items()}, step) for i, inner in enumerate(self._inner)]
         )
 
-    def _split(self, flat: mx.array) -> list[mx.array]:
-        return cast(list[mx.array], mx.split(flat, self._ends[:-1]))
+
+def _ends_of(runs: Sequence[Shapes]) -> list[int]:
+    """Return where all runs but the last one end, in a flat array of their tensors."""
+    return np.cumsum([sum(map(math.prod, shapes.values())) for shapes in runs])[:-1].tolist()
 
 
 def _numbered(runs: Sequence[Arrays]) -> Arrays:
@@ -264,11 +325,13 @@ def _of_number(slots: Arrays, i: int) -> Arrays:
 
 def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout) -> FlatOptimizer:
     """Return the optimizer of a flat array with this layout."""
-    runs = spec.runs(layout.sizes)
+    runs = spec.runs(layout.shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
-    inner = _of_run(spec, [*layout.sizes.values()]) if is_one else InRuns(spec, runs)
+    inner = _of_run(spec, layout.shapes) if is_one else InRuns(spec, runs)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)
 
 
-def _of_run(spec: OptimizerSpec, sizes: Sequence[int]) -> FlatOptimizer:
-    return (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, sizes)
+def _of_run(spec: OptimizerSpec, shapes: Shapes) -> FlatOptimizer:
+    if spec.name == "adamw_8bit":
+        return EightBitAdamW(spec, shapes)
+    return (ByTensor if spec.entry.by_tensor is not None else FlatOptimizer)(spec, shapes)

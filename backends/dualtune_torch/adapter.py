@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.methods import METHODS
+from dualtune.model.optimizer import Shapes
+from dualtune_torch.beside import TrainedBeside
 from dualtune_torch.methods import AdaptedLayer
 
 
@@ -28,6 +30,7 @@ class AdapterBuffer:
     """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        self.of_base: dict[str, nn.Parameter] = {}  # the parameters of the base that compute with the copy
         self.shapes = dict(shapes)
         self.sizes = [*map(math.prod, self.shapes.values())]
         self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
@@ -41,23 +44,57 @@ class AdapterBuffer:
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.flat.detach())
 
+    def train(self, name: str, parameter: nn.Parameter) -> None:
+        """Compute with the tensor of this name in the place of a parameter of the base, which becomes trainable.
+
+        What was loaded is freed. In 16 bits the gradient is added to the float32 one as soon as it is complete.
+        """
+        self.masters[name].copy_(parameter.detach())
+        parameter.data = self.compute[name]
+        parameter.requires_grad_(True)
+        if self._compute.dtype == torch.float32:
+            parameter.grad = self.grads[name]
+        else:
+            parameter.register_post_accumulate_grad_hook(_add_to(self.grads[name]))
+        self.of_base[name] = parameter
+
     def load(self, into: Tensor, state: Tensors) -> None:
-        for name, view in self._views(into.detach()).items():
-            view.copy_(torch.from_numpy(state[name]))
+        fill(into, self.shapes, state)
 
     def to_numpy(self, flat: Tensor) -> Tensors:
-        views = self._views(flat.detach().cpu())
-        return {name: views[name].numpy().copy() for name in sorted(views)}
+        return to_numpy(flat, self.shapes)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split(self.sizes)
-        return {n: part.view(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return _views(flat, self.shapes)
+
+
+def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:
+    """Write tensors of these shapes into a flat one that consists of them, in this order."""
+    for name, view in _views(into.detach(), shapes).items():
+        view.copy_(torch.from_numpy(state[name]))
+
+
+def to_numpy(flat: Tensor, shapes: Shapes) -> Tensors:
+    """Return copies of the tensors that a flat one consists of."""
+    views = _views(flat.detach().cpu(), shapes)
+    return {name: views[name].numpy().copy() for name in sorted(views)}
+
+
+def _views(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    parts = flat.split([*map(math.prod, shapes.values())])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def adapter_buffer(
-    layers: Mapping[str, AdaptedLayer], device: torch.device, dtype: torch.dtype, method: str = "lora"
+    layers: Mapping[str, AdaptedLayer],
+    device: torch.device,
+    dtype: torch.dtype,
+    method: str = "lora",
+    beside: TrainedBeside | None = None,
 ) -> AdapterBuffer:
-    """Make the weights and gradients of adapted layers (by module path) views of a new buffer."""
+    """Make the weights and gradients of adapted layers (by module path), and what is trained beside them, views of a
+    new buffer."""
+    beside = beside or TrainedBeside()
     together = sorted(layers, key=lambda path: (input_of(path), path))
     weights = {path: layer.trainable() for path, layer in layers.items()}
     named = {
@@ -65,9 +102,13 @@ def adapter_buffer(
         for parameter in METHODS[method].parameters
         for path in together
     }
-    buffer = AdapterBuffer({name: tuple(weight.shape) for name, weight in named.items()}, device, dtype)
+    named |= beside.rows
+    shapes = {name: tuple(weight.shape) for name, weight in {**named, **beside.whole}.items()}
+    buffer = AdapterBuffer(shapes, device, dtype)
     for name, weight in named.items():
         weight.data, weight.grad = buffer.masters[name], buffer.grads[name]
+    for name, parameter in beside.whole.items():
+        buffer.train(name, parameter)
     return buffer
 
 
@@ -79,13 +120,7 @@ def model_buffer(model: PreTrainedModel, dtype: torch.dtype) -> AdapterBuffer:
     parameters = dict(model.named_parameters())  # an output head that is the embedding counts once
     buffer = AdapterBuffer({name: tuple(p.shape) for name, p in parameters.items()}, model.device, dtype)
     for name, parameter in parameters.items():
-        buffer.masters[name].copy_(parameter.detach())
-        parameter.data = buffer.compute[name]  # frees what was loaded
-        parameter.requires_grad_(True)
-        if dtype == torch.float32:
-            parameter.grad = buffer.grads[name]
-        else:
-            parameter.register_post_accumulate_grad_hook(_add_to(buffer.grads[name]))
+        buffer.train(name, parameter)
     buffer.refresh()
     model.config.dtype = dtype
     return buffer

@@ -33,11 +33,13 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import check_resident
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
 from dualtune.model.targets import adapted_as
-from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
+from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
+from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
@@ -82,14 +84,17 @@ class TorchEngine:
         # the rest of the model.
         self._streamed: StreamedLayers | None = None
         if self._is_full:
-            self._layers = dict[str, AdaptedLayer]()
+            self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
+            self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
             if request.resident_layers is not None:
+                check_resident(request.adapter.beside)
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
-            self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+            dtype, method = compute_dtype(model), request.adapter.method
+            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
@@ -102,7 +107,7 @@ class TorchEngine:
         groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         # What changes how layers are called comes after the kernels, whose trials compare with the plain calls.
         self._recomputation = Recomputation(model, groups)
-        self._frozen_layers = FrozenLayers(model, self._layers.values())
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self._graphs: MicroStepGraphs | None = None
@@ -127,8 +132,7 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        sizes = dict(zip(self._adapter.shapes, self._adapter.sizes, strict=True))
-        return flat_optimizer(self._adapter.flat, sizes, self._request.optimizer)
+        return flat_optimizer(self._adapter.flat, self._adapter.shapes, self._request.optimizer)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -141,7 +145,7 @@ class TorchEngine:
         weight = getattr(self._kernels.head, "weight", None)
         if weight is None or not weight.requires_grad:
             return None
-        return next(self._adapter.grads[name] for name, p in self.model.named_parameters() if p is weight)
+        return next(self._adapter.grads[name] for name, p in self._adapter.of_base.items() if p is weight)
 
     @cached_property
     def _needs_masks(self) -> bool:
@@ -189,7 +193,7 @@ class TorchEngine:
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
                     hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
-                    self._kernels.maybe_compile,
+                    self._kernels.maybe_compile, self._kernels.rows,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _numpy(found_M)
@@ -211,9 +215,10 @@ class TorchEngine:
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
-            hidden_MD = self._target_states(inputs)
+            hidden_MD, kernels = self._target_states(inputs), self._kernels
             with whole(head):
-                return by_rows(function, hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, self._kernels.cap)
+                weight_VD = weight_of(head, hidden_MD.dtype)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -262,7 +267,8 @@ class TorchEngine:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
         shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        initial = self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return initial | {name: values.copy() for name, values in self._beside.start.items()}
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -276,14 +282,15 @@ class TorchEngine:
             layer.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, names = self._optimizer, self._request.optimizer.slots
-        return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
+        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self.adapter_shapes)
+        state = {slot: to_numpy(optimizer.read(slot), shapes) for slot, shapes in slots.items()}
+        return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_shapes, state)
         self._optimizer.count.fill_(state.step)
-        for slot, tensors in state.slots.items():
-            self._optimizer.load(slot, partial(self._adapter.load, state=tensors))
+        for slot, shapes in self._request.optimizer.slot_shapes(self.adapter_shapes).items():
+            self._optimizer.load(slot, partial(fill, shapes=shapes, state=state.slots.get(slot, {})))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():
@@ -310,8 +317,9 @@ class TorchEngine:
             base = self._request.base_weights()
             write_trained(path, self._request.model_dir, base, self.model, self._adapter.masters)
             return
-        dtype = self.description.dtype
-        write_merged(merge_base(self._request), path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype)
+        base, dtype = merge_base(self._request), self.description.dtype
+        edits = self._beside.edits(lambda name: _numpy(self._adapter.masters[name]))
+        write_merged(base, path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype, edits)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -358,11 +366,11 @@ class TorchEngine:
         head = self._kernels.head
         if head is None:
             return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
-        hidden_MD = self._target_states(inputs)
+        hidden_MD, rows = self._target_states(inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient,
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, *(rows or ()),
             )  # fmt: skip
 
     def _target_states(self, inputs: Inputs) -> Tensor:

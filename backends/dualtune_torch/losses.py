@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.engine.backend import IGNORE_INDEX
+from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import capped
 
@@ -40,11 +41,24 @@ def target_logprobs(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def by_rows(
-    function: Callable[[Tensor], Tensor], hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None
+    function: Callable[[Tensor], Tensor],
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    cap: float | None,
+    own: Rows | None = None,
 ) -> Tensor:
-    """function(capped(hidden · headᵀ + bias)) of float32 logits, [M, …]; the logits of a few rows at a time."""
-    rows = hidden_MD.split(LOSS_ROWS[hidden_MD.device.type])
-    return torch.cat([function(capped(F.linear(hidden_RD, head_VD, bias_V).float(), cap)) for hidden_RD in rows])
+    """function(capped(hidden · headᵀ + bias)) of float32 logits, [M, …]; the logits of a few rows at a time.
+
+    `own`: rows of the head that are trained.
+    """
+    found: list[Tensor] = []
+    for hidden_RD in hidden_MD.split(LOSS_ROWS[hidden_MD.device.type]):
+        logits_RV = F.linear(hidden_RD, head_VD, bias_V)
+        if own is not None:
+            own.write_logits(logits_RV, hidden_RD, bias_V)
+        found.append(function(capped(logits_RV.float(), cap)))
+    return torch.cat(found)
 
 
 def top_of_logits(logits_RV: Tensor, k: int) -> Tensor:

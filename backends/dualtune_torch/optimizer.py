@@ -1,4 +1,7 @@
-"""The optimizers by name, each of which updates the flat buffer of the adapter: torch's fused kernels, and our own."""
+"""The optimizers by name, each of which updates the flat buffer of the adapter.
+
+Torch's fused kernels, our own, and for what has neither the formulas of the core as they stand.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Settings
+from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Shapes
+from dualtune.model.update_rules import Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
 
@@ -25,11 +29,11 @@ class FlatOptimizer(Protocol):
         ...
 
     def read(self, slot: str) -> Tensor:
-        """Return the values of a slot: flat, float32."""
+        """Return the values of a slot: float32, flat, in the order of the tensors of the flat one that have it."""
         ...
 
     def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
-        """Replace the values of a slot. `fill` writes them into a flat float32 tensor. Set `count` before."""
+        """Replace the values of a slot. `fill` writes them into a tensor as `read` returns. Set `count` before."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
@@ -91,31 +95,126 @@ class FusedOptimizer(PlainSlots):
         self._torch.zero_grad(set_to_none=False)
 
 
-class ScheduleFreeAdamW(PlainSlots):
-    """Schedule-free AdamW, chunk by chunk: this bounds the temporaries, and on a CPU keeps them in its cache."""
+class InChunks(PlainSlots):
+    """A formula of the core, chunk by chunk: this bounds the temporaries, and on a CPU keeps them in its cache."""
 
     def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
         super().__init__(flat, spec.entry.slots)
-        self._flat, self._settings = flat, spec.settings
+        self._flat, self._spec, self._settings = flat, spec, spec.settings
         self._chunk = UPDATE_CHUNK[flat.device.type]
 
     @torch.no_grad()
     def step(self, lr: float, is_good: Tensor) -> None:
         assert self._flat.grad is not None
-        numbers = _schedule_free_numbers(self.count, lr, self._settings)
+        update = self._update_of(self.count, lr)
         for start in range(0, self._flat.numel(), self._chunk):
-            self._update(slice(start, start + self._chunk), *numbers, lr=lr, is_good=is_good)
+            chunk = slice(start, start + self._chunk)
+            w, g, slots = self._flat.detach()[chunk], self._flat.grad[chunk], self._of(chunk)
+            _replace(w, slots, update(w, g, slots), is_good)  # its temporaries are freed before the next chunk
         self.count += is_good
         self._flat.grad.zero_()
 
-    def _update(self, chunk: slice, *numbers: Tensor, lr: float, is_good: Tensor) -> None:
-        """Update a chunk. Its temporaries are freed before the next one."""
+    def _of(self, chunk: slice) -> dict[str, Tensor]:
+        return {slot: values[chunk] for slot, values in self._slots.items()}
+
+    def _update_of(self, count: Tensor, lr: float) -> _Update:
+        """Return the formula for the step after `count` updates."""
+        return _formula(self._spec, count, lr)
+
+
+_Update = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+def _formula(spec: OptimizerSpec, count: Tensor, lr: float) -> _Update:
+    """Return the core's formula for the step after `count` updates, which is a float64 number of the device there."""
+    return partial(spec.entry.update, step=count.double() + 1, lr=lr, settings=spec.settings, xp=torch)
+
+
+def _replace(w: Tensor, slots: Mapping[str, Tensor], new: tuple[Tensor, Mapping[str, Tensor]], is_good: Tensor) -> None:
+    """Write weights and slots after an update in place of those before it, if it is good."""
+    w.copy_(torch.where(is_good, new[0], w))
+    for slot, before in slots.items():
+        before.copy_(torch.where(is_good, new[1][slot], before))
+
+
+class ScheduleFreeAdamW(InChunks):
+    """Schedule-free AdamW in fewer operations than its formula."""
+
+    def _update_of(self, count: Tensor, lr: float) -> _Update:
+        numbers = _schedule_free_numbers(count, lr, self._settings)
+        return partial(_schedule_free_update, numbers=numbers, lr=lr, settings=self._settings)
+
+
+class ByTensor:
+    """A formula of the core that needs whole tensors: those of one shape are updated together.
+
+    Tensors that it does not need whole are updated in chunks if they are large.
+    """
+
+    def __init__(self, flat: Tensor, shapes: Shapes, spec: OptimizerSpec) -> None:
+        assert flat.grad is not None
+        self.count = torch.zeros((), device=flat.device)
+        self._flat, self._spec = flat, spec
+        sizes = [*map(math.prod, shapes.values())]
+        self._weights, self._grads = (
+            {name: part.view(shapes[name]) for name, part in zip(shapes, whole.split(sizes), strict=True)}
+            for whole in (flat.detach(), flat.grad)
+        )
+        self._chunk = UPDATE_CHUNK[flat.device.type]
+        self._stacks = spec.stacks(shapes, self._chunk)
+        self._slots = [
+            {slot: flat.new_zeros(len(stack.names), *shape) for slot, shape in stack.slots.items()}
+            for stack in self._stacks
+        ]
+
+    @torch.no_grad()
+    def step(self, lr: float, is_good: Tensor) -> None:
         assert self._flat.grad is not None
-        tensors = (self._flat.detach(), self._flat.grad, self._slots["d"], self._slots["v"])
-        w, g, d, v = (tensor[chunk] for tensor in tensors)
-        new = _schedule_free_update(w, g, d, v, *numbers, lr=lr, settings=self._settings)
-        for old, changed in zip((w, d, v), new, strict=True):
-            old.copy_(torch.where(is_good, changed, old))
+        update = _formula(self._spec, self.count, lr)
+        for stack, slots in zip(self._stacks, self._slots, strict=True):
+            w, g = (_stacked([views[name] for name in stack.names]) for views in (self._weights, self._grads))
+            if stack.is_whole or w.numel() <= self._chunk:
+                _replace(w, slots, update(w, g, slots), is_good)
+            else:
+                self._replace_in_chunks(w.view(-1), g.view(-1), slots, update, is_good)
+            if len(stack.names) > 1:
+                for name, new in zip(stack.names, w, strict=True):
+                    self._weights[name].copy_(new)
+        self.count += is_good
+        self._flat.grad.zero_()
+
+    def _replace_in_chunks(
+        self, w: Tensor, g: Tensor, slots: Mapping[str, Tensor], update: _Update, is_good: Tensor
+    ) -> None:
+        for start in range(0, w.numel(), self._chunk):
+            chunk = slice(start, start + self._chunk)
+            own = {slot: values.view(-1)[chunk] for slot, values in slots.items()}
+            _replace(w[chunk], own, update(w[chunk], g[chunk], own), is_good)
+
+    def read(self, slot: str) -> Tensor:
+        parts = self._parts(slot)
+        return torch.cat([parts[name] for name in self._weights if name in parts] or [self._flat.new_zeros(0)])
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        parts = self._parts(slot)
+        names = [name for name in self._weights if name in parts]
+        flat = torch.empty(sum(part.numel() for part in parts.values()))
+        fill(flat)
+        for name, values in zip(names, flat.split([parts[name].numel() for name in names]), strict=True):
+            parts[name].copy_(values)
+
+    def _parts(self, slot: str) -> dict[str, Tensor]:
+        """Return views of a slot's tensors, flat, by name."""
+        return {
+            name: values.view(-1)
+            for stack, slots in zip(self._stacks, self._slots, strict=True)
+            if slot in slots
+            for name, values in zip(stack.names, slots[slot], strict=True)
+        }
+
+    def tensors(self) -> Iterator[Tensor]:
+        for slots in self._slots:
+            yield from slots.values()
 
 
 def _schedule_free_numbers(count: Tensor, lr: float, settings: Settings) -> tuple[Tensor, ...]:
@@ -129,7 +228,7 @@ def _schedule_free_numbers(count: Tensor, lr: float, settings: Settings) -> tupl
 
 
 def newest_share(step: Tensor, settings: Settings) -> Tensor:
-    """As `dualtune.model.optimizer.newest_share`, for a float64 tensor."""
+    """As `dualtune.model.update_rules.newest_share`, for a float64 tensor."""
     warmup = settings["warmup_steps"]
     m = step.clamp(max=warmup)
     rising = m * (m + 1) * (2 * m + 1) / 6 / (warmup + 1) ** 2
@@ -137,16 +236,15 @@ def newest_share(step: Tensor, settings: Settings) -> Tensor:
 
 
 def _schedule_free_update(
-    w: Tensor, g: Tensor, d: Tensor, v: Tensor, root: Tensor, c: Tensor, rate: Tensor, kept: Tensor,
-    *, lr: float, settings: Settings,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (w, d, v) after `dualtune.model.optimizer.schedule_free`. rate = (1 − β1·(1 − c))·lr, kept = 1 − c."""
-    beta1, beta2 = settings["beta1"], settings["beta2"]
-    new_v = (v * beta2).addcmul_(g, g, value=1 - beta2)
+    w: Tensor, g: Tensor, slots: Mapping[str, Tensor], *, numbers: tuple[Tensor, ...], lr: float, settings: Settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (w, slots) after `dualtune.model.update_rules.schedule_free`, with `_schedule_free_numbers`."""
+    beta1, beta2, (root, c, rate, kept) = settings["beta1"], settings["beta2"], numbers
+    new_v = (slots["v"] * beta2).addcmul_(g, g, value=1 - beta2)
     u = new_v.sqrt().div_(root).add_(settings["eps"]).reciprocal_().mul_(g).add_(w, alpha=settings["weight_decay"])
-    new_w = (d * c).add_(w).sub_(u * rate)
-    new_d = u.mul_(-beta1 * lr).add_(d).mul_(kept)
-    return new_w, new_d, new_v
+    new_w = (slots["d"] * c).add_(w).sub_(u * rate)
+    new_d = u.mul_(-beta1 * lr).add_(slots["d"]).mul_(kept)
+    return new_w, {"d": new_d, "v": new_v}
 
 
 class Averaged:
@@ -194,7 +292,11 @@ class InRuns:
         parts = flat.detach().split(self._lengths)
         for part, grad in zip(parts, flat.grad.split(self._lengths), strict=True):
             part.grad = grad
-        self._inner = [(run.lr_factor, _of_run(part, run.sizes, spec)) for part, run in zip(parts, runs, strict=True)]
+        self._inner = [(run.lr_factor, _of_run(part, run.shapes, spec)) for part, run in zip(parts, runs, strict=True)]
+        shapes = [spec.slot_shapes(run.shapes) for run in runs]
+        self._slot_lengths = {
+            slot: [sum(map(math.prod, of_run[slot].values())) for of_run in shapes] for slot in spec.entry.slots
+        }
 
     def step(self, lr: float, is_good: Tensor) -> None:
         for factor, inner in self._inner:
@@ -206,9 +308,10 @@ class InRuns:
         return torch.cat([inner.read(slot) for _, inner in self._inner])
 
     def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
-        flat = torch.empty(sum(self._lengths))
+        lengths = self._slot_lengths[slot]
+        flat = torch.empty(sum(lengths))
         fill(flat)
-        for part, (_, inner) in zip(flat.split(self._lengths), self._inner, strict=True):
+        for part, (_, inner) in zip(flat.split(lengths), self._inner, strict=True):
             inner.count.copy_(self.count)
             inner.load(slot, partial(_copy, part))
 
@@ -217,23 +320,30 @@ class InRuns:
             yield from inner.tensors()
 
 
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as [K, *shape]; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack([*tensors])
+
+
 def _copy(values: Tensor, into: Tensor) -> None:
     into.copy_(values)
 
 
-def flat_optimizer(flat: Tensor, sizes: Mapping[str, int], spec: OptimizerSpec) -> FlatOptimizer:
-    """Return the optimizer of a flat tensor that consists of tensors of these sizes, by name."""
-    runs = spec.runs(sizes)
+def flat_optimizer(flat: Tensor, shapes: Shapes, spec: OptimizerSpec) -> FlatOptimizer:
+    """Return the optimizer of a flat tensor that consists of tensors of these shapes, by name."""
+    runs = spec.runs(shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
-    optimizer = _of_run(flat, [*sizes.values()], spec) if is_one else InRuns(flat, runs, spec)
+    optimizer = _of_run(flat, shapes, spec) if is_one else InRuns(flat, runs, spec)
     return optimizer if spec.average is None else Averaged(optimizer, flat, spec.average)
 
 
-def _of_run(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
+def _of_run(flat: Tensor, shapes: Shapes, spec: OptimizerSpec) -> FlatOptimizer:
     match spec.name:
         case "adamw_8bit":
-            return EightBitAdamW(flat, sizes, spec)
+            return EightBitAdamW(flat, [*map(math.prod, shapes.values())], spec)
         case "schedule_free":
             return ScheduleFreeAdamW(flat, spec)
         case "adamw" | "sgd":
             return FusedOptimizer(flat, spec)
+        case _:
+            return ByTensor(flat, shapes, spec) if spec.entry.by_tensor is not None else InChunks(flat, spec)

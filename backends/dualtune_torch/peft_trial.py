@@ -5,6 +5,7 @@ The model of transformers' auto class is built on the device `meta`, and PEFT it
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import logging
 from dualtune_torch.counting import ERRORS, decoded
 from dualtune_torch.weights.text_part import AUTO_CLASSES, class_of
 
+_TRAINED = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.trainable_tokens_delta)")  # in names of PEFT's states
 NAME = "default"  # PEFT's, of the only adapter of a model
 MAX_REASON = 160  # characters of what PEFT says
 
@@ -73,7 +75,7 @@ def _problem(model: PreTrainedModel, adapter: Mapping[str, Any], shapes: Mapping
     except Exception as error:  # noqa: BLE001  whatever it raises, a user of PEFT gets the same
         return f"it raises {type(error).__name__}: {_shortened(str(error))}"
     missing = set(result.missing_keys)
-    loaded = [name for name in wrapped.state_dict() if ".lora_" in name and name not in missing]
+    loaded = [name for name in wrapped.state_dict() if _TRAINED.search(name) and name not in missing]
     lost = max(len(result.unexpected_keys), len(shapes) - len(loaded))
     if not lost:
         return ""

@@ -45,6 +45,12 @@ def decide(
     """Decide whether to shard the base, and say why. All processes get the same answer, whatever memory each has."""
     if request.adapter.trains_model:
         return "none", "the base is trained: adapter.method: full"
+    if beside := request.adapter.beside:
+        if request.sharding == "full":
+            raise ConfigError(
+                f"memory.sharding: got full, but {beside.keys} trains parameters of the base; allowed: auto, none"
+            )
+        return "none", f"parameters of the base are trained: {beside.keys}"
     if request.sharding == "none":
         return "none", "as configured"
     if request.adapter.reads_base:

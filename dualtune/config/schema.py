@@ -27,6 +27,7 @@ from dualtune.config.values import (
     MethodName,
     ModuleNames,
     Name,
+    Names,
     NotNegative,
     PathText,
     Positive,
@@ -35,6 +36,7 @@ from dualtune.config.values import (
     Section,
     Share,
     Size,
+    TokenRows,
     Trackers,
     dotted,
 )
@@ -142,6 +144,11 @@ class AdapterConfig(Section):
     """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
     alpha_pattern: Alphas = {}  # noqa: RUF012
     """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
+    train_modules: Names = ()
+    """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
+    embed_tokens, lm_head or norm."""
+    train_rows: TokenRows = ()
+    """Tokens, by id or text, of which the rows in the embedding and in the output head are trained."""
     init: InitName = INITS[0]
     """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
     init_from: PathText | None = None
@@ -176,7 +183,8 @@ class TrainConfig(Section):
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName = "adamw"
     """How gradients update the weights; adamw_8bit keeps its moments in 8 bits: 2 bytes for a trained weight instead of
-    8; sgd keeps no state and needs a much larger learning_rate."""
+    8; lion 4, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates of matrices
+    orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
     lora_plus_ratio: Factor | None = None
@@ -419,7 +427,10 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
-_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "init")
+_ADAPTER_ONLY = (
+    "rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "train_modules",
+    "train_rows", "init",
+)  # fmt: skip
 
 
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -462,6 +473,8 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     yield from _impossible_distillation(config)
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
+    else:
+        yield from _impossible_beside(config)
 
 
 def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -561,6 +574,35 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
         yield cache, ("memory", "resident_layers"), f"{got}, {rule}; allowed: none, or memory.resident_layers: all"
 
 
+def _impossible_beside(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what needs a base that is frozen, where parameters of it are trained beside an adapter."""
+    adapter, memory = config.adapter, config.memory
+    asked = [key for key in ("train_modules", "train_rows") if getattr(adapter, key)]
+    for key in asked[:1]:
+        path: KeyPath = ("adapter", key)
+        rule = f"but adapter.{key} trains parameters of the base"
+        if config.train.activation_cache != "none":
+            message = f"got {config.train.activation_cache}, {rule}, so nothing stays the same over the epochs"
+            yield ("train", "activation_cache"), path, f"{message}; allowed: none"
+        if memory.sharding == "full":
+            yield (
+                ("memory", "sharding"),
+                path,
+                f"got full, {rule}, so it cannot be sharded; allowed: auto, none",
+            )
+        if memory.resident_layers != "all":
+            message = f"got {memory.resident_layers}, {rule}, and only a frozen one is streamed"
+            yield ("memory", "resident_layers"), path, f"{message}; allowed: all"
+    for key in asked:
+        if adapter.init_from is not None:
+            rule = "but adapter.init_from gives what is trained; remove one of the two"
+            yield (
+                ("adapter", key),
+                ("adapter", "init_from"),
+                f"got {', '.join(map(str, getattr(adapter, key)))}, {rule}",
+            )
+
+
 # What saves memory where all parameters are trained, in place of a base that is packed or streamed.
 _LEAST_WITH_FULL = "With full, train.optimizer: adamw_8bit and memory.checkpointing: full take the least memory"
 
@@ -571,7 +613,7 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
     for key in _ADAPTER_ONLY:
         value = getattr(config.adapter, key)
         if value != type(config.adapter).model_fields[key].default:
-            shown = value if isinstance(value, str | int | float) else ", ".join(value)
+            shown = value if isinstance(value, str | int | float) else ", ".join(map(str, value))
             yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
     if config.train.lora_plus_ratio not in (None, 1.0):
         rule = "but adapter.method: full has no B; remove the key"

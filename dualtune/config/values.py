@@ -148,6 +148,18 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(all_different),
 ]
+Names = Annotated[
+    tuple[Name, ...],
+    Field(strict=False, json_schema_extra={"format": "names", "uniqueItems": True}),
+    AfterValidator(all_different),
+    BeforeValidator(as_list),
+]
+TokenRows = Annotated[
+    tuple[Annotated[int, Field(ge=0)] | Name, ...],
+    Field(strict=False, json_schema_extra={"format": "tokens", "uniqueItems": True}),
+    AfterValidator(all_different),
+    BeforeValidator(as_list),
+]
 Roles = Annotated[
     dict[str, Literal["system", "user", "assistant", "tool"]], Field(json_schema_extra={"format": "roles"})
 ]

@@ -179,7 +179,10 @@ class EngineDescription:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The number of updates done, and the slots: float32 tensors with the names and shapes of the adapter."""
+    """The number of updates done, and the slots: float32 tensors with the names of the adapter.
+
+    In the shapes that `OptimizerSpec.slot_shapes` gives, mostly those of the adapter.
+    """
 
     step: int
     slots: Mapping[str, Tensors]  # by their names in `dualtune.model.optimizer`, such as m and v; empty for plain SGD
@@ -242,7 +245,7 @@ class LoadRequest:
 
     def _base_key(self) -> Hashable:
         """Return what the base depends on; None if it cannot be shared, because it is trained or moves while it is."""
-        if self.adapter.trains_model or self.resident_layers is not None:
+        if self.adapter.trains_base or self.resident_layers is not None:
             return None
         seed = self.seed if self.init == "random" else None
         return self.model_dir, self.dtype, self.quantization, self.init, seed, self.sharding
@@ -465,12 +468,16 @@ def check_state(shapes: Shapes, tensors: Tensors, title: str) -> None:
 
 
 def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
-    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
-    if {*state.slots} != {*optimizer.slots}:
-        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
+    """Raise ValueError unless the state has the slots of this optimizer, as they follow from the adapter's shapes.
+
+    A slot that no tensor of the adapter has may be absent.
+    """
+    shapes = optimizer.slot_shapes(adapter)
+    if not {slot for slot, own in shapes.items() if own} <= {*state.slots} <= {*shapes}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, shapes))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
-    for slot, tensors in state.slots.items():
-        check_state(adapter, tensors, f"optimizer {slot}")
+    for slot, own in shapes.items():
+        check_state(own, state.slots.get(slot, {}), f"optimizer {slot}")
 
 
 def check_mergeable(description: EngineDescription) -> None:

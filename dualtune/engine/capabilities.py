@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from dualtune.base.errors import ConfigError
 from dualtune.config import Config, get_value
 from dualtune.config.schema import CheckpointedLayers
-from dualtune.engine.card import LAYERS, NUMBER, SIZE
+from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE
 
 # Config keys that the engine has to honour. Keys that the core honours itself are not listed.
 BACKEND_KEYS = (
@@ -22,6 +22,8 @@ BACKEND_KEYS = (
     "model.kernels",
     "adapter.method",
     "adapter.init",
+    "adapter.train_modules",
+    "adapter.train_rows",
     "data.packing",
     "train.optimizer",
     "train.schedule",
@@ -37,6 +39,7 @@ BACKEND_KEYS = (
     "run.deterministic",
 )
 WITH_NUMBERS = {"memory.resident_layers": "all", "train.lora_plus_ratio": None}  # the value that is no number
+WITH_NAMES = ("adapter.train_modules", "adapter.train_rows")  # whose default is none
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
 OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(
     {"train.schedule": frozenset({"constant", "linear", "cosine"})}
@@ -69,6 +72,7 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
     value = SIZE if key == "memory.limit" and value != "auto" else value
     value = NUMBER if key in WITH_NUMBERS and value != WITH_NUMBERS[key] else value
+    value = NAMES if key in WITH_NAMES and value else value
     section, field = key.split(".")
     default = Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
     allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({default}))
@@ -79,4 +83,6 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
 
 
 def _show(value: Any) -> str:
+    if value == ():
+        return "none"
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value

@@ -10,8 +10,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from dualtune.engine.card import cards
-from dualtune.model.adapter import modules_of
+from dualtune.model.adapter import PREFIX, modules_of
 from dualtune.model.config_file import read_config
+from dualtune.model.embeddings import is_embedding, tied_head
 from dualtune.model.formats.directory import Adapter, peft_layout
 from dualtune.model.formats.naming import Naming
 from dualtune.model.places import naming_of
@@ -28,6 +29,8 @@ def named(adapter: Adapter, directory: Path) -> Adapter:
     PEFT renames some names of files itself and some not, so that a wrapper's are tried both ways.
     """
     naming = naming_of(directory, modules_of(adapter.tensors))
+    if any(is_embedding(name.removeprefix(PREFIX)) for name in adapter.tensors):
+        naming = replace(naming, tied_head=tied_head(directory))
     tried: list[Naming] = []
     for variant in (naming, replace(naming, peft=())) if naming.peft else (naming,):
         notes = peft_notes(replace(adapter, naming=variant), directory)
@@ -42,7 +45,11 @@ def peft_notes(adapter: Adapter, directory: Path) -> tuple[str, ...]:
 
     Where it cannot be tried, these are the notes that the adapter has.
     """
-    is_plain = adapter.naming == Naming() and all(map(_PLAIN.fullmatch, modules_of(adapter.tensors)))
+    is_plain = (
+        adapter.naming == Naming()
+        and not adapter.spec.beside
+        and all(map(_PLAIN.fullmatch, modules_of(adapter.tensors)))
+    )
     if is_plain or not has_weights(directory):
         return ()
     problems = _problems(adapter, directory)

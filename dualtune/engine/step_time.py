@@ -31,10 +31,12 @@ from dualtune.engine.memory.estimate import (
     mean_rank,
     num_trained,
     padded,
+    state_bytes,
+    tensors_of,
 )
 from dualtune.engine.memory.plan import flops_per_token
 from dualtune.engine.memory.shapes import Decoder, Linear
-from dualtune.model.optimizer import OPTIMIZERS
+from dualtune.model.optimizer import OPTIMIZERS, is_matrix
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Piece:
     bytes: float = 0.0  # read and written
     launches: float = 0.0
     moved_bytes: float = 0.0  # between host and device
+    dtype: str | None = None  # of the products, if it is not the compute dtype
 
     def times(self, factor: float, part: str) -> Piece:
         """Return this piece done again for a share of the layers, as another part."""
@@ -127,7 +130,8 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
     counts = units(step)
     pieces = [
         *_base_products(step), *_lora_products(step), *_norms_of_sums(step), *_attention(step, counts),
-        *_unpacking(step, counts), *_head(step), _update(step), *_by_card(step, counts),
+        *_unpacking(step, counts), *_head(step), _update(step), *_orthogonalized(step),
+        *_by_card(step, counts),
     ]  # fmt: skip
     pieces += [*_recomputed(step, pieces), *_transfers(step)]
     if ask.compares:
@@ -347,9 +351,22 @@ def _stored_bytes(ask: Ask) -> float:
 def _update(step: _Step) -> Piece:
     """Norm and clipping of the gradient, the optimizer with its slots read and written, the copy to compute with."""
     n, ask = num_trained(step.decoder, step.ask), step.ask
-    slots = OPTIMIZERS[ask.optimizer].bytes_per_parameter + MASTER_BYTES * ask.averages
     copy = MASTER_BYTES + ask.item_bytes if ask.item_bytes < MASTER_BYTES else 0
-    return Piece(OPTIMIZER, True, bytes=n * (2 * slots + (GRADIENT_AND_WEIGHT + 1) * MASTER_BYTES + copy))
+    passes = n * ((GRADIENT_AND_WEIGHT + 1) * MASTER_BYTES + copy)
+    return Piece(OPTIMIZER, True, bytes=2 * state_bytes(step.decoder, ask) + passes)
+
+
+def _orthogonalized(step: _Step) -> Iterator[Piece]:
+    """Newton and Schulz's iteration of Muon: three products a time, in float32, of which one is of square matrices."""
+    ask = step.ask
+    if ask.optimizer != "muon":
+        return
+    iterations = OPTIMIZERS["muon"].defaults["iterations"]
+    for one in tensors_of(step.decoder, ask):
+        if is_matrix(one.name, one.shape):
+            short, long = sorted(one.shape)
+            each = 4 * short**2 * long + 2 * short**3
+            yield Piece(OPTIMIZER, True, products=one.number * iterations * each, side=short, dtype="float32")
 
 
 # --- what the card says, what is done again, and what is moved --------------------------------------------------------
@@ -531,7 +548,8 @@ def _part(name: str, pieces: list[Piece], dtype: str, limits: MachineLimits) -> 
 def _seconds(piece: Piece, dtype: str, limits: MachineLimits) -> tuple[float, str]:
     """Return the time that the device needs for a piece, and whether its operations or its bytes take it."""
     share = limits.attention_share if piece.part == ATTENTION else limits.product_share
-    rate = limits.product_flops[dtype] * share * _side_share(piece.side, limits.side_shares)
+    in_own = limits.product_flops.get(piece.dtype or dtype, limits.product_flops[dtype])
+    rate = in_own * share * _side_share(piece.side, limits.side_shares)
     compute_s = piece.products / rate + piece.elementwise / limits.elementwise_flops
     bytes_, bandwidth = piece.bytes, limits.bytes_per_s
     if limits.link_bytes_per_s is None:  # what would be moved is copied in the same memory

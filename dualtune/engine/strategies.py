@@ -16,11 +16,9 @@ from dualtune.engine.machines import MachineLimits
 from dualtune.engine.memory.counted import Shape
 from dualtune.engine.memory.estimate import (
     FULL_CHECKPOINTING,
-    MASTER_BYTES,
     Ask,
     estimate,
-    num_trained,
-    optimizer,
+    state_bytes,
 )
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.optimizer import RuleName
@@ -136,11 +134,6 @@ def _of_the_optimizer(run: _Run) -> Iterator[Strategy]:
         "how long a search goes on is not known ahead; the copy back begins at its end, and overlaps with the next "
         "gradient, which needs no moments",
     )
-
-
-def state_bytes(decoder: Shape, ask: Ask) -> int:
-    """Return the bytes of the optimizer's slots: what `optimizer` has besides the gradient."""
-    return optimizer(decoder, ask).bytes - MASTER_BYTES * num_trained(decoder, ask)
 
 
 def search_share(decoder: Shape, ask: Ask) -> float:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
 from dualtune.model.methods import FULL, INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
@@ -40,7 +41,6 @@ Tensors = dict[str, np.ndarray]
 
 Scaling = Literal["standard", "rank_stabilized"]
 
-PREFIX = "base_model.model."
 _PARTS = {parameter.peft: parameter.part for method in METHODS.values() for parameter in method.parameters}
 _NAME = re.compile(rf"^base_model\.model\.(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _PARTS))})$")
 
@@ -59,6 +59,7 @@ class AdapterSpec:
     layers: str = ALL_LAYERS  # of those that the targets name: see `dualtune.model.targets.layer_numbers`
     rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
     alpha_pattern: Pattern[float] = ()
+    beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
 
     @property
     def scale(self) -> float:
@@ -95,12 +96,18 @@ class AdapterSpec:
             targets=tuple(names.get(target, target) for target in self.targets),
             rank_pattern=tuple((names.get(target, target), rank) for target, rank in self.rank_pattern),
             alpha_pattern=tuple((names.get(target, target), alpha) for target, alpha in self.alpha_pattern),
+            beside=self.beside.renamed(names),
         )
 
     @property
     def trains_model(self) -> bool:
         """Whether the parameters of the model itself are trained. Nothing else in the spec has a meaning then."""
         return self.method == FULL
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether parameters of the model itself are trained, some or all: no other engine may share its base then."""
+        return self.trains_model or bool(self.beside)
 
     @property
     def method_spec(self) -> Method:
@@ -132,8 +139,19 @@ def parse_name(name: str) -> tuple[str, str] | None:
     return (match["module"], _PARTS[match["end"]]) if match else None
 
 
+def owner_of(name: str) -> str | None:
+    """Return the module path of any canonical name: of an adapted layer, or of a parameter of the base."""
+    parsed = parse_name(name) or parse_beside(name)
+    return parsed[0] if parsed else None
+
+
+def is_of_base(name: str) -> bool:
+    """Return whether a canonical name is that of a parameter of the base, which is trained beside adapted layers."""
+    return parse_name(name) is None and parse_beside(name) is not None
+
+
 def modules_of(tensors: Iterable[str]) -> list[str]:
-    """Return the sorted module paths in the tensor names."""
+    """Return the sorted paths of the adapted modules in the tensor names."""
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
 
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualtune.base.tensors import FLOATS, floats_of
-from dualtune.model.config_file import decoder_table
-from dualtune.model.weight_files import StoredTensor, weights_in
+from dualtune.model.config_file import decoder_table, read_config
+from dualtune.model.targets import OUTPUT_HEAD
+from dualtune.model.weight_files import StoredTensor, has_weights, weights_in
 
 SMALL = 0.2  # of the median norm of ordinary rows
 TWINS = 2  # other reserved rows that are the same
@@ -24,6 +25,16 @@ TABLE_DTYPES = ("F32", "F16", "BF16")
 SAMPLED = 256  # ordinary rows, spread over the vocabulary
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|(word|tok)_embeddings)\.weight")
 _HEAD = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor is an embedding of tokens, by its name."""
+    return _EMBEDDING.fullmatch(name) is not None
+
+
+def is_head(name: str) -> bool:
+    """Return whether a tensor is an output head, by its name."""
+    return _HEAD.fullmatch(name) is not None
 
 
 class UntrainedRow(NamedTuple):
@@ -61,6 +72,17 @@ def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
         return False
     head, table = heads[0], tables[0]
     return (head.dtype, head.shape) == (table.dtype, table.shape) and not _same_bytes(head, table)
+
+
+def tied_head(directory: Path) -> str | None:
+    """Return what the output head of a model is called if it is the embedding, and has no numbers of its own."""
+    config = read_config(directory)
+    tensors: Mapping[str, StoredTensor] = weights_in(directory).tensors if has_weights(directory) else {}
+    names = [name for name in tensors if is_head(name)]
+    ties = config.get("tie_word_embeddings", decoder_table(config).get("tie_word_embeddings"))
+    if own_head(tensors) or (names and not ties):
+        return None
+    return names[0].removesuffix(".weight") if names else OUTPUT_HEAD
 
 
 def untied_head(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str | None:

@@ -10,6 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,13 +25,22 @@ from dualtune.model.spellings import both_spellings
 from dualtune.model.weight_files import BaseWeights, StoredTensor
 
 Delta = Callable[[str], np.ndarray]  # of an adapted module: its ΔW, float32 [out, in]
+Edit = Callable[[np.ndarray], None]  # of a tensor in float32, in place
 PRECISIONS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], delta: Delta, dtype: str) -> None:
+def write_merged(
+    base: BaseWeights,
+    out: Path,
+    places: Mapping[str, FilePlace],
+    delta: Delta,
+    dtype: str,
+    edits: Mapping[str, Edit] = MappingProxyType({}),
+) -> None:
     """Write a model directory: the base with `delta(module)` added, in float32, to the matrix of each adapted module.
 
-    Each tensor keeps its precision; but in another `dtype` than that of the base as a whole, all are rounded to it.
+    `edits`: what changes tensors that were trained under their own names. Each tensor keeps its precision; but in
+    another `dtype` than that of the base as a whole, all are rounded to it.
     ConfigError if an adapted matrix is not stored in floating point.
     """
     adapted = _by_tensor(base, places)
@@ -44,11 +54,14 @@ def write_merged(base: BaseWeights, out: Path, places: Mapping[str, FilePlace], 
     def content(name: str) -> memoryview:
         stored, form = base.tensors[name], forms[name]
         raw = stored_bytes(stored)
-        if name not in adapted and form.dtype == stored.dtype:
+        if name not in adapted and name not in edits and form.dtype == stored.dtype:
             return raw.data
         values = floats_of(raw, stored.dtype).reshape(stored.shape)
         for module in adapted.get(name, ()):
             _add(values, delta(module), places[module])
+        if name in edits:
+            values = values.copy()
+            edits[name](values)
         return bytes_of(rounded(values, form.dtype))
 
     copy_without_weights(base.directory, out)

@@ -1,49 +1,37 @@
 """Optimizers as data: for each, what the config, the checkpoint, the memory estimate and every backend know of it.
 
-Each formula is here once, as a plain function of one tensor. A backend has a fast version of each, under the same name,
-and the conformance suite compares it with the one here.
+The formulas are in `update_rules.py`.
 
 The weights w that an optimizer trains need not be those that a run evaluates and writes. What the latter, its RESULT,
 are is part of the entry, and `Averaging` adds an average to any entry (decision 0027).
-
-Legend: w weights, g their gradient after clipping, slots the state in w's shape; all arrays have one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dualtune.base.errors import ConfigError
+from dualtune.model import update_rules
+from dualtune.model.update_rules import ResultRule, Settings, UpdateRule
 
 if TYPE_CHECKING:
     import numpy as np
 
-OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]  # as train.optimizer has them
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"]  # as train.optimizer has them
 RuleName = Literal[OptimizerName, "schedule_free"]  # as the table has them: train.schedule may choose another one
 SLOT_BYTES = 4.0  # slots are float32 whatever the model computes in, unless the entry says otherwise
 
 EIGHT_BIT_BYTES = 1 + 2 / 256  # a code for each value, and an int16 for each 256 values (`eight_bit.py`)
 
-Settings = Mapping[str, float]
-Slots = Mapping[str, "np.ndarray"]
-
-
-class UpdateRule(Protocol):
-    """Return (w, slots) after update number `step`, counted from 1, in the precision of the arguments."""
-
-    def __call__(
-        self, w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]: ...
-
-
-class ResultRule(Protocol):
-    """Return the weights that the run evaluates and writes, in the precision of the arguments."""
-
-    def __call__(self, w: np.ndarray, slots: Slots, *, settings: Settings) -> np.ndarray: ...
+TensorShape = tuple[int, ...]
+Shapes = Mapping[str, TensorShape]  # of tensors, by name
+Slots = Mapping[str, "np.ndarray"]  # of one tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,122 +39,108 @@ class Optimizer:
     """An entry of the table of optimizers."""
 
     update: UpdateRule
-    slots: tuple[str, ...]  # its state: tensors with the names and shapes of the adapter, zero before the first update
+    slots: tuple[str, ...]  # its state: tensors with the names of what is trained, zero before the first update
     defaults: Settings  # its hyperparameters except the learning rate, which the schedule gives
     slot_bytes: float = SLOT_BYTES  # in memory, for each value of a slot. Checkpoints have float32
     result: ResultRule | None = None  # None: the result is w itself
+    # Whether the formula needs a tensor of this name and shape as a whole. None: it computes number by number.
+    by_tensor: Callable[[str, TensorShape], bool] | None = None
+    # The slots that a tensor of this name and shape has, with their shapes. None: all, in the shape of the tensor.
+    shapes: Callable[[str, TensorShape], Mapping[str, TensorShape]] | None = None
+
+    def slots_of(self, name: str, shape: TensorShape) -> Mapping[str, TensorShape]:
+        """Return the slots of a tensor, with their shapes."""
+        return dict.fromkeys(self.slots, shape) if self.shapes is None else self.shapes(name, shape)
+
+    def bytes_of(self, name: str, shape: TensorShape) -> float:
+        """Return the bytes of a tensor's state in memory."""
+        return self.slot_bytes * sum(map(math.prod, self.slots_of(name, shape).values()))
 
     @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes of optimizer state in memory per parameter."""
-        return self.slot_bytes * len(self.slots)
+    def most_per_weight(self) -> int:
+        """How many values of state there are for a weight at most: those of a vector. A matrix may have fewer."""
+        return len(self.slots_of("vector", (1,)))
 
 
-def adamw(
-    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """AdamW with bias correction (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2):
+# ----------------------------------------------------------------------------------------------------------------------
+# Which tensors are what.
 
-    m ← β1·m + (1 − β1)·g, v ← β2·v + (1 − β2)·g²,
-    w ← w·(1 − lr·decay) − lr·m̂ / (√v̂ + ε) with m̂ = m / (1 − β1^step), v̂ = v / (1 − β2^step).
+# Modules with a row for each token or position, by the last part of their path.
+_TABLES = r"embed\w*|wte|wpe|(word|tok)_embeddings|lm_head"
+_OF_A_TABLE = re.compile(rf"(.*\.)?({_TABLES})\.(?!lora_).*")
+_EXPERTS = re.compile(r"(.*\.)?experts\..*")
+
+
+def is_of_a_table(name: str) -> bool:
+    """Return whether a trained tensor is rows of an embedding or of the output head; not if it is an adapter of one."""
+    return _OF_A_TABLE.fullmatch(name) is not None
+
+
+def is_matrix(name: str, shape: TensorShape) -> bool:
+    """Return whether a trained tensor is a matrix [out, in] that maps hidden states, or a stack of those of experts.
+
+    The matrices of an adapter are. Not so: vectors, convolutions, and what `is_of_a_table`.
     """
-    from numpy import sqrt
-
-    beta1, beta2 = settings["beta1"], settings["beta2"]
-    m = beta1 * slots["m"] + (1 - beta1) * g
-    v = beta2 * slots["v"] + (1 - beta2) * g**2
-    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-    w = w * (1 - lr * settings["weight_decay"]) - lr * m_hat / (sqrt(v_hat) + settings["eps"])
-    return w, {"m": m, "v": v}
+    is_two = len(shape) == 2 or (len(shape) == 3 and _EXPERTS.fullmatch(name) is not None)
+    return is_two and not is_of_a_table(name)
 
 
-def adamw_8bit(
-    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """`adamw` with both moments rounded to 8-bit codes after each update (`eight_bit.py`).
-
-    It keeps √v: the codes then have half the exponents to cover, and a value is the step's own denominator.
-    """
-    from numpy import sqrt
-
-    from dualtune.model.eight_bit import CODES, rounded
-
-    w, new = adamw(w, g, {"m": slots["m"], "v": slots["root_v"] ** 2}, step=step, lr=lr, settings=settings)
-    exact = {"m": new["m"], "root_v": sqrt(new["v"])}
-    return w, {slot: rounded(values, CODES[slot], step) for slot, values in exact.items()}
+def _slots_of_muon(name: str, shape: TensorShape) -> dict[str, TensorShape]:
+    return {"m": shape} if is_matrix(name, shape) else {"m": shape, "v": shape}
 
 
-def sgd(
-    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Plain gradient descent, without momentum and so without state: w ← w·(1 − lr·decay) − lr·g.
-
-    Goodfellow et al., Deep Learning, algorithm 8.1. For SGD, decoupled decay equals the L2 penalty of
-    `torch.optim.SGD` (arXiv 1711.05101, proposition 1).
-    """
-    return w * (1 - lr * settings["weight_decay"]) - lr * g, {}
-
-
-def schedule_free(
-    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Schedule-free AdamW (Defazio et al., arXiv 2405.15682, algorithm 1), by the offset d of its base sequence.
-
-    The paper has three sequences: z, which gradients move; their average x; and y = (1 − β1)·z + β1·x, where the
-    gradient is taken. Here w is y and the slot d is z − y, zero at the start, so x = w − ((1 − β1) / β1)·d is the
-    result. With u = g / (√v̂ + ε) + decay·w, and c the share of the newest z in the average, the paper's
-
-        z ← z − lr·u,  x ← (1 − c)·x + c·z,  y ← (1 − β1)·z + β1·x
-
-    is, after x and z are replaced by w and d,
-
-        w ← w + c·d − (1 − β1·(1 − c))·lr·u,  d ← (1 − c)·(d − β1·lr·u).
-    """
-    from numpy import sqrt
-
-    beta1, beta2, c = settings["beta1"], settings["beta2"], newest_share(step, settings["warmup_steps"])
-    v = beta2 * slots["v"] + (1 - beta2) * g**2
-    u = lr * (g / (sqrt(v / (1 - beta2**step)) + settings["eps"]) + settings["weight_decay"] * w)
-    return w + c * slots["d"] - (1 - beta1 * (1 - c)) * u, {"d": (1 - c) * (slots["d"] - beta1 * u), "v": v}
-
-
-def newest_share(step: float, warmup_steps: float) -> float:
-    """Return c, the weight of the newest z in x: its squared relative rate, divided by the sum of all of them so far.
-
-    Update i has the relative rate min(1, i / (warmup_steps + 1)), as in `train/objective.py`; squares are the paper's.
-    The sum in closed form makes c a function of the number of updates, so there is nothing to save.
-    """
-    end, m = warmup_steps + 1, min(step, warmup_steps)
-    rising = m * (m + 1) * (2 * m + 1) / 6 / end**2
-    return min(1.0, step / end) ** 2 / (rising + max(0.0, step - warmup_steps))
-
-
-def schedule_free_result(w: np.ndarray, slots: Slots, *, settings: Settings) -> np.ndarray:
-    """The average x of `schedule_free`."""
-    beta1 = settings["beta1"]
-    return w - w.dtype.type((1 - beta1) / beta1) * slots["d"]
+def _slots_of_adafactor(name: str, shape: TensorShape) -> dict[str, TensorShape]:
+    return {"v": shape} if len(shape) < 2 else {"v_row": shape[:-1], "v_col": (*shape[:-2], shape[-1])}
 
 
 # The defaults are those of torch.
 ADAMW: Settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 SCHEDULE_FREE: Settings = {**ADAMW, "warmup_steps": 0.0}
+LION: Settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
+ADAFACTOR: Settings = {"decay_rate": 0.8, "eps": 1e-30, "clip_threshold": 1.0, "weight_decay": 0.0}
+MUON: Settings = {**ADAMW, "momentum": 0.95, "iterations": 5}
 OPTIMIZERS: Mapping[RuleName, Optimizer] = MappingProxyType(
     {
-        "adamw": Optimizer(adamw, ("m", "v"), ADAMW),
-        "adamw_8bit": Optimizer(adamw_8bit, ("m", "root_v"), ADAMW, slot_bytes=EIGHT_BIT_BYTES),
-        "sgd": Optimizer(sgd, (), {"weight_decay": 0.0}),
-        "schedule_free": Optimizer(schedule_free, ("d", "v"), SCHEDULE_FREE, result=schedule_free_result),
+        "adamw": Optimizer(update_rules.adamw, ("m", "v"), ADAMW),
+        "adamw_8bit": Optimizer(update_rules.adamw_8bit, ("m", "root_v"), ADAMW, slot_bytes=EIGHT_BIT_BYTES),
+        "sgd": Optimizer(update_rules.sgd, (), {"weight_decay": 0.0}),
+        "lion": Optimizer(update_rules.lion, ("m",), LION),
+        "adafactor": Optimizer(
+            update_rules.adafactor,
+            ("v", "v_row", "v_col"),
+            ADAFACTOR,
+            by_tensor=lambda name, shape: True,
+            shapes=_slots_of_adafactor,
+        ),
+        "muon": Optimizer(update_rules.muon, ("m", "v"), MUON, by_tensor=is_matrix, shapes=_slots_of_muon),
+        "schedule_free": Optimizer(
+            update_rules.schedule_free, ("d", "v"), SCHEDULE_FREE, result=update_rules.schedule_free_result
+        ),
     }
 )
 
-SECOND_MOMENTS = frozenset({"v", "root_v"})  # slots that are means of squares, or their roots: never negative
+# Slots that are means of squares, or their roots: never negative.
+SECOND_MOMENTS = frozenset({"v", "root_v", "v_row", "v_col"})
 
 
 class Run(NamedTuple):
     """Neighbours in a buffer of tensors that have the same learning rate."""
 
     lr_factor: float
-    sizes: tuple[int, ...]  # values of each tensor
+    shapes: Shapes
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of values of each tensor."""
+        return [*map(math.prod, self.shapes.values())]
+
+
+class Stack(NamedTuple):
+    """Tensors of one shape with the same slots, which a formula updates together."""
+
+    names: tuple[str, ...]
+    slots: Mapping[str, TensorShape]  # of each of them
+    is_whole: bool  # whether the formula needs them as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +178,9 @@ class OptimizerSpec:
         """The names of all slots: those of the entry, and the average's."""
         return slots_of(self.name, averages=self.average is not None)
 
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes of optimizer state in memory per parameter."""
-        return self.entry.bytes_per_parameter + (0 if self.average is None else SLOT_BYTES)
+    def slot_shapes(self, shapes: Shapes) -> dict[str, dict[str, TensorShape]]:
+        """Return the shapes of the tensors of all slots, by slot and name. A slot may have no tensor."""
+        return slot_shapes(self.entry, shapes, averages=self.average is not None)
 
     @property
     def trains_the_result(self) -> bool:
@@ -218,10 +191,24 @@ class OptimizerSpec:
         """Return the factor of the learning rate of the tensor with this name."""
         return next((factor for end, factor in self.lr_factors.items() if name.endswith(end)), 1.0)
 
-    def runs(self, sizes: Mapping[str, int]) -> list[Run]:
-        """Return the runs of a buffer that holds tensors of these sizes, by name, in this order."""
-        by_factor = groupby(sizes.items(), lambda item: self.lr_factor(item[0]))
-        return [Run(factor, tuple(size for _, size in items)) for factor, items in by_factor]
+    def runs(self, shapes: Shapes) -> list[Run]:
+        """Return the runs of a buffer that holds tensors of these shapes, by name, in this order."""
+        by_factor = groupby(shapes, self.lr_factor)
+        return [Run(factor, {name: shapes[name] for name in names}) for factor, names in by_factor]
+
+    def stacks(self, shapes: Shapes, most: int) -> list[Stack]:
+        """Return what a formula that needs whole tensors updates together: at most `most` values, or one tensor."""
+        entry, alike = self.entry, dict[tuple[TensorShape, tuple[str, ...]], list[str]]()
+        assert entry.by_tensor is not None
+        for name, shape in shapes.items():
+            alike.setdefault((shape, tuple(entry.slots_of(name, shape))), []).append(name)
+        stacks: list[Stack] = []
+        for (shape, _), names in alike.items():
+            each = max(1, most // max(1, math.prod(shape)))
+            for start in range(0, len(names), each):
+                part, first = tuple(names[start : start + each]), names[start]
+                stacks.append(Stack(part, entry.slots_of(first, shape), entry.by_tensor(first, shape)))
+        return stacks
 
     def update(
         self, w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float
@@ -230,7 +217,11 @@ class OptimizerSpec:
 
         `lr` is the learning rate of this tensor.
         """
-        new, after = self.entry.update(w, g, slots, step=step, lr=lr, settings=self.settings)
+        import numpy as np
+
+        own = {slot: array[None] for slot, array in slots.items() if slot != OFFSET}
+        new, after = self.entry.update(w[None], g[None], own, step=step, lr=lr, settings=self.settings, xp=np)
+        new, after = new[0], {slot: array[0] for slot, array in after.items()}
         if self.average is not None:
             after[OFFSET] = self.average.update(slots[OFFSET], new - w, step)
         return new, after
@@ -250,6 +241,15 @@ def rule_of(optimizer: OptimizerName, schedule: str) -> RuleName:
 def slots_of(rule: RuleName, *, averages: bool) -> tuple[str, ...]:
     """Return the slots of an entry, with an average or without: the files of its checkpoints."""
     return OPTIMIZERS[rule].slots + ((OFFSET,) if averages else ())
+
+
+def slot_shapes(entry: Optimizer, shapes: Shapes, *, averages: bool) -> dict[str, dict[str, TensorShape]]:
+    """Return the shapes of the tensors of all slots of what has these shapes, by slot and name."""
+    found: dict[str, dict[str, TensorShape]] = {slot: {} for slot in entry.slots}
+    for name, shape in shapes.items():
+        for slot, own in entry.slots_of(name, shape).items():
+            found[slot][name] = own
+    return found | ({OFFSET: dict(shapes)} if averages else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

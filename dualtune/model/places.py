@@ -14,11 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dualtune.base.errors import ConfigError
-from dualtune.model.adapter import modules_of
+import numpy as np
+
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.model.adapter import PREFIX, is_of_base, owner_of
 from dualtune.model.config_file import read_config
+from dualtune.model.embeddings import is_embedding, is_head, tied_head
 from dualtune.model.formats.directory import Adapter
-from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, rename_modules
+from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, canonical_parameter, rename_modules
 from dualtune.model.targets import is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
@@ -58,8 +61,10 @@ def check_places(modules: Iterable[str], placed: Collection[str], library: str) 
 
 
 def file_names(modules: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each module, by the names that the base's files have for their linear layers."""
-    return matched(modules, {canonical_layer(name, None)[0] for name in stored})
+    """Return the canonical name of each module, by the names that the base's files have for their layers."""
+    layers = {canonical_layer(name, None)[0] for name in stored}
+    others = {canonical_parameter(f"{name}.weight").removesuffix(".weight") for name in stored}
+    return matched(modules, layers | others)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,9 +121,10 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
     Other programs, and older versions of this one, have other names inside the wrapper around a text model. What
     matches nothing keeps its name, which the engine then refuses.
     """
-    modules = modules_of(adapter.tensors)
     if not has_weights(directory):
         return adapter
+    adapter = _with_ties(adapter, directory)
+    modules = [*dict.fromkeys(filter(None, map(owner_of, adapter.tensors)))]
     stored = [name.removesuffix(".weight") for name in weights_in(directory).tensors if name.endswith(".weight")]
     names = file_names(modules, stored)
     if all(old == new for old, new in names.items()):
@@ -127,5 +133,25 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
         adapter,
         tensors=rename_modules(adapter.tensors, names),
         spec=adapter.spec.renamed(names),
-        naming=naming_of(directory, names.values()),
+        naming=replace(naming_of(directory, names.values()), tied_head=adapter.naming.tied_head),
     )
+
+
+def _with_ties(adapter: Adapter, directory: Path) -> Adapter:
+    """Return an adapter of a base whose output head is its embedding with the numbers of both only once.
+
+    PEFT copies each module of `modules_to_save`, so that two modules become of one: the same here only if they are
+    equal. FormatError if they are not.
+    """
+    whole = {name.removeprefix(PREFIX): name for name in adapter.tensors if is_of_base(name)}
+    embedding = next((name for bare, name in whole.items() if is_embedding(bare)), None)
+    head = next((name for bare, name in whole.items() if is_head(bare)), None)
+    if (embedding is None and head is None) or adapter.naming.tied_head or (tied := tied_head(directory)) is None:
+        return adapter
+    if embedding is None or head is None or not np.array_equal(adapter.tensors[embedding], adapter.tensors[head]):
+        raise FormatError(
+            f"the adapter was trained with an embedding and an output head of their own, but those of {directory} are "
+            "one. Merge it with PEFT, and set tie_word_embeddings to false in the config.json of the result"
+        )
+    tensors = {name: x for name, x in adapter.tensors.items() if name != head}
+    return replace(adapter, tensors=tensors, naming=replace(adapter.naming, tied_head=tied))

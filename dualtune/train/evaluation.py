@@ -49,7 +49,7 @@ def result_of(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState)
     """Return the weights of the result, float32, from a training state: that of an engine or of a checkpoint."""
     if optimizer.trains_the_result:
         return adapter
-    slots = {name: {slot: tensors[name] for slot, tensors in state.slots.items()} for name in adapter}
+    slots = {name: {slot: own[name] for slot, own in state.slots.items() if name in own} for name in adapter}
     return {name: optimizer.result(w, slots[name]) for name, w in adapter.items()}
 
 

@@ -25,8 +25,9 @@ from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
-from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import resolve_model
+from dualtune.model.beside import beside_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
@@ -123,7 +124,8 @@ def load_tokenizer(
 
 def inference_spec(adapter: Adapter) -> AdapterSpec:
     """Return what an engine needs to know of an adapter that is not trained."""
-    return replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
+    beside = beside_of(filter(is_of_base, adapter.tensors), adapter.spec.beside.rows)
+    return replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)), beside=beside)
 
 
 def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:

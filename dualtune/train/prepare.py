@@ -22,8 +22,9 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
-from dualtune.model.adapter import AdapterSpec, modules_of
+from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
+from dualtune.model.beside import BesideAdapter, beside_of
 from dualtune.model.config_file import decoder_table, position_table_size, read_config
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
@@ -211,7 +212,7 @@ def prepare(
         resumed = None if saved is None else _resumed(saved, changes, planned, order, fingerprints)
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since
-        spec = _spec(planned, start)
+        spec = _spec(planned, start, tokenizer)
     return Prepared(
         planned, backend, team, model, data, spec, start, make_policy, objective, distillation, resumed, fingerprints,
         memory, system,
@@ -348,7 +349,8 @@ def _unordered(value: Any) -> Any:
     return frozenset(cast(tuple[str, ...], value)) if isinstance(value, tuple) else value
 
 
-def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
+def _spec(config: Config, start: Adapter | None, tokenizer: Tokenizer | None = None) -> AdapterSpec:
+    """Return what is trained. `tokenizer`: for the tokens of adapter.train_rows."""
     targets = config.adapter.targets
     if config.adapter.trains_model:
         return AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method=config.adapter.method)
@@ -360,4 +362,24 @@ def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
         adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
+        _beside(config, start, tokenizer),
     )  # fmt: skip
+
+
+def _beside(config: Config, start: Adapter | None, tokenizer: Tokenizer | None) -> BesideAdapter:
+    if start is not None:  # exactly its tensors
+        return beside_of(filter(is_of_base, start.tensors), start.spec.beside.rows)
+    adapter = config.adapter
+    rows = trained_tokens(adapter.train_rows, tokenizer) if tokenizer else ()
+    return BesideAdapter(adapter.train_modules, rows)
+
+
+def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the sorted ids of adapter.train_rows. ConfigError for a text that is not one token of the tokenizer."""
+    ids = {token: token if isinstance(token, int) else tokenizer.id_of(token) for token in tokens}
+    if unknown := [token for token, id in ids.items() if id is None]:
+        raise ConfigError(
+            f"adapter.train_rows: got {unknown[0]!r}, which is no token of this model's tokenizer. data.new_tokens "
+            "adds tokens"
+        )
+    return tuple(sorted({id for id in ids.values() if id is not None}))

@@ -7,7 +7,7 @@ processes of a run decide alike: between two micro-batches each learns whether m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DeviceFault, DualtuneError, OutOfMemory, PeerLost
@@ -96,6 +96,13 @@ def _without_plan(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
         yield f"data.max_length={longest // 2}", f"longer documents are cut; {NEW_RUN}"
 
 
+# Optimizers with less state, the nearest first.
+SMALLER_STATE: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("adamw_8bit", "adafactor"), "adamw_8bit": ("adafactor",), "lion": ("adafactor",), "muon": ("adafactor",),
+    "adafactor": ("sgd",),
+}  # fmt: skip
+
+
 def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings that change what is trained or how exactly."""
     honoured, device = backend.capabilities(), card_of(backend.name).device(backend.devices()[0].kind)
@@ -107,7 +114,7 @@ def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
         yield f"adapter.rank={config.adapter.rank // 2}", NEW_RUN
     yield "model.name=<a smaller model>", NEW_RUN
     if config.train.schedule != "schedule_free":  # which is a form of AdamW in float32
-        for name in {"adamw": ("adamw_8bit", "sgd"), "adamw_8bit": ("sgd",)}.get(config.train.optimizer, ()):
+        for name in SMALLER_STATE.get(config.train.optimizer, ()):
             if name in honoured.get("train.optimizer", ()):
                 yield f"train.optimizer={name}", NEW_RUN
     yield "adapter.method=lora" if is_full else "adapter.targets=[q_proj,v_proj]", NEW_RUN

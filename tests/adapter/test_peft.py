@@ -229,12 +229,10 @@ def test_magnitudes_of_dora_go_there_and_back(tmp_path, layout):
 
 
 REFUSED_SAVES = {
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
     "bias": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
     "init_lora_weights.*pissa": {"init_lora_weights": "pissa"},
     "init_lora_weights.*olora": {"init_lora_weights": "olora"},
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "LoRA of an embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "a copy of a base weight": {"target_modules": ["lm_head", "q_proj"]},
     "kasa_config": {"kasa_config": peft.tuners.lora.config.KasaConfig()},

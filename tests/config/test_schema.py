@@ -18,6 +18,8 @@ DEFAULTS = {
         "layers": "all",
         "rank_pattern": {},
         "alpha_pattern": {},
+        "train_modules": (),
+        "train_rows": (),
         "init": "kaiming",
         "init_from": None,
     },

@@ -174,13 +174,22 @@ def test_fewer_targets_take_what_was_estimated(measure):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "name"), [("auto", "adamw"), ("fused", "sgd"), long("auto", "sgd"), long("fused", "adamw")]
+    ("kernels", "name", "within"),
+    [
+        ("auto", "adamw", 0.1),
+        ("fused", "sgd", 0.1),
+        ("auto", "lion", 0.1),
+        ("fused", "adafactor", 0.15),
+        ("auto", "muon", 0.1),
+        long("auto", "sgd", 0.1),
+        long("fused", "adamw", 0.1),
+    ],
 )
-def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, name):
+def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, name, within):
     asked = replace(ASK, rank=128, kernels=kernels, optimizer=name)
     estimated, held, peak = measure([32], asked=asked, steps=UPDATE_STEPS, vocab_size=64)
     assert "update" in estimated.parts[4].formula
-    assert_alike(estimated, held, peak)
+    assert_alike(estimated, held, peak, within=within)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1 << 16], ids=["one chunk", "ten chunks"])

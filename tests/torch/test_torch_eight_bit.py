@@ -36,10 +36,10 @@ def test_no_slot_is_ever_there_in_float32(monkeypatch):
 
     size, chunk = 16 * UPDATE_CHUNK["cpu"], 4 * UPDATE_CHUNK["cpu"]
     flat = flat_of(size)
-    optimizer = flat_optimizer(flat, {"w": size}, SPEC)
+    optimizer = flat_optimizer(flat, {"w": (size,)}, SPEC)
     optimizer.step(0.1, YES)
     held = sum(storages(optimizer.tensors()).values())
-    assert held == size * SPEC.entry.bytes_per_parameter == 2 * size + 4 * size // 256
+    assert held == SPEC.entry.bytes_of("w", (size,)) == 2 * size + 4 * size // 256
     peak = peak_of(lambda: optimizer.step(0.1, YES))
     assert peak == pytest.approx(memory.CHUNK_ARRAYS["adamw_8bit"] * chunk, rel=0.02) and peak < 2 * size
 
@@ -48,9 +48,9 @@ def test_no_slot_is_ever_there_in_float32(monkeypatch):
 def test_blocks_are_those_of_each_tensor(sizes, monkeypatch):
     monkeypatch.setitem(eight_bit.UPDATE_CHUNK, "cpu", 512)
     flat = flat_of(sum(sizes))
-    together = flat_optimizer(flat, dict(enumerate(sizes)), SPEC)
+    together = flat_optimizer(flat, {i: (size,) for i, size in enumerate(sizes)}, SPEC)
     parts = [x.detach().clone().requires_grad_() for x in flat.split(sizes)]
-    alone = [flat_optimizer(part, {"w": part.numel()}, SPEC) for part in parts]
+    alone = [flat_optimizer(part, {"w": part.shape}, SPEC) for part in parts]
     for step in range(3):
         flat.grad = normal(flat.numel(), seed=10 + step)
         for part, grad, optimizer in zip(parts, flat.grad.split(sizes), alone, strict=True):
@@ -66,7 +66,7 @@ def test_blocks_are_those_of_each_tensor(sizes, monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
 def test_a_bad_step_changes_nothing_but_the_gradient(bad):
     flat = flat_of(1000)
-    optimizer = flat_optimizer(flat, {"w": 1000}, SPEC)
+    optimizer = flat_optimizer(flat, {"w": (1000,)}, SPEC)
     optimizer.step(0.1, YES)
     before = [x.clone() for x in (flat.detach(), optimizer.count, *optimizer.tensors())]
     assert flat.grad is not None and not flat.grad.any()
@@ -80,7 +80,7 @@ def test_a_bad_step_changes_nothing_but_the_gradient(bad):
 def test_a_step_is_the_core_s_formula():
     """From a state of many steps, when the count no longer fits in the bits of the dither."""
     flat = flat_of(1000)
-    optimizer = flat_optimizer(flat, {"w": 1000}, SPEC)
+    optimizer = flat_optimizer(flat, {"w": (1000,)}, SPEC)
     optimizer.count.fill_(5_000_000)
     before = {"m": normal(1000, 5), "root_v": normal(1000, 6).abs()}
     for slot, values in before.items():
@@ -88,7 +88,7 @@ def test_a_step_is_the_core_s_formula():
     slots = {slot: optimizer.read(slot).numpy().astype(np.float64) for slot in before}
     assert flat.grad is not None
     w, g = (x.detach().numpy().astype(np.float64) for x in (flat, flat.grad))
-    w, after = SPEC.entry.update(w, g, slots, step=5_000_001, lr=0.1, settings=SPEC.settings)
+    w, after = SPEC.update(w, g, slots, step=5_000_001, lr=0.1)
     optimizer.step(0.1, YES)
     np.testing.assert_allclose(flat.detach().numpy(), w, rtol=1e-5, atol=1e-6)
     for slot, expected in after.items():

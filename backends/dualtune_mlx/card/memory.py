@@ -23,6 +23,7 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    largest_update,
     mean_rank,
     num_scaled,
     num_trained,
@@ -30,6 +31,7 @@ from dualtune.engine.memory.estimate import (
     padded,
 )
 from dualtune.engine.memory.shapes import Decoder
+from dualtune.model.optimizer import OPTIMIZERS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sizes for the kernels and the memory formulas. No import here: the formulas read this file without MLX.
@@ -46,6 +48,8 @@ LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
 INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
+# Formulas by tensor: arrays in the size of all weights, and of what is updated at a time.
+BY_TENSOR = {"adafactor": (3.5, 0), "muon": (4.1, 3.5)}
 # adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
@@ -226,7 +230,7 @@ def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:
 def update(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
     """The optimizer step, when the activations are freed."""
     n, arrays = num_trained(decoder, ask), _arrays_of_update(ask)
-    alive = arrays[0] * n + arrays[1] * min(n, UPDATE_CHUNK)
+    alive = arrays[0] * n + arrays[1] * largest_update(decoder, ask, UPDATE_CHUNK)
     formula = (
         f"update of {n:,} weights: {alive:,.0f} × {MASTER_BYTES} B, minus the activations, which are freed by then"
     )
@@ -238,5 +242,8 @@ def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     if ask.optimizer == "adamw_8bit":
         whole, chunk = CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
         return whole + AVERAGE * ask.averages, chunk
+    if ask.optimizer in BY_TENSOR:
+        whole, chunk = BY_TENSOR[ask.optimizer]
+        return whole + AVERAGE * ask.averages, chunk
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
-    return always + for_slot * ask.num_slots, 0
+    return always + for_slot * (len(OPTIMIZERS[ask.optimizer].slots) + ask.averages), 0

@@ -42,6 +42,13 @@ def find_places(model: nn.Module, base: BaseWeights, modules: Iterable[str]) -> 
     return places | (_followed(model, base, other) if other else {})
 
 
+def stored_names(model: nn.Module, base: BaseWeights) -> dict[str, str]:
+    """Return the tensor of the files that each parameter is, for those that are one tensor as it is."""
+    marks = _marks(base)
+    sources = {id(array): name for name, array in marks.items()}
+    return {path: sources[id(array)] for path, array in _sanitized(model, marks).items() if id(array) in sources}
+
+
 def _marks(base: BaseWeights, value: Callable[[int, tuple[int, ...]], mx.array] | None = None) -> dict[str, mx.array]:
     """Return an array for each tensor: zeros that are never computed, or float matrices of `value(number, shape)`."""
     marks: dict[str, mx.array] = {}

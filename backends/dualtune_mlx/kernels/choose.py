@@ -47,11 +47,18 @@ class Kernels:
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = None, streams: bool = False) -> Kernels:
+def choose(
+    model: nn.Module,
+    kernels: str,
+    *,
+    pieces: Collection[str] | None = None,
+    streams: bool = False,
+    trained: Collection[nn.Module] = (),
+) -> Kernels:
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
     `pieces`: use these of the card's alone. `streams`: its layers are read from files while it computes, which compiled
-    code cannot do.
+    code cannot do. `trained`: the modules that are trained whole.
     """
     chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
@@ -59,7 +66,7 @@ def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = N
     if "lora" in names:
         chosen.used.append("lora")
     if "loss" in names:
-        parts = cross_entropy.split(model)
+        parts = cross_entropy.split(model, trained)
         if isinstance(parts, str):
             chosen.plain.append(f"loss plain: {parts}")
         else:

@@ -12,7 +12,7 @@ n those of a chunk, K labels of a target.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ import numpy as np
 from mlx import nn
 
 from dualtune.engine.backend import IGNORE_INDEX
+from dualtune_mlx.beside import TableWithRows
 from dualtune_mlx.card.memory import LOSS_LOGITS
 
 PROBE = 8  # tokens to test whether a model is a body with a linear head
@@ -30,25 +31,60 @@ def on_gpu() -> bool:
 
 
 class Head:
-    """A frozen linear layer from hidden states to logits, or the tied embedding; plain or quantized."""
+    """A linear layer from hidden states to logits, or the tied embedding; plain or quantized.
 
-    def __init__(self, layer: nn.Module) -> None:
+    It is frozen, or rows of it are trained, or all of it: `trained` are the arrays that the loss is differentiated by.
+    """
+
+    def __init__(self, layer: nn.Module, *, is_trained: bool = False) -> None:
+        self._rows = layer.rows if isinstance(layer, TableWithRows) else None
+        layer = layer.base if isinstance(layer, TableWithRows) else layer
+        self._is_trained = is_trained
         self._layer: Any = layer
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         self.vocab: int = self._layer.weight.shape[0]
         # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy.
         weight_HV = self._layer.weight.T
+        if is_trained:
+            weight_HV = mx.zeros(0)  # it changes
         self._weight_HV = weight_HV if self._quantized or on_gpu() else mx.contiguous(weight_HV)
         mx.eval(self._weight_HV)
 
-    def logits(self, hidden_NH: mx.array) -> mx.array:
-        logits_NV = self._packed(hidden_NH, transpose=True) if self._quantized else hidden_NH @ self._weight_HV
-        return logits_NV if self._bias is None else logits_NV + self._bias
+    @property
+    def trained(self) -> list[mx.array]:
+        """The arrays to which what is trained is bound: the weight [V, H], or rows [n, H]; none if it is frozen."""
+        if self._rows is not None:
+            return [self._rows.values_nH]
+        return [self._layer.weight] if self._is_trained else []
 
-    def back(self, slopes_NV: mx.array) -> mx.array:
+    def logits(self, hidden_NH: mx.array, trained: Sequence[mx.array] | None = None) -> mx.array:
+        """`trained`: arrays in place of those that are bound."""
+        own = self.trained if trained is None else trained
+        if self._is_trained:
+            logits_NV = hidden_NH @ own[0].T
+        else:
+            logits_NV = self._packed(hidden_NH, transpose=True) if self._quantized else hidden_NH @ self._weight_HV
+        logits_NV = logits_NV if self._bias is None else logits_NV + self._bias
+        return logits_NV if self._rows is None else self._rows.replaced(logits_NV, hidden_NH, own[0], self._bias)
+
+    def back(self, slopes_NV: mx.array, trained: Sequence[mx.array]) -> mx.array:
         """Return the gradient of the hidden states from the gradient of the logits."""
-        return self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self._layer.weight
+        if self._is_trained:
+            return slopes_NV @ trained[0]
+        own_Nn = None if self._rows is None else slopes_NV[:, self._rows.ids_n]
+        if self._rows is not None and own_Nn is not None:
+            slopes_NV = self._rows.put(slopes_NV, mx.zeros_like(own_Nn))
+        back_NH = self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self._layer.weight
+        return back_NH if own_Nn is None else back_NH + own_Nn @ trained[0].astype(own_Nn.dtype)
+
+    def back_to_trained(self, slopes_NV: mx.array, hidden_NH: mx.array) -> list[mx.array]:
+        """Return the gradient of what is trained, float32."""
+        if self._rows is not None:
+            slopes_NV = slopes_NV[:, self._rows.ids_n]
+        elif not self._is_trained:
+            return []
+        return [(slopes_NV.T @ hidden_NH).astype(mx.float32)]
 
     def _packed(self, x: mx.array, *, transpose: bool) -> mx.array:
         q = self._layer
@@ -58,8 +94,8 @@ class Head:
         )  # fmt: skip
 
 
-def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
-    """Return (the model up to its last hidden states, its head), or why it cannot be split.
+def split(model: nn.Module, trained: Collection[nn.Module] = ()) -> tuple[Callable[..., mx.array], Head] | str:
+    """Return (the model up to its last hidden states, its head), or why it cannot be split. `trained`: whole modules.
 
     Models cap, scale or share their logits in many ways, so the parts are used only if together they compute the
     model's own logits of some tokens, bit for bit.
@@ -68,14 +104,16 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
     if not isinstance(body, nn.Module):
         return "this model has no body separate from its head"
     embedding = getattr(body, "embed_tokens", getattr(body, "wte", None))
-    for layer in (getattr(model, "lm_head", None), embedding):
-        if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
+    candidates: tuple[Any, ...] = (getattr(model, "lm_head", None), embedding)
+    for layer in candidates:
+        plain: Any = layer.base if isinstance(layer, TableWithRows) else layer
+        if not isinstance(plain, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
             continue
         apply: Any = getattr(layer, "as_linear", layer)
-        tokens = mx.arange(PROBE)[None] % layer.weight.shape[0]
+        tokens = mx.arange(PROBE)[None] % plain.weight.shape[0]
         expected, hidden = model(tokens), body(tokens)
         if isinstance(hidden, mx.array) and expected.any() and mx.array_equal(apply(hidden), expected):
-            return body, Head(layer)
+            return body, Head(layer, is_trained=plain is layer and any(module is layer for module in trained))
     return "the logits are not those of a frozen linear head"
 
 
@@ -104,33 +142,47 @@ def target_loss(
     if labels_N.ndim == 2:
         weights_N, shares_NK = _scales_and_shares(mx.ones(labels_N.shape) if weights_N is None else weights_N)
 
-    def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
-        """Return the loss and, if needed, its gradient [N, H] without the loss weights."""
+    def chunks(hidden_NH: mx.array, *trained: mx.array) -> tuple[mx.array, ...]:
+        """Return the loss and, if needed, its gradient [N, H] without the loss weights, and that of what is trained."""
         done: list[tuple[mx.array, ...]] = []
+        totals = [mx.zeros(array.shape) for array in trained]
         for rows in _chunk_rows(labels_N, head, chunk_elements):
-            rows_nH = _after(done, hidden_NH[rows])
+            x_nH = _after(done, hidden_NH[rows])
             if shares_NK is None:
-                losses_n1, slopes_nV = _chunk(rows_nH, labels_N[rows], head)
+                losses_n1, slopes_nV = _chunk(x_nH, labels_N[rows], head, trained)
             else:
-                losses_n1, slopes_nV = _chunk_of_several(rows_nH, labels_N[rows], shares_NK[rows], head)
-            loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
-            done.append((loss, head.back(slopes_nV)) if slopes else (loss,))
-        losses, *slopes_NH = zip(*done, strict=True)
-        return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH)
+                losses_n1, slopes_nV = _chunk_of_several(x_nH, labels_N[rows], shares_NK[rows], head, trained)
+            weights_n1 = None if weights_N is None else weights_N[rows, None]
+            loss = (losses_n1 if weights_n1 is None else losses_n1 * weights_n1).sum()
+            if not slopes:
+                done.append((loss,))
+                continue
+            weighted_nH = x_nH if weights_n1 is None else (x_nH * weights_n1).astype(x_nH.dtype)
+            added = head.back_to_trained(slopes_nV, weighted_nH)
+            totals = [total + one for total, one in zip(totals, added, strict=True)]
+            done.append((loss, head.back(slopes_nV, trained), *totals))
+        losses, *parts = zip(*done, strict=True)
+        slopes_NH = [mx.concatenate([*parts[0]])] if slopes else []
+        return mx.stack([*losses]).sum(), *slopes_NH, *(totals if slopes else ())
 
     # The gradient is computed with the loss, so that no logits are kept for the backward pass.
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
+    trained = head.trained
     if not slopes:
-        return chunks(rows_NH)[0]
+        return chunks(rows_NH, *trained)[0]
     loss_and_slopes: Any = mx.custom_function(chunks)
 
     @loss_and_slopes.vjp
-    def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+    def _(inputs: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+        hidden_NH, *arrays = inputs if trained else (inputs,)
         if weights_N is None:
-            return cotangents[0].astype(hidden_NH.dtype) * outputs[1]
-        return (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+            slope = cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+        else:
+            slope = (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+        own = [(cotangents[0] * total).astype(x.dtype) for total, x in zip(outputs[2:], arrays, strict=True)]
+        return (slope, *own) if trained else slope
 
-    return loss_and_slopes(rows_NH)[0]
+    return loss_and_slopes(rows_NH, *trained)[0]
 
 
 def target_logprobs(
@@ -191,11 +243,13 @@ def _after(done: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
     return mx.depends([rows_nH], list(done[-1]))[0] if done else rows_nH
 
 
-def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.array, mx.array]:
+def _chunk(
+    hidden_nH: mx.array, labels_n: mx.array, head: Head, trained: Sequence[mx.array] | None = None
+) -> tuple[mx.array, mx.array]:
     """Return (losses of these rows [n, 1], their gradient by the logits, p − onehot(label))."""
     is_target_n1 = (labels_n != IGNORE_INDEX)[:, None]
     labels_n1 = mx.maximum(labels_n, 0)[:, None]
-    logits_nV = head.logits(hidden_nH).astype(mx.float32)
+    logits_nV = head.logits(hidden_nH, trained).astype(mx.float32)
     shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
     weights_nV = _exp(shifted_nV)
     total_n1 = weights_nV.sum(axis=-1, keepdims=True)
@@ -212,10 +266,12 @@ def _scales_and_shares(weights_NK: mx.array) -> tuple[mx.array, mx.array]:
     return scales_N, weights_NK / mx.where(scales_N > 0, scales_N, 1.0)[:, None]
 
 
-def _losses_of_several(hidden_nH: mx.array, labels_nK: mx.array, head: Head) -> tuple[mx.array, mx.array]:
+def _losses_of_several(
+    hidden_nH: mx.array, labels_nK: mx.array, head: Head, trained: Sequence[mx.array] | None = None
+) -> tuple[mx.array, mx.array]:
     """Return (losses of all labels of these rows [n, K], p [n, V]); both are 0 in rows that are ignored."""
     is_target_n1 = labels_nK[:, :1] != IGNORE_INDEX
-    logits_nV = head.logits(hidden_nH).astype(mx.float32)
+    logits_nV = head.logits(hidden_nH, trained).astype(mx.float32)
     shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
     weights_nV = _exp(shifted_nV)
     total_n1 = weights_nV.sum(axis=-1, keepdims=True)
@@ -224,13 +280,13 @@ def _losses_of_several(hidden_nH: mx.array, labels_nK: mx.array, head: Head) -> 
 
 
 def _chunk_of_several(
-    hidden_nH: mx.array, labels_nK: mx.array, shares_nK: mx.array, head: Head
+    hidden_nH: mx.array, labels_nK: mx.array, shares_nK: mx.array, head: Head, trained: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
     """Return (losses of these rows [n, 1], their gradient by the logits): Σ share · (p − onehot(label)).
 
     The labels of a row are distinct, and the shares of a row that is ignored are 0.
     """
-    losses_nK, p_nV = _losses_of_several(hidden_nH, labels_nK, head)
+    losses_nK, p_nV = _losses_of_several(hidden_nH, labels_nK, head, trained)
     labels_nK = mx.maximum(labels_nK, 0)
     p_nV = p_nV * shares_nK.sum(axis=-1, keepdims=True)
     at_labels_nK = mx.take_along_axis(p_nV, labels_nK, axis=-1) - shares_nK

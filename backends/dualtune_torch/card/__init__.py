@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dualtune.engine.card import LAYERS, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune.model.methods import INITS
 from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
@@ -41,8 +41,10 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
+        "adapter.train_modules": ((), NAMES),
+        "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

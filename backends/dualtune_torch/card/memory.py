@@ -22,6 +22,7 @@ from dualtune.engine.memory.estimate import (
     affine_weights,
     has_plain_loss,
     int8_weights,
+    largest_update,
     mean_rank,
     num_scaled,
     num_trained,
@@ -37,7 +38,7 @@ WORTH_COMPILING = 5_000_000  # parameters
 # Rows of a chunk of the loss, by device: few enough to save memory, enough to pay for reading the head's weights.
 LOSS_ROWS = {"cpu": 128, "cuda": 1024}
 ATTENTION_BLOCK = 256  # queries
-# Weights that adamw_8bit updates at a time, by device: on a CPU the temporaries fit in its cache.
+# Weights that an optimizer of our own updates at a time, by device: on a CPU the temporaries fit in its cache.
 UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 # Triton applies the mask of dropout in registers from this many features on. dropout(x) of 2,048 tokens is then 8 MB,
 # written and read in 6 µs by an H100 (3 TB/s): two launches, which is what the kernels add for each group.
@@ -47,7 +48,8 @@ FEATURES_IN_REGISTERS = 2048
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4}  # of a chunk's size in float32, in an update: measured
+# Of the size of what is updated at a time in float32: measured.
+CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4, "lion": 5, "adafactor": 8.13, "muon": 8.25}
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
@@ -368,7 +370,7 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
 def update(decoder: Shape, ask: Ask, kept_bytes: int) -> MemoryPart:
     """The step of an optimizer of our own, or with an average, when what the forward pass has `kept_bytes` is freed."""
     n = num_trained(decoder, ask)
-    arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * min(n, UPDATE_CHUNK[ask.device])
+    arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * largest_update(decoder, ask, UPDATE_CHUNK[ask.device])
     size, before = math.ceil(arrays * MASTER_BYTES), MASTER_BYTES * n * ask.averages
     parts = [f"update in chunks of {size:,} B"] * (size > 0) + [f"the weights before it, {before:,} B"] * (before > 0)
     formula = f"{' + '.join(parts)}, minus the activations, freed by then"

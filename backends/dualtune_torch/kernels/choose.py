@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
+from dualtune_torch.beside import Rows, RowsHead
 from dualtune_torch.card import CARD
 from dualtune_torch.card.memory import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
@@ -34,7 +35,8 @@ class Kernels:
 
     attention: bool = False
     own_attention: str | None = None  # transformers' own choice
-    head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
+    head: FrozenLinear | None = None  # the output head, if it is computed together with the loss,
+    rows: Rows | None = None  # with rows of it that are trained…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
     lora: LoRAPieces = field(default_factory=LoRAPieces)  # the Triton kernels of a group
@@ -78,8 +80,9 @@ def choose(
     expected = own_results(model)
     if any(isinstance(module, AdaptedLayer) and not module.grouped for module in model.modules()):
         chosen.remarks.append("adapters plain: DoRA's dropout has no fast code")
-    elif "lora" in names and not any(
-        parameter.requires_grad for parameter in model.get_input_embeddings().parameters()
+    elif "lora" in names and (
+        any(isinstance(module, AdaptedLayer) for module in model.modules())
+        or not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters())
     ):
         chosen.groups = True
         chosen.used.append("lora")
@@ -154,14 +157,16 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResul
 def _try_head(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
     head = model.get_output_embeddings()
     with _tried(chosen, "loss"):
-        if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
+        own: Any = head.base if isinstance(head, RowsHead) else head
+        if head is None or class_of(own) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or not a plain linear layer")
-        if head.bias is not None and head.bias.requires_grad:
+        if own.bias is not None and own.bias.requires_grad:
             raise NotCovered("the bias of the output head is trained")
         where = _documents(model, chosen)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         compare(model, lambda: attention.capped(head(packed(model.base_model, where)), cap), expected)
-        chosen.head, chosen.cap = head, cap
+        chosen.head, chosen.cap = own, cap
+        chosen.rows = head.rows if isinstance(head, RowsHead) else None
         chosen.used.append("loss")
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
 from dualtune_torch.lora import add_product
@@ -121,13 +122,14 @@ def target_logprobs(
     labels_M: Tensor,
     cap: float | None,
     maybe_compile: Callable[[Any], Any],
+    rows: Rows | None = None,
 ) -> Tensor:
     """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M] or [M, K], by the same products as the loss."""
     logprobs_M = torch.empty(labels_M.shape, device=hidden_MD.device)
-    for rows in _chunks(hidden_MD):
-        hidden_RD, labels_R = hidden_MD[rows], labels_M[rows]
-        logits_PV = _padded_logits(hidden_RD, head_VD, bias_V)
-        logprobs_M[rows] = maybe_compile(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
+    for part in _chunks(hidden_MD):
+        hidden_RD, labels_R = hidden_MD[part], labels_M[part]
+        logits_PV = _padded_logits(hidden_RD, head_VD, bias_V, rows)
+        logprobs_M[part] = maybe_compile(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
     return logprobs_M
 
 
@@ -136,8 +138,12 @@ def _chunks(hidden_MD: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(hidden_MD), rows))
 
 
-def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    return F.linear(F.pad(hidden_RD, (0, 0, 0, -len(hidden_RD) % GRANULE)), head_VD, bias_V)
+def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, rows: Rows | None = None) -> Tensor:
+    hidden_PD = F.pad(hidden_RD, (0, 0, 0, -len(hidden_RD) % GRANULE))
+    logits_PV = F.linear(hidden_PD, head_VD, bias_V)
+    if rows is not None:
+        rows.write_logits(logits_PV, hidden_PD, bias_V)
+    return logits_PV
 
 
 class TargetRows(torch.autograd.Function):
@@ -164,6 +170,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     `total_VD`: the gradient of a head that is trained, to which the backward pass adds, float32; None: it is frozen.
     Autograd would keep what it adds until the embedding has its gradient too, if the two are one.
+    `ids_n`, `rows_nD`: rows that are trained in place of those of a frozen head, float32.
     """
 
     @staticmethod
@@ -177,10 +184,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         maybe_compile: Callable[[Any], Any],
         weights_M: Tensor | None = None,
         total_VD: Tensor | None = None,
+        ids_n: Tensor | None = None,
+        rows_nD: Tensor | None = None,
     ) -> Tensor:
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         grad_VD = None if total_VD is None or grad_MD is None else torch.zeros_like(total_VD)
+        own = None if ids_n is None or rows_nD is None else Rows(ids_n, rows_nD)
+        grad_nD = None if rows_nD is None or grad_MD is None else torch.zeros_like(rows_nD)
         evaluate = loss_of_logits
         compute = loss_and_gradient_in_place if hidden_MD.is_cuda else loss_and_gradient
         factors = () if weights_M is None else (weights_M,)
@@ -193,28 +204,34 @@ class LinearCrossEntropy(torch.autograd.Function):
         for rows in _chunks(hidden_MD):
             labels_R = labels_M[rows]
             R, weights = len(labels_R), [factor[rows] for factor in factors]
-            logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
+            logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V, own)
             # Evaluation needs no gradient; in training it takes the place of the logits.
             if grad_MD is None:
                 loss += maybe_compile(evaluate)(logits_PV[:R], labels_R, cap, *weights)
             else:
                 loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *weights)
-                grad_MD[rows] = (logits_PV @ head_VD)[:R]
+                slopes_Pn = own.slopes_of(logits_PV) if own else None
+                grad_PD = logits_PV @ head_VD
+                if slopes_Pn is not None and rows_nD is not None and grad_nD is not None:
+                    grad_PD.addmm_(slopes_Pn, rows_nD.to(grad_PD.dtype))
+                    _add_outer(grad_nD, slopes_Pn[:R], hidden_MD[rows], *weights[:1])
+                grad_MD[rows] = grad_PD[:R]
                 if grad_VD is not None:
                     _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights[:1])
             del logits_PV  # before those of the next chunk are made
-        ctx.save_for_backward(grad_MD, weights_M)
+        ctx.save_for_backward(grad_MD, weights_M, grad_nD)
         ctx.grad_VD, ctx.total_VD = grad_VD, total_VD
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_MD, weights_M = ctx.saved_tensors
+        grad_MD, weights_M, grad_nD = ctx.saved_tensors
         slope = grad if weights_M is None else grad * weights_M[:, None]
         if ctx.grad_VD is not None:
             ctx.total_VD.addcmul_(ctx.grad_VD, grad)
             ctx.grad_VD = None
-        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None, None
+        grad_nD = None if grad_nD is None else grad_nD * grad
+        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None, None, None, grad_nD
 
 
 def _add_outer(total_VD: Tensor, slopes_RV: Tensor, hidden_RD: Tensor, weights_R: Tensor | None = None) -> None:

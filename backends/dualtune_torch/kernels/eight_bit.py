@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dualtune.model.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
-from dualtune.model.optimizer import OptimizerSpec, Settings
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.update_rules import Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 
 SIGN, MAGNITUDE = -(1 << 31), 0x7FFFFFFF
@@ -106,7 +107,7 @@ def updated(
     m_dither: Tensor, v_dither: Tensor, rate: Tensor, root: Tensor, shrink: Tensor, is_good: Tensor,
     *, settings: Settings,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (w, m's codes and tops, those of root_v) after `dualtune.model.optimizer.adamw_8bit`, or the old ones.
+    """Return (w, m's codes and tops, those of root_v) after `dualtune.model.update_rules.adamw_8bit`, or the old ones.
 
     w, g and codes are [R, C]; rate = lr / (1 − β1^step), root = √(1 − β2^step), shrink = 1 − lr · decay.
     """

@@ -69,6 +69,8 @@ def check_recordable(kernels: Kernels, adapter: AdapterSpec, *, moves_weights: b
     kernels in use if it does."""
     if adapter.trains_model:
         raise _refusal("adapter.method: full adds gradients to the float32 ones from Python")
+    if adapter.beside:
+        raise _refusal(f"{adapter.beside.keys} trains parameters of the base")
     if adapter.reads_base:
         raise _refusal(
             f"adapter.method: {adapter.method} computes with the base only in the first micro-batch of a step"

@@ -88,6 +88,7 @@ def _scales(weight: Any) -> list[Tensor]:
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the compute dtype. `model.dtype` is that of its first parameter, which may belong to an adapter."""
     embedding = model.get_input_embeddings()
+    embedding = getattr(embedding, "base", embedding)  # of one with trained rows
     weight = embedding.scales if isinstance(embedding, AffineLayer) else embedding.weight
     return cast(Tensor, weight).dtype
 

@@ -138,6 +138,10 @@ class Tokenizer:
     def largest_id(self) -> int:
         return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text in the vocabulary; None if there is none."""
+        return self._rust.token_to_id(token)
+
     def encode(self, text: str, *, special: bool) -> np.ndarray:
         return self.encode_batch([text], special=special)[0][0]
 

@@ -7,19 +7,20 @@ estimate with the engines' actual memory.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
-from dualtune.engine.memory.counted import Shape
+from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.methods import FULL, METHODS
-from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of, slots_of
+from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
 
 if TYPE_CHECKING:
@@ -96,11 +97,6 @@ class Ask:
     def adapts_alone(self) -> bool:
         """Whether each adapter is computed for itself, by the plain code: where it is asked for, and DoRA's dropout."""
         return self.kernels == "reference" or (self.scales_outputs and self.dropout)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots that the optimizer has, the average's included."""
-        return len(slots_of(self.optimizer, averages=self.averages))
 
     @property
     def item_bytes(self) -> int:
@@ -224,14 +220,69 @@ def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], targets: Ta
     return pattern
 
 
+class TrainedTensors(NamedTuple):
+    """Tensors of one shape that are trained. The name says what they are, not where."""
+
+    name: str
+    shape: tuple[int, ...]
+    number: int
+
+
+def _matrices_of(decoder: Shape) -> Counter[tuple[str, tuple[int, ...]]]:
+    """Return how many matrices of each name and shape a model has."""
+    found = Counter[tuple[str, tuple[int, ...]]]()
+    if isinstance(decoder, Counted):
+        for layer in (*decoder.by_layer, decoder.outside):
+            name = "embed_tokens.weight" if layer is decoder.outside else "layers.weight"
+            found.update({(name, (m.out, m.in_)): m.number for m in layer.matrices})
+        return found
+    for linear in decoder.linears().values():
+        found["layers.weight", (linear.out, linear.in_)] += decoder.layers
+    for rows in (decoder.vocab,) * (1 if decoder.tied else 2) + (decoder.positions,) * (decoder.positions > 0):
+        found["embed_tokens.weight", (rows, decoder.hidden)] += 1
+    return found
+
+
+def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
+    """Return what is trained, by shape. Of a whole model all that is no matrix counts as one vector."""
+    if ask.method == FULL:
+        found = _matrices_of(decoder)
+        rest = decoder.num_parameters - sum(math.prod(shape) * number for (_, shape), number in found.items())
+        found["norm.weight", (rest,)] = 1
+    else:
+        shapes, of_method = adapted(decoder, ask.targets, ask.layers).shapes, METHODS[ask.method]
+        found = Counter(
+            (parameter.peft, of_method.shapes(shape, rank)[parameter.part])
+            for shape, rank in zip(shapes, ranks(decoder, ask).values(), strict=True)
+            for parameter in of_method.parameters
+        )
+    return tuple(TrainedTensors(name, shape, number) for (name, shape), number in found.items())
+
+
+def state_bytes(decoder: Shape, ask: Ask) -> int:
+    """Return the bytes of the optimizer's slots, the average's included."""
+    entry = OPTIMIZERS[ask.optimizer]
+    own = sum(one.number * entry.bytes_of(one.name, one.shape) for one in tensors_of(decoder, ask))
+    return math.ceil(own + SLOT_BYTES * num_trained(decoder, ask) * ask.averages)
+
+
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
-    n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
-    average = SLOT_BYTES if ask.averages else 0
-    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average) * n)
-    slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
-    slots += f" + average × {average:g} B" if average else ""
-    return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})")
+    n, entry, state = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer], state_bytes(decoder, ask)
+    slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots and not entry.shapes else ""
+    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages
+    formula = f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})"
+    if entry.shapes:
+        formula += f" + {state - math.ceil(SLOT_BYTES * n * ask.averages):,} B of {', '.join(entry.slots)}"
+    return MemoryPart("optimizer", MASTER_BYTES * n + state, formula)
+
+
+def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:
+    """Return how many weights are updated at a time: a chunk of them, or the largest tensor that is needed whole."""
+    by_tensor, n = OPTIMIZERS[ask.optimizer].by_tensor, min(num_trained(decoder, ask), chunk)
+    if by_tensor is None:
+        return n
+    return max([n, *(math.prod(one.shape) for one in tensors_of(decoder, ask) if by_tensor(one.name, one.shape))])
 
 
 def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:

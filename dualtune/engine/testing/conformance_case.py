@@ -17,8 +17,10 @@ from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, tensor_name
+from dualtune.model.beside import BesideAdapter
 from dualtune.model.methods import METHODS
-from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName, Settings
+from dualtune.model.optimizer import OPTIMIZERS, Averaging, OptimizerSpec, RuleName
+from dualtune.model.update_rules import Settings
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
 DECAY = 0.1
@@ -28,6 +30,7 @@ AVERAGES: dict[RuleName, tuple[str, Averaging]] = {
     "adamw": ("tail", Averaging(start=1)), "adamw_8bit": ("ema", Averaging(least=0.6)),
     "sgd": ("ema", Averaging(least=0.4)),
 }  # fmt: skip
+TOGETHER = {*AVERAGES, "schedule_free", "muon"}  # checked with LoRA+ too: one of each kind of update
 LORA_PLUS = {"lora_B.weight": 3.0}  # learning-rate factors
 CODES_APART = 2e-3  # share of the values
 
@@ -46,6 +49,14 @@ class Case:
     optimizer: RuleName = "adamw"
     average: Averaging | None = None
     lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    # Names in the model: embedding and output head, norms, and linear layers other than the head.
+    tables: tuple[str, str] = ("model.embed_tokens", "lm_head")
+    norms: tuple[str, ...] = ("model.norm", "input_layernorm")
+    inner: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+
+    def oracle_with(self, beside: BesideAdapter) -> Oracle:
+        """Return the oracle for a state with what is trained beside the adapter."""
+        return (softmax_oracle if self.tables[0] == "embedding" else llama_oracle)(self.model_dir, beside.rows)
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
@@ -78,7 +89,7 @@ def llama_case(backend: Backend, directory: Path, **changes: Any) -> Case:
 
 def softmax_case(backend: Backend, directory: Path) -> Case:
     path = write_softmax_model(directory / "softmax")
-    return Case(backend, path, softmax_oracle(path), vocab=31)
+    return Case(backend, path, softmax_oracle(path), vocab=31, tables=("embedding", "head"), norms=(), inner=("mixer",))
 
 
 def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
@@ -149,7 +160,7 @@ def optimizers_of(backend: Backend) -> Iterator[dict[str, Any]]:
         kind, average = AVERAGES.get(name, ("none", None))
         if kind not in honoured.get("train.average", ()):
             average = None
-        if average is not None or factors:
+        if name in TOGETHER and (average is not None or factors):
             yield {"optimizer": name, "average": average, "lr_factors": factors}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from dualtune.engine.card import NUMBER, Card, Device
+from dualtune.engine.card import NAMES, NUMBER, Card, Device
 from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OptimizerName
 
@@ -16,6 +16,8 @@ CARD = Card(
         "model.init": ("pretrained",),
         "adapter.method": ("lora", "dora"),
         "adapter.init": INITS,
+        "adapter.train_modules": ((), NAMES),
+        "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
         "memory.offload": ("auto", "none"),
         "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly

@@ -1,8 +1,8 @@
 """A complete backend in NumPy: the example for authors of new ones, and an oracle in float64.
 
 The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA or DoRA on
-`mixer` and `head`, and gradients written by hand. Master weights and the optimizer's slots are float32, as in every
-engine; all arithmetic is float64.
+`mixer` and `head`, whole modules or rows of `embedding` and `head` beside them, and gradients written by hand. Master
+weights and the optimizer's slots are float32, as in every engine; all arithmetic is float64.
 
 Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -40,7 +40,8 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
-from dualtune.model.adapter import Tensors, tensor_name
+from dualtune.model.adapter import Tensors, owner_of, tensor_name
+from dualtune.model.beside import Table, parameter_name, rows_name, trained_parameters, trained_rows
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.methods.dora import LEAST_NORM, row_norms
 
@@ -103,9 +104,11 @@ class NumpyEngine:
         self._request = request
         available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
         self._shapes = shapes = request.adapter.select(available)
+        self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()
-        self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
+        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -117,13 +120,29 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trainable_parameters=sum(w.size for w in self._params.values()),
-            layers_below_adapter=int("mixer" not in shapes),
+            layers_below_adapter=int("mixer" not in shapes and not any("head" not in name for name in self._beside)),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
         )
         self.set_checkpointing(request.checkpointing)
 
     # --- forward and backward -------------------------------------------------------------------------------------
+
+    def _weight(self, module: str) -> np.ndarray:
+        """Return the weight of a module, with what is trained of it beside the adapter, float64."""
+        weight = self._weights[f"{module}.weight"]
+        if (name := parameter_name(f"{module}.weight")) in self._beside:
+            return self._params[name].astype(np.float64)
+        if (name := rows_name(module)) in self._beside:
+            weight = weight.copy()
+            weight[self._beside[name]] = self._params[name]
+        return weight
+
+    def _add_slope(self, module: str, slope: np.ndarray) -> None:
+        """Add the gradient of a whole weight to that of what is trained of it."""
+        for name in (parameter_name(f"{module}.weight"), rows_name(module)):
+            if name in self._beside:
+                self._grads[name] += slope[self._beside[name]]
 
     def _parts(self, module: str) -> dict[str, np.ndarray]:
         """Return the trained parts of a module, float64."""
@@ -139,7 +158,7 @@ class NumpyEngine:
 
     def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return W x + (g - 1) ∘ W x̃ + g ∘ scale · B (A x̃), and x̃, which is x after dropout. For LoRA g is 1."""
-        W_OI = self._weights[f"{module}.weight"]
+        W_OI = self._weight(module)
         y_NO = x_ND @ W_OI.T
         if module not in self._keys:
             return y_NO, x_ND
@@ -153,9 +172,10 @@ class NumpyEngine:
 
     def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
         """Add the gradients of the parts for the output gradient g, and return the gradient of the layer's input."""
-        W_OI = self._weights[f"{module}.weight"]
+        W_OI = self._weight(module)
         g_NI = g_NO @ W_OI
         if module not in self._keys:
+            self._add_slope(module, g_NO.T @ x_NI)
             return g_NI
         spec, parts = self._request.adapter, self._parts(module)
         scale = spec.scale_of(module)
@@ -175,7 +195,7 @@ class NumpyEngine:
     def _forward(
         self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        x = self._weights["embedding.weight"][tokens_N]
+        x = self._weight("embedding")[tokens_N]
         if hidden_ND is None:
             mixed, x = self._linear("mixer", x, seeds_N)
             hidden_ND = np.tanh(mixed)
@@ -214,7 +234,10 @@ class NumpyEngine:
         np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
         g_NV /= divisor
         g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
-        self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
+        g_ND = self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
+        slope_VD = np.zeros_like(self._weights["embedding.weight"])
+        np.add.at(slope_VD, tokens_N, g_ND)
+        self._add_slope("embedding", slope_VD)
 
     def gradient(self) -> Tensors:
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
@@ -243,7 +266,7 @@ class NumpyEngine:
         optimizer = self._request.optimizer
         self._step += 1
         for name, w in self._params.items():
-            before = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            before = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
             own_lr = lr * optimizer.lr_factor(name)
             w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
@@ -264,7 +287,11 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
-        return self._request.adapter.initial(self._shapes, self._request.seed, self._frozen)
+        own = {
+            name: self._frozen(cast(str, owner_of(name)))[rows].astype(np.float32)
+            for name, rows in self._beside.items()
+        }
+        return self._request.adapter.initial(self._shapes, self._request.seed, self._frozen) | own
 
     def _frozen(self, module: str) -> np.ndarray:
         return self._weights[f"{module}.weight"].astype(np.float32)
@@ -302,13 +329,24 @@ class NumpyEngine:
         return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
 
     def save_merged(self, path: Path) -> None:
-        merged = {name: w.copy() for name, w in self._weights.items()}
+        merged = {name: self._weight(name.removesuffix(".weight")).copy() for name in self._weights}
         for module in self._keys:
             spec, frozen = self._request.adapter, partial(self._frozen, module)
             merged[f"{module}.weight"] += spec.method_spec.delta(self._parts(module), spec.scale_of(module), frozen)
         path.mkdir(parents=True)
         (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
         save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")
+
+
+def _trained_beside(request: LoadRequest, weights: Tensors, adapted: Collection[str]) -> dict[str, Any]:
+    """Return which rows of a weight are trained, by the name in a state; all of a module that is trained whole."""
+    beside = request.adapter.beside
+    whole = trained_parameters(beside, weights, adapted)
+    head = None if "head" in adapted else Table("head", len(weights["head.weight"]))
+    modules = [name.removesuffix(".weight") for name in whole]
+    rows = trained_rows(beside, Table("embedding", len(weights["embedding.weight"])), head, modules)
+    chosen: dict[str, Any] = {parameter_name(name): slice(None) for name in whole}
+    return chosen | {rows_name(module): [*beside.rows] for module in rows}
 
 
 class NumpyDecoding:

@@ -6,7 +6,7 @@ Legend: B rows, T tokens, D hidden, H heads, K key/value heads, d head size, V v
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,23 +31,27 @@ def target_logprobs_of(logprobs_BTV: np.ndarray, batch: Batch) -> np.ndarray:
     return np.where(is_target, np.take_along_axis(logprobs_BTV, labels_BTK, -1).reshape(is_target.shape), 0.0)
 
 
-def softmax_oracle(path: Path) -> Oracle:
-    """Return the oracle for the model of `numpy_engine`, which merges the adapter into the weights."""
+def softmax_oracle(path: Path, rows: Sequence[int] = ()) -> Oracle:
+    """Return the oracle for the model of `numpy_engine`, which merges the adapter into the weights.
+
+    `rows`: the token ids of trained rows.
+    """
     weights = _load(path)
 
     def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
-        w = _merged(weights, adapter, scale)
+        w = _merged(weights, adapter, scale, rows)
         h = np.tanh(w["embedding.weight"][batch.tokens_BT] @ w["mixer.weight"].T)
         return _log_softmax(h @ w["head.weight"].T)
 
     return logprobs
 
 
-def llama_oracle(path: Path) -> Oracle:
+def llama_oracle(path: Path, rows: Sequence[int] = ()) -> Oracle:
     """Return the oracle for Llama as in Hugging Face transformers.
 
     With rotate-half RoPE, grouped-query attention, SwiGLU and RMSNorm. A token attends only to its own document, and in
-    a layer of type `sliding_attention` only to the last `sliding_window` tokens of it.
+    a layer of type `sliding_attention` only to the last `sliding_window` tokens of it. `rows`: the token ids of trained
+    rows.
     """
     config = json.loads((path / "config.json").read_text())
     weights = _load(path)
@@ -92,7 +96,7 @@ def llama_oracle(path: Path) -> Oracle:
 
     # The adapter is merged into the weights: a second path, so that no engine's code of adapters is repeated here.
     def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
-        w = _merged(weights, adapter, scale)
+        w = _merged(weights, adapter, scale, rows)
         x = w["model.embed_tokens.weight"][batch.tokens_BT]
         for i in range(config["num_hidden_layers"]):
             layer = f"model.layers.{i}"
@@ -109,8 +113,8 @@ def _load(path: Path) -> Tensors:
     return {n: w.astype(np.float64) for n, w in load_file(path / "model.safetensors").items()}
 
 
-def _merged(weights: Tensors, adapter: Tensors, scale: float) -> Tensors:
-    """Merge an adapter of LoRA, or of DoRA, which has the lengths of the rows besides."""
+def _merged(weights: Tensors, adapter: Tensors, scale: float, rows: Sequence[int]) -> Tensors:
+    """Merge an adapter of LoRA, or of DoRA, which also has the lengths of rows; and what is trained beside it."""
     merged = dict(weights)
     for name in weights:
         module = name.removesuffix(".weight")
@@ -119,6 +123,12 @@ def _merged(weights: Tensors, adapter: Tensors, scale: float) -> Tensors:
             merged[name] = weights[name] + scale * (b.astype(np.float64) @ a.astype(np.float64))
         if m is not None:
             merged[name] *= m[:, None] / np.linalg.norm(merged[name], axis=1, keepdims=True)
+        if (whole := adapter.get(f"base_model.model.{name}")) is not None:
+            merged[name] = whole.astype(np.float64)
+        own = adapter.get(f"base_model.model.{module}.token_adapter.trainable_tokens_delta")
+        if own is not None:
+            merged[name] = weights[name].copy()
+            merged[name][[*rows]] = own
     return merged
 
 

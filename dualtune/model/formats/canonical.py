@@ -22,6 +22,7 @@ from dualtune.model.adapter import (
     Tensors,
     divisor,
     is_module_path,
+    is_of_base,
     modules_of,
     parse_name,
     pattern_of,
@@ -186,9 +187,11 @@ def to_tensors(pairs: Pairs) -> Tensors:
 
 
 def to_pairs(tensors: Tensors, where: object) -> Pairs:
-    """Return the pairs of canonical tensors; FormatError for a name that is not canonical."""
+    """Return the pairs of canonical tensors, without parameters of the base; FormatError for another name."""
     halves: dict[tuple[str, str], np.ndarray] = {}
     for name, tensor in tensors.items():
+        if is_of_base(name):
+            continue
         if (parsed := parse_name(name)) is None:
             raise FormatError(f"{where}: tensor {name[:200]!r} does not belong to a LoRA adapter")
         if parsed[1] in PAIR:
@@ -201,6 +204,11 @@ def extra_tensors(tensors: Tensors) -> Tensors:
     parsed = {name: parse_name(name) for name in tensors}
     names = [name for name, place in parsed.items() if place and place[1] not in PAIR]
     return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
+
+
+def of_base(tensors: Tensors) -> Tensors:
+    """Return the parameters of the base, which are trained beside the adapter, by canonical name, float32."""
+    return {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items() if is_of_base(name)}
 
 
 def extras_of(module: str, extras: Tensors) -> Tensors:

@@ -22,12 +22,16 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, write_directory
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
+from dualtune.model.beside import parameter_name
+from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import canonical, mlx_lm, peft
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
@@ -42,6 +46,7 @@ LAYOUTS = ("dual", "peft", "mlx")
 SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20  # of dualtune.json
 MAX_CONFIG_BYTES = 1 << 20
+NOT_IN_MLX = "mlx-lm has no file for parameters of the base that are trained beside an adapter"
 SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
 
 
@@ -180,10 +185,26 @@ def _parse(contents: Contents, layout: str) -> canonical.Parts:
     tensors = tensors_in(contents.files[name], directory / name)
     if layout == "peft":
         parts = peft.read_peft(contents.config, tensors, directory, contents.naming)
+        parts = parts._replace(tensors=_without_copy(parts.tensors, contents))
     else:
         parts = mlx_lm.read_mlx(contents.config, tensors, directory)
     tensors, spec = _in_names(parts.spec, parts.tensors, reversed_(contents.naming.prefixes(layout)))
     return parts._replace(spec=_as_recorded(spec, contents), tensors=tensors)
+
+
+def _without_copy(tensors: Tensors, contents: Contents) -> Tensors:
+    """Return the tensors without those of an output head that is the embedding: see `Naming.tied_head`."""
+    head = contents.naming.tied_head
+    if head is None:
+        return tensors
+    copy = tensors.get(parameter_name(f"{head}.weight"))
+    if copy is None or not any(x.shape == copy.shape and np.array_equal(x, copy) for x in _embeddings(tensors)):
+        raise FormatError(f"{contents.directory}: {head} and the embedding are one, but their tensors differ")
+    return {name: x for name, x in tensors.items() if x is not copy}
+
+
+def _embeddings(tensors: Tensors) -> list[np.ndarray]:
+    return [x for name, x in tensors.items() if is_embedding(name.removeprefix(PREFIX))]
 
 
 def _as_recorded(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
@@ -231,6 +252,8 @@ def write_adapter(
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
+    if layout == "mlx" and adapter.spec.beside:
+        raise ConfigError(f"layout: got mlx, but {NOT_IN_MLX}; allowed: peft, or merge it for mlx-lm")
     target = Path(path).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
@@ -243,7 +266,11 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank_of(module), "adapter")
     canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
-    tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
+    own, fan_in_fan_out = canonical.of_base(adapter.tensors), adapter.fan_in_fan_out
+    tensors = canonical.to_tensors(pairs) | extras | own
+    if own and layout == "dual":
+        layout = "peft"
+        notes.append(f"written for PEFT alone: {NOT_IN_MLX}")
     # What is written is what is checked: the alpha is made an integer first.
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
@@ -277,16 +304,24 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
 
 def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
     """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
-    named, spec = _in_names(adapter.spec, adapter.tensors, adapter.naming.peft)
+    tensors, head = adapter.tensors, adapter.naming.tied_head
+    if head is not None:  # PEFT copies each module that it trains, also one that is another
+        tensors = tensors | {parameter_name(f"{head}.weight"): x for x in _embeddings(tensors)}
+    named, spec = _in_names(adapter.spec, tensors, adapter.naming.peft)
     config = peft.peft_config(
-        spec, modules_of(named), adapter.base_model, fan_in_fan_out=adapter.fan_in_fan_out, naming=adapter.naming
+        spec,
+        modules_of(named),
+        adapter.base_model,
+        of_base=[*canonical.of_base(named)],
+        fan_in_fan_out=adapter.fan_in_fan_out,
+        naming=adapter.naming,
     )
     return config, named
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
     """Return canonical tensors, and the targets of a spec that are whole paths, in the names of another tool."""
-    paths = renamed(modules_of(tensors), prefixes)
+    paths = renamed(filter(None, map(owner_of, tensors)), prefixes)
     return rename_tensors(tensors, prefixes), spec.renamed(paths)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
-from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, parse_name
+from dualtune.model.adapter import PREFIX, Tensors, is_module_path, owner_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # GPT-2's linear layers, which transformers and mlx-lm store and name differently.
@@ -28,6 +28,7 @@ from dualtune.model.adapter import PREFIX, Tensors, is_module_path, modules_of, 
 FAMILIES = frozenset({"gpt2", "openai-gpt"})
 STACK, MLX_STACK = "transformer.", "model."
 _LAYER = r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)"
+_BESIDE = re.compile(r"(transformer\.|model\.)?(?P<name>(wte|wpe|ln_f|h\.\d+\.ln_[12])\.(weight|bias))", re.ASCII)
 _CANONICAL, _MLX, _BARE = (re.compile(re.escape(stack) + _LAYER, re.ASCII) for stack in (STACK, MLX_STACK, ""))
 
 
@@ -61,6 +62,12 @@ def mlx_name(module: str) -> str:
     return MLX_STACK + module.removeprefix(STACK) if _CANONICAL.fullmatch(module) else module
 
 
+def canonical_parameter(tensor: str) -> str:
+    """Return the canonical name of a parameter in a weight file that is in no linear layer: an embedding, a norm."""
+    match = _BESIDE.fullmatch(tensor)
+    return STACK + match["name"] if match else tensor
+
+
 def canonical_layer(module: str, shape: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
     """Return the canonical name of a layer in a weight file, and the (out, in) of its weight of this shape.
 
@@ -88,6 +95,8 @@ class Naming:
     has_experts: bool = False
     towers: tuple[str, ...] = ()  # components of the names of what is no part of the text model
     notes: tuple[str, ...] = ()  # what PEFT cannot load, or only in one way
+    # The output head of a base that is trained as its embedding: PEFT's file has the numbers of both.
+    tied_head: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return what is kept in dualtune.json: the fields that say something."""
@@ -116,7 +125,7 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
             raise fields.wrong(where, "naming.towers", name, "components of module names")
     return Naming(
         _prefixes(table, "peft", where), _prefixes(table, "mlx", where), table.get("has_experts") is True,
-        tuple(towers), tuple(fields.texts(table, "notes", where) or []),
+        tuple(towers), tuple(fields.texts(table, "notes", where) or []), fields.name(table, "tied_head", where),
     )  # fmt: skip
 
 
@@ -133,12 +142,12 @@ def rename_tensors(tensors: Tensors, prefixes: Prefixes) -> Tensors:
     """Return canonical tensors with the prefixes of their modules replaced."""
     if not prefixes:
         return tensors
-    return rename_modules(tensors, renamed(modules_of(tensors), prefixes))
+    return rename_modules(tensors, renamed(filter(None, map(owner_of, tensors)), prefixes))
 
 
 def rename_modules(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     """Return canonical tensors with other names for their modules. FormatError if two would have the same one."""
-    modules = {name: parsed[0] for name in tensors if (parsed := parse_name(name))}
+    modules = {name: module for name in tensors if (module := owner_of(name)) and module in names}
     new = {
         f"{PREFIX}{names[modules[name]]}{name.removeprefix(PREFIX + modules[name])}" if name in modules else name: x
         for name, x in tensors.items()

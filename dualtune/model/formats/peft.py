@@ -11,7 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
@@ -26,6 +28,8 @@ from dualtune.model.adapter import (
     short_targets,
     within_stack,
 )
+from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
+from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats.canonical import (
     PAIR,
@@ -39,7 +43,7 @@ from dualtune.model.formats.canonical import (
 )
 from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
-from dualtune.model.methods import METHODS, OTHERS, UNSUPPORTED
+from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_target, position_of
 
@@ -56,15 +60,14 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
     "lora_bias": "lora_B has a bias",
     "megatron_config": "the layers are Megatron's parallel ones",
     "monteclora_config": "MonteCLoRA samples the weights",
-    "trainable_token_indices": "rows of the embedding were trained next to the adapter",
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
     "use_qalora": "QA-LoRA averages groups of inputs first",
     "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
-    **UNSUPPORTED,
 }
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("modules_to_save", "trainable_token_indices"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
     "fan_in_fan_out",
@@ -87,7 +90,7 @@ _LEAVES_OUT = (
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
     "lora_magnitude_vector": "DoRA's magnitude, which belongs to use_dora: true, named <module>.lora_magnitude_vector",
     "lora_embedding_": "LoRA of an embedding",
-    "modules_to_save": "a fully trained module",
+    "modules_to_save": "a fully trained module, which modules_to_save does not name",
     ".bias": "a trained bias",
     "base_layer": f"a copy of a base weight. {_LEAVES_OUT}",
     "embed_tokens.weight": f"a copy of the embedding. {_LEAVES_OUT}",
@@ -104,7 +107,8 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     notes = _check_config(config, where)
     method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
-    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
+    beside, own = _beside(config, tensors, where, directory / WEIGHTS_FILE)
+    pairs = _pairs({name: x for name, x in tensors.items() if name not in own}, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
@@ -125,13 +129,74 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         targets=_targets(pairs, config, where),
         scaling=scaling,
         method=method.name,
+        beside=beside,
         rank_pattern=pattern_of(ranks, rank, _names_in(config, "rank_pattern", where)),
         alpha_pattern=pattern_of(alphas, alpha, _names_in(config, "alpha_pattern", where)),
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
     fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs) | extras, base_model, tuple(notes), fan_in_fan_out)
+    return Parts(spec, to_tensors(pairs) | extras | own, base_model, tuple(notes), fan_in_fan_out)
+
+
+def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[BesideAdapter, Tensors]:
+    """Return what was trained beside the adapter, and its tensors. FormatError unless config and tensors agree."""
+    names = tuple(fields.texts(config, "modules_to_save", where) or ())
+    tables = _token_tables(config, where)
+    whole, rows = Tensors(), Tensors()
+    for name, tensor in tensors.items():
+        place = parse_beside(name)
+        if place is None or parse_name(name) is not None:
+            continue
+        if place[1] == ROWS:
+            rows[name] = tensor
+        elif any(is_inside(place[0], module) for module in names):
+            whole[name] = tensor
+    for module in names:
+        if not any(is_inside(place[0], module) for name in whole if (place := parse_beside(name))):
+            raise FormatError(f"{weights}: modules_to_save of {where.name} names {module!r}, but no tensor is of it")
+    if bool(rows) != bool(tables):
+        raise FormatError(f"{weights}: trainable_token_indices of {where.name} and the tensors {ROWS} do not agree")
+    ids = {*tables.values()}
+    if len(ids) > 1:
+        raise fields.wrong(
+            where, "trainable_token_indices", config["trainable_token_indices"], "the same ids for all modules"
+        )
+    indices = next(iter(ids), ())
+    for name, tensor in rows.items():
+        module = cast(tuple[str, str], parse_beside(name))[0]
+        if tensor.ndim != 2 or len(tensor) != len(indices):
+            raise FormatError(f"{weights}: {name}: got shape {[*tensor.shape]}, must be [{len(indices)}, width]")
+        if None not in tables and not is_target(module, [table for table in tables if table]):
+            raise FormatError(f"{weights}: {name}: not selected by trainable_token_indices of {where.name}")
+    if None in tables and len(rows) > 1:
+        raise FormatError(f"{weights}: rows of {len(rows)} modules, but trainable_token_indices names none")
+    beside = BesideAdapter(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
+    return beside, {name: np.ascontiguousarray(x, np.float32) for name, x in (whole | rows).items()}
+
+
+def _token_tables(config: Mapping[str, Any], where: Path) -> dict[str | None, tuple[int, ...]]:
+    """Return the token ids by module; None: the embedding, which a plain list means."""
+    value: Any = config.get("trainable_token_indices") or {}
+    tables = cast(dict[Any, Any], value if isinstance(value, dict) else {None: value})
+    for module, ids in tables.items():
+        is_valid = isinstance(ids, list) and all(type(id) is int and id >= 0 for id in cast(list[Any], ids))
+        if not (is_valid and ids and (module is None or is_module_path(module))):
+            raise fields.wrong(where, "trainable_token_indices", tables, "a list of token ids, or one for each module")
+    return {module: tuple(ids) for module, ids in tables.items()}
+
+
+def _beside_keys(spec: AdapterSpec, tensors: Collection[str]) -> dict[str, Any]:
+    """Return PEFT's keys for what is trained beside the adapter, with whole paths: a name would select by any end."""
+    places = [place for name in tensors if (place := parse_beside(name))]
+    keys: dict[str, Any] = {}
+    if whole := sorted({module for module, end in places if end != ROWS}):
+        keys["modules_to_save"] = whole
+    if tables := sorted(module for module, end in places if end == ROWS):
+        ids = [*spec.beside.rows]
+        is_embedding_alone = len(tables) == 1 and is_embedding(f"{tables[0]}.weight")
+        keys["trainable_token_indices"] = ids if is_embedding_alone else dict.fromkeys(tables, ids)
+    return keys
 
 
 def peft_config(
@@ -139,10 +204,14 @@ def peft_config(
     modules: Collection[str],
     base_model: str | None,
     *,
+    of_base: Collection[str] = (),
     fan_in_fan_out: bool = False,
     naming: Naming = PLAIN,
 ) -> dict[str, Any]:
-    """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
+    """Return the adapter_config.json of a canonical adapter that has an integer alpha.
+
+    `of_base`: the names of its tensors that are parameters of the base.
+    """
     assert spec.alpha == int(spec.alpha), spec
     targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
     if parameters:
@@ -173,6 +242,7 @@ def peft_config(
         "init_lora_weights": True,
         "inference_mode": True,
         **spec.method_spec.peft_keys,
+        **_beside_keys(spec, of_base),
         **extra,
     }
 

@@ -35,7 +35,7 @@ from dualtune.model.formats.directory import (
     open_files,
     read_manifest,
 )
-from dualtune.model.targets import OUTPUT_HEAD, position_of
+from dualtune.model.targets import OUTPUT_HEAD, is_target, position_of
 from dualtune.model.weight_files import StoredTensor, check_shard, shards_of, weights_in
 
 Shapes = Mapping[str, tuple[int, int] | None]  # module -> (out, in), None if unknown
@@ -386,7 +386,7 @@ def _shapes_of_others(trusted: Pairs, pairs: Pairs) -> dict[str, tuple[int, int]
 # Copies of a base's embedding or output head beside an adapter, compared with the base and left out if they are equal.
 #
 # PEFT saves them by itself where the vocabulary was resized or `save_embedding_layers` is set, and Unsloth lists them
-# under `modules_to_save`. An equal copy changes nothing; a changed one was trained, which no LoRA adapter can express.
+# under `modules_to_save`. An equal copy changes nothing; a changed one was trained, if it is listed there, or resized.
 
 ROWS = 4096  # compared at once
 _COPY = re.compile(
@@ -401,9 +401,12 @@ def without_copies(
 ) -> tuple[dict[str, Any], dict[str, WeightFile], tuple[str, ...]]:
     """Return config and weight files without the copies that equal the base's tensors, and a note on each.
 
-    A copy that differs is a finding without a repair, with both shapes.
+    A copy that differs and is not in `modules_to_save` is a finding without a repair, with both shapes.
     """
+    listed = fields.texts(config, "modules_to_save", "adapter_config.json") or []
     stored, notes = dict(weights_in(base).tensors), list[str]()
+    # Where one of the listed modules was trained, the others belong to it.
+    trained = [name for name in listed if _is_changed(name, weights, stored)]
     equal, result = set[str](), dict[str, WeightFile]()
     for layout, file in weights.items():
         foreign = dict(file.foreign)
@@ -411,6 +414,8 @@ def without_copies(
             if (match := _COPY.fullmatch(name.removeprefix(PREFIX))) is None:
                 continue
             module = match["module"]
+            if trained and is_target(module, listed):
+                continue
             if (original := _original(module, match["last"], stored)) is None:
                 continue  # the strict reader refuses it by name
             if difference := _difference(foreign[name], original):
@@ -421,6 +426,18 @@ def without_copies(
             del foreign[name]
         result[layout] = file._replace(foreign=foreign)
     return _without_saved(config, equal), result, tuple(dict.fromkeys(notes))
+
+
+def _is_changed(name: str, weights: Mapping[str, WeightFile], stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether a module that modules_to_save lists has other numbers than the base, which it was trained from."""
+    for file in weights.values():
+        for tensor, values in file.foreign.items():
+            match = _COPY.fullmatch(tensor.removeprefix(PREFIX))
+            original = _original(match["module"], match["last"], stored) if match else None
+            is_it = match and original and is_target(match["module"], [name]) and values.shape == original.shape
+            if is_it and original and _difference(values, original):
+                return True
+    return False
 
 
 def _original(module: str, last: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:

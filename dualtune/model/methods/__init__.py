@@ -21,11 +21,6 @@ NAMES = (*METHODS, FULL)  # the values of adapter.method
 # The values of adapter.init, the default first.
 INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in method.inits))
 
-# Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
-UNSUPPORTED = {
-    "modules_to_save": "whole modules were trained next to the adapter",
-}
-
 # Other adapters of PEFT, by peft_type in lower case -> what they are, and the nearest that is here.
 _RANK, _FEW = "the nearest is lora of a higher rank", "the nearest is lora of rank 1"
 OTHERS: Mapping[str, str] = MappingProxyType(

@@ -35,7 +35,17 @@ from dualtune.data.order import MAX_STEPS
 from dualtune.engine.backend import Engine, OptimizerState, check_state
 from dualtune.model.adapter import Tensors, modules_of
 from dualtune.model.formats.naming import rename_modules
-from dualtune.model.optimizer import OPTIMIZERS, SECOND_MOMENTS, OptimizerName, OptimizerSpec, rule_of, slots_of
+from dualtune.model.optimizer import (
+    OFFSET,
+    OPTIMIZERS,
+    SECOND_MOMENTS,
+    OptimizerName,
+    OptimizerSpec,
+    RuleName,
+    rule_of,
+    slot_shapes,
+    slots_of,
+)
 from dualtune.model.places import file_names
 from dualtune.train.guards import GuardState
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
@@ -86,8 +96,8 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def bytes_per_weight(optimizer: OptimizerSpec) -> int:
-    """Return the bytes of a checkpoint per weight of the adapter: the weight and its optimizer state."""
-    return BYTES_PER_WEIGHT * (1 + len(optimizer.slots))
+    """Return the bytes of a checkpoint per weight of the adapter, at most: the weight and its optimizer state."""
+    return BYTES_PER_WEIGHT * (1 + optimizer.entry.most_per_weight + (optimizer.average is not None))
 
 
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
@@ -180,8 +190,9 @@ def read(path: Path) -> Checkpoint:
     adapter = read_safetensors(path / "adapter.safetensors")
     slots = {slot: read_safetensors(path / slot_file(slot)) for slot in _slots_of(state)}
     policy = read_safetensors(path / POLICY) if POLICY in manifest["files"] else {}
-    shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
-    if any(shapes[0] != other for other in shapes):
+    shapes, *of_slots = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
+    expected = slot_shapes(OPTIMIZERS[_rule(state)], shapes, averages=OFFSET in slots)
+    if dict(zip(slots, of_slots, strict=True)) != expected:
         raise FormatError(f"{path}: the adapter and the optimizer state do not have the same tensors")
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")
@@ -198,9 +209,11 @@ def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
 
 def _slots_of(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the slots that the checkpoint's config asks for. Old checkpoints have none of train.average."""
-    train = _train_section(state)
-    rule = rule_of(optimizer_of(state), train.get("schedule", "cosine"))
-    return slots_of(rule, averages=train.get("average", "none") != "none")
+    return slots_of(_rule(state), averages=_train_section(state).get("average", "none") != "none")
+
+
+def _rule(state: Mapping[str, Any]) -> RuleName:
+    return rule_of(optimizer_of(state), _train_section(state).get("schedule", "cosine"))
 
 
 def _train_section(state: Mapping[str, Any]) -> Mapping[str, Any]:
