@@ -221,10 +221,8 @@ class Bench:
         Both with their reference computed before, from the same adapter on the same pairs in the same order, as whole
         runs in processes of their own; the first step of each does not count. Nothing is padded on our side.
         """
-        shape = json.loads((self.model / "config.json").read_text())
-        settings = self.config("dpo", 1) | {
-            "adapter": {"init_from": str(save_adapter(self.folder / "start", shape, 1))}
-        }
+        start = save_adapter(self.folder / "start", json.loads((self.model / "config.json").read_text()), 1)
+        settings = self.config("dpo", 1) | {"adapter": {"init_from": str(start), "dropout": 0.0}}
         settings["data"] |= {"eval": 0}
         settings["train"] = {
             "objective": "dpo", "steps": TIMED_STEPS, "documents_per_step": ROWS, "learning_rate": OPTIMIZER["lr"],
