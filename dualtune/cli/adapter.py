@@ -205,6 +205,7 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
     and quantize the result.
     """
+    from dualtune.data.tokens.new_tokens import with_new_tokens
     from dualtune.model.adapter import modules_of
     from dualtune.model.base_model import resolve_model
     from dualtune.model.formats.directory import read_adapter
@@ -213,7 +214,8 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     check_free(out)
     with phases() as shown:
         shown.begin("reading", "the adapter")
-        adapter, model_dir = read_adapter(directory), resolve_model(base)
+        adapter = read_adapter(directory)
+        model_dir = with_new_tokens(resolve_model(base), adapter.new_tokens)
         if not other_base:
             check_base(adapter, model_dir)
         backend = backend_for(platform)

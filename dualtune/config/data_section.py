@@ -20,6 +20,7 @@ from dualtune.config.values import (
     Section,
     Template,
     TemplateVariables,
+    Tokens,
     refuse,
 )
 
@@ -124,6 +125,8 @@ class DataConfig(Section):
     adapter's template, so that it is used with them."""
     special_tokens_in_text: Literal["error", "text", "allow"] = "text"
     """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""
+    new_tokens: Tokens = ()
+    """Texts that become tokens of their own, such as [<tool>]; their rows in embedding and output head are trained."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """The largest number of tokens in a document."""
     packing: bool = True

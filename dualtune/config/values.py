@@ -154,6 +154,12 @@ Names = Annotated[
     AfterValidator(all_different),
     BeforeValidator(as_list),
 ]
+Tokens = Annotated[
+    tuple[Name, ...],
+    Field(strict=False, json_schema_extra={"format": "texts", "uniqueItems": True}),
+    AfterValidator(all_different),
+    BeforeValidator(as_list),
+]
 TokenRows = Annotated[
     tuple[Annotated[int, Field(ge=0)] | Name, ...],
     Field(strict=False, json_schema_extra={"format": "tokens", "uniqueItems": True}),

@@ -25,6 +25,7 @@ _FORMATS = {
     "prompts": "a list of at most 8 texts",
     "roles": "a mapping from names to system, user, assistant or tool, such as {critic: user}",
     "sources": "a list of these",
+    "texts": "a list of different texts, which may be empty",
     "tokens": "a list of different tokens, by id or text, which may be empty",
     "trackers": "a list of trackio, wandb, mlflow and tensorboard, which may be empty",
     "ranks": "a mapping from module names to ranks, such as {down_proj: 32}",

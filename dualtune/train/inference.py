@@ -22,6 +22,7 @@ from dualtune.base.files import expanded
 from dualtune.data.chat.formats import Example
 from dualtune.data.chat.template import is_name
 from dualtune.data.tokens.control_tokens import Policy
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
@@ -73,19 +74,22 @@ def load_model(
     init: str = "pretrained",
     seed: int = 0,
     spec: AdapterSpec | None = None,
+    new_tokens: Sequence[str] = (),
     shared_base: SharedBase | None = None,
 ) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
     `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
     "random", the weights are those that training with the same seed starts from on this backend. With a `spec` and no
-    adapter, the engine is made for it, and the caller loads the tensors. `shared_base`: where the base model stays for
+    adapter, the engine is made for it, and the caller loads the tensors. `new_tokens`: those that the training added;
+    an adapter says them itself. `shared_base`: where the base model stays for
     the next engine.
     """
     # The adapter is read first: a damaged one is an error before a model is downloaded for it.
     adapter = adapter_directory(adapter) if adapter else None
     start = read_adapter(adapter) if adapter else None
-    model_dir = resolve_model(name, weights=init == "pretrained")
+    new_tokens = new_tokens or (start.new_tokens if start else ())
+    model_dir = with_new_tokens(resolve_model(name, weights=init == "pretrained"), new_tokens)
     if start is not None and init == "pretrained":
         start = in_names_of(start, model_dir)
     spec = spec or (inference_spec(start) if start else BASE_ONLY)

@@ -18,6 +18,7 @@ from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents
 from dualtune.data.order import Order, without
 from dualtune.data.system_message import shared_system_message
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
@@ -26,6 +27,7 @@ from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
 from dualtune.model.beside import BesideAdapter, beside_of
 from dualtune.model.config_file import decoder_table, position_table_size, read_config
+from dualtune.model.embeddings import is_embedding, is_head, tied_head
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, read_adapter
@@ -174,7 +176,9 @@ def prepare(
         sources = Data(settled)
         is_pretrained = settled.model.init == "pretrained"
         is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
-        model_dir = resolve_model(settled.model.name, weights=is_pretrained and is_here)
+        new_tokens = settled.data.new_tokens  # the weights come first, where rows are added to them
+        model_dir = resolve_model(settled.model.name, weights=is_pretrained and (is_here or bool(new_tokens)))
+        model_dir = with_new_tokens(model_dir, new_tokens)
         _check_length(settled, model_dir)
         _check_activation_cache(settled, start, model_dir)
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
@@ -197,6 +201,7 @@ def prepare(
 
         # Config and data are in order, so the weights are worth their download.
         model_dir = resolve_model(planned.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
+        model_dir = with_new_tokens(model_dir, new_tokens)
         weights = find_weights(model_dir) if is_pretrained else None
         show(FINGERPRINT, 0.0)
         model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
@@ -212,7 +217,7 @@ def prepare(
         resumed = None if saved is None else _resumed(saved, changes, planned, order, fingerprints)
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since
-        spec = _spec(planned, start, tokenizer)
+        spec = _spec(planned, start, model)
     return Prepared(
         planned, backend, team, model, data, spec, start, make_policy, objective, distillation, resumed, fingerprints,
         memory, system,
@@ -340,17 +345,21 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
         for key, value in values.items()
         if key in config.adapter.model_fields_set and _unordered(getattr(config.adapter, key)) != _unordered(value)
     ]
+    if config.data.new_tokens not in ((), start.new_tokens):
+        got, has = (", ".join(map(repr, tokens)) or "none" for tokens in (config.data.new_tokens, start.new_tokens))
+        problems.append(f"data.new_tokens: got {got}, but the adapter in adapter.init_from has {has}")
     if problems:
         raise ConfigError("\n".join(problems) + "\nRemove these keys, or set them to the adapter's values.")
-    return config.model_copy(update={"adapter": config.adapter.model_copy(update=values)})
+    data = config.data.model_copy(update={"new_tokens": start.new_tokens})
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update=values), "data": data})
 
 
 def _unordered(value: Any) -> Any:
     return frozenset(cast(tuple[str, ...], value)) if isinstance(value, tuple) else value
 
 
-def _spec(config: Config, start: Adapter | None, tokenizer: Tokenizer | None = None) -> AdapterSpec:
-    """Return what is trained. `tokenizer`: for the tokens of adapter.train_rows."""
+def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None) -> AdapterSpec:
+    """Return what is trained; without the files of the model, as far as the config says it."""
     targets = config.adapter.targets
     if config.adapter.trains_model:
         return AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method=config.adapter.method)
@@ -362,16 +371,24 @@ def _spec(config: Config, start: Adapter | None, tokenizer: Tokenizer | None = N
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
         adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
-        _beside(config, start, tokenizer),
+        _beside(config, start, model),
     )  # fmt: skip
 
 
-def _beside(config: Config, start: Adapter | None, tokenizer: Tokenizer | None) -> BesideAdapter:
+def _beside(config: Config, start: Adapter | None, model: ModelFiles | None) -> BesideAdapter:
     if start is not None:  # exactly its tensors
         return beside_of(filter(is_of_base, start.tensors), start.spec.beside.rows)
-    adapter = config.adapter
-    rows = trained_tokens(adapter.train_rows, tokenizer) if tokenizer else ()
-    return BesideAdapter(adapter.train_modules, rows)
+    adapter, tokens = config.adapter, config.data.new_tokens
+    if model is None:
+        return BesideAdapter(adapter.train_modules)
+    tables = [name for name in adapter.train_modules if is_embedding(f"{name}.weight") or is_head(f"{name}.weight")]
+    if tokens and len(tables) == 1 and tied_head(model.directory) is None:
+        raise ConfigError(
+            f"adapter.train_modules: got {tables[0]} alone, but data.new_tokens adds rows to embedding and output "
+            "head. Name both, or none: then only the new rows are trained"
+        )
+    named = adapter.train_rows if tables else (*adapter.train_rows, *tokens)
+    return BesideAdapter(adapter.train_modules, trained_tokens(named, model.tokenizer))
 
 
 def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -28,7 +28,14 @@ from dualtune.engine.peft_trial import named
 from dualtune.model.adapter import Tensors, modules_of
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
-from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter, write_adapter
+from dualtune.model.formats.directory import (
+    MANIFEST_FILE,
+    MAX_BYTES,
+    NEW_TOKENS,
+    TOKENIZER_FILES,
+    Adapter,
+    write_adapter,
+)
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, lacks
 from dualtune.train.evaluation import result_of, using, using_result
@@ -146,6 +153,7 @@ def result_record(
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
             **entry_of(recovery, prepared),
         },
+        **({NEW_TOKENS: [*config.data.new_tokens]} if config.data.new_tokens else {}),
     }  # fmt: skip
 
 
@@ -158,6 +166,9 @@ def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming 
         write_model(path, engine, source, record)
     else:
         adapter = replace(_adapter(prepared, engine.adapter_state()), template=source, naming=naming)
+        if prepared.config.data.new_tokens:
+            paths = [prepared.model.directory / name for name in TOKENIZER_FILES]
+            adapter = replace(adapter, tokenizer={path.name: path.read_bytes() for path in paths if path.is_file()})
         write_adapter(path, adapter, metadata=record)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.engine.backend import Backend
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name
@@ -78,10 +79,16 @@ def load_adapter_set(
     """
     directories = {label: adapter_directory(path) for label, path in directories.items()}
     adapters = {label: read_adapter(path) for label, path in directories.items()}
-    model_dir = resolve_model(name)
+    tokens = {adapter.new_tokens for adapter in adapters.values()}
+    if len(tokens) > 1:
+        raise ConfigError("the adapters were trained with different data.new_tokens: load them one at a time")
+    new_tokens = next(iter(tokens), ())
+    model_dir = with_new_tokens(resolve_model(name), new_tokens)
     adapters = {label: in_names_of(adapter, model_dir) for label, adapter in adapters.items()}
     spec = common_spec([*adapters.values()]) if adapters else None
-    base = load_model(backend, name, dtype=dtype, quantization=quantization, template=template, spec=spec)
+    base = load_model(
+        backend, name, dtype=dtype, quantization=quantization, template=template, spec=spec, new_tokens=new_tokens
+    )
     if spec is None:
         return AdapterSet({BASE: base}, {})
     shapes = base.engine.adapter_shapes

@@ -32,6 +32,7 @@ DEFAULTS = {
         "consecutive": "join",
         "system": "fold",
         "template": "auto",
+        "new_tokens": (),
         "max_length": 2048,
         "packing": True,
         "template_variables": {},

@@ -31,6 +31,7 @@ from dualtune.data.chat.row_values import text as valid_text
 from dualtune.data.chat.template import ChatTemplate, Ranges, chosen_template, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import rust_errors
 from dualtune.model.config_file import vocabulary_size
@@ -89,8 +90,9 @@ class Tokenizer:
 
     @classmethod
     def of(cls, model_dir: Path, data: DataConfig, template: str | None = None) -> Tokenizer:
-        """Return the tokenizer that a config asks for. `template` replaces data.template."""
+        """Return the tokenizer that a config asks for, with its new tokens. `template` replaces data.template."""
         chosen = template or data.template
+        model_dir = with_new_tokens(model_dir, data.new_tokens)
         return cls(model_dir, chosen, data.special_tokens_in_text, data.template_variables, data.system)
 
     def fingerprint(self) -> str:

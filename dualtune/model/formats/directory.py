@@ -38,6 +38,8 @@ from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, 
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
+NEW_TOKENS = "new_tokens"  # a key there
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of an adapter with new tokens
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
 # Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
 INDEX_FILE, NPZ_FILE = "adapter_model.safetensors.index.json", "adapters.npz"
@@ -60,6 +62,8 @@ class Adapter:
     layout: str = "dual"  # dual | peft | mlx: the layout it was read from
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
+    # The tokenizer with the tokens that the training added, by file name; empty: that of the base.
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     template: str | None = None  # the source of its training's chat template, if it is in the directory
     naming: Naming = PLAIN  # how other tools name the layers
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.model.formats.naming`
@@ -67,6 +71,11 @@ class Adapter:
     @property
     def is_for_peft(self) -> bool:
         return self.layout != "mlx"
+
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """The tokens that its training added to those of the base."""
+        return tuple(fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ())
 
     @property
     def template_hash(self) -> str | None:
@@ -140,9 +149,10 @@ def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
 
 @contextlib.contextmanager
 def open_files(directory: Path) -> Generator[dict[str, BufferedReader]]:
-    """Open those of FILES that are in a directory."""
+    """Open those of FILES and TOKENIZER_FILES that are in a directory."""
     with contextlib.ExitStack() as stack:
-        present = [directory / name for name in FILES if (directory / name).exists()]  # `open_file` refuses a pipe
+        paths = [directory / name for name in (*FILES, *TOKENIZER_FILES)]
+        present = [path for path in paths if path.exists()]  # `open_file` refuses a pipe
         yield {file.name: stack.enter_context(open_file(file)) for file in present}
 
 
@@ -173,9 +183,18 @@ def load(contents: Contents) -> Adapter:
         path = file_in(contents.directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
         template = template_in(contents.files[TEMPLATE_FILE], path)
     return Adapter(
-        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes, template,
-        contents.naming, parts.fan_in_fan_out,
+        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes,
+        tokenizer=_tokenizer(contents), template=template, naming=contents.naming, fan_in_fan_out=parts.fan_in_fan_out,
     )  # fmt: skip
+
+
+def _tokenizer(contents: Contents) -> dict[str, bytes]:
+    """Return the files of the tokenizer that the manifest lists, which were checked by their hashes."""
+    listed = fields.subtable(contents.manifest or {}, "files", MANIFEST_FILE)
+    files = {name: contents.files[name] for name in TOKENIZER_FILES if name in listed and name in contents.files}
+    for file in files.values():
+        file.seek(0)
+    return {name: file.read() for name, file in files.items()}
 
 
 def _parse(contents: Contents, layout: str) -> canonical.Parts:
@@ -292,6 +311,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
     files[CONFIG_FILE] = json_bytes(config)
+    files |= adapter.tokenizer
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
     # dualtune.json is last, because it lists the others with their hashes.
@@ -381,10 +401,12 @@ def integrity_problems(directory: Path, manifest: Mapping[str, Any], files: Mapp
     problems = [
         f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
         for name in listed
-        if name not in FILES
+        if name not in (*FILES, *TOKENIZER_FILES)
     ]
-    for name in FILES:
+    for name in (*FILES, *TOKENIZER_FILES):
         if name not in listed:
+            if name in TOKENIZER_FILES:
+                continue  # trainers put that of the base there, which nothing reads
             exists = (directory / name).exists()
             problems += [f"{name} is not listed in {MANIFEST_FILE}: it was added later"] if exists else []
         elif name not in files:

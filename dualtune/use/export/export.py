@@ -20,6 +20,7 @@ from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
 from dualtune.base.files import new_directory, write_file
 from dualtune.base.versions import VERSION
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens
 from dualtune.engine.backend import Backend, Engine
 from dualtune.model.base_model import resolve_model
@@ -86,7 +87,8 @@ class _Export:
         self._adapter: Adapter | None = None
         self._base = request.adapter
         if request.base is not None:
-            self._adapter, self._base = read_adapter(request.adapter), resolve_model(request.base)
+            self._adapter = read_adapter(request.adapter)
+            self._base = with_new_tokens(resolve_model(request.base), self._adapter.new_tokens)
             check_plain(self._base)
             if not request.other_base:
                 check_base(self._adapter, self._base)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dualtune.base.checks import Check, Level
+from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.libraries import OtherLibrary, open_library
 from dualtune.engine.peft_trial import peft_notes
@@ -88,7 +89,7 @@ def verify(
     path, origin = unpacked.find(adapter_directory(directory), required)
     adapter = read_adapter(path)
     recorded = recorded_in(adapter.metadata, path / MANIFEST_FILE)
-    model_dir = resolve_model(base)
+    model_dir = with_new_tokens(resolve_model(base), adapter.new_tokens)
     fit = identity.fit(adapter, model_dir)
 
     # Without a record, or where it cannot be of this base, there is nothing to compute.

@@ -27,6 +27,7 @@ MAX_CHECKPOINTS = 2  # the one to resume from, and the best one, which guards.re
 TEMPLATE = "chat_template.jinja"  # of a run to resume
 ADAPTER_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
+    "tokenizer.json", "tokenizer_config.json",
 )  # fmt: skip
 CHECKPOINT_FILES = FILES | {MANIFEST}  # and those of the optimizer's slots
 # The files of the slots of each optimizer, without an average and with one.

@@ -1,0 +1,122 @@
+"""A task whose answers need two new tokens: learned, resumed, exported, and answered alike everywhere."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dualtune.base.errors import ConfigError
+from dualtune.config import Config
+from dualtune.data.tokens.new_tokens import ids_of, with_new_tokens
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.model.formats.directory import read_adapter
+from dualtune.model.gguf import model_from_gguf
+from dualtune.model.weight_files import weights_in
+from dualtune.show.run import run
+from dualtune.train.inference import load_model, stream_text
+
+YES, NO = "<|yes|>", "<|no|>"
+NEW = [YES, NO]
+ROWS = "token_adapter.trainable_tokens_delta"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUALTUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [{"prompt": f"{digit} even?", "completion": NEW[digit % 2]} for digit in range(10)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(model, data, place, **train):
+    return Config.model_validate({
+        "model": {"name": str(model), "dtype": "float32"},
+        "adapter": {"rank": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj", "down_proj"]},
+        "data": {"train": str(data), "eval": 0, "new_tokens": NEW, "max_length": 64, "template": "none"},
+        "train": {"steps": 30, "documents_per_step": 10, "learning_rate": 2e-2, "warmup": 0.0, "max_grad_norm": 1.0,
+                  "schedule": "constant", "weight_decay": 0.0} | train,
+        "run": {"dir": str(place), "report": False, "save_every": 10},
+    })  # fmt: skip
+
+
+def answers(backend, model, adapter=None):
+    loaded = load_model(backend, str(model), adapter, dtype="float32", template="none")
+    prompts = [loaded.tokenizer.encode_text(f"{digit} even?") for digit in range(10)]
+    return ["".join(stream_text(loaded, prompt, max_tokens=2, temperature=0.0)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_task_is_learned_and_every_export_answers_alike(
+    make_model, data, tmp_path, dualtune_main, open_backend, tied
+):
+    torch, mlx = open_backend("torch"), open_backend("mlx")
+    pytest.importorskip("gguf")
+    base = make_model(vocab_size=262, tie_word_embeddings=tied)
+    result = run(config(base, data, tmp_path / "run"), torch)
+    adapter = read_adapter(result.adapter_dir)
+    assert adapter.new_tokens == tuple(NEW) and adapter.spec.beside.rows == (262, 263)
+    assert sum(name.endswith(ROWS) for name in adapter.tensors) == (1 if tied else 2)
+    expected = [NEW[digit % 2] for digit in range(10)]
+    found = answers(torch, base, result.adapter_dir)
+    assert [answer[: len(word)] for answer, word in zip(found, expected, strict=True)] == expected
+    assert answers(mlx, base, result.adapter_dir) == found
+    for target, quantize in (("hf", "none"), ("mlx", "none"), ("gguf", "f32")):
+        out = tmp_path / target
+        words = ("export", result.adapter_dir, out, "--to", target, "--quantize", quantize, "--platform", "cpu")
+        done = dualtune_main(*words)
+        assert done.returncode == 0, done.stderr
+        model = model_from_gguf(next(out.glob("*.gguf"))) if target == "gguf" else out
+        assert json.loads((model / "config.json").read_text())["vocab_size"] == 264
+        assert answers(mlx if target == "mlx" else torch, model) == found, target
+
+
+def test_a_run_resumes_bitwise_and_goes_on_on_another_backend(make_model, data, tmp_path, open_backend):
+    torch, base = open_backend("torch"), make_model(vocab_size=262)
+    straight = run(config(base, data, tmp_path / "straight"), torch)
+    run(config(base, data, tmp_path / "parts", steps=20), torch)
+    parts = run(config(base, data, tmp_path / "parts"), torch)
+    one, other = (read_adapter(result.adapter_dir).tensors for result in (straight, parts))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    run(config(base, data, tmp_path / "moved", steps=20), open_backend("mlx"))
+    moved = run(config(base, data, tmp_path / "moved"), torch)
+    assert moved.eval_loss is None and answers(torch, base, moved.adapter_dir) == answers(
+        torch, base, straight.adapter_dir
+    )
+
+
+def test_new_rows_are_the_mean_of_the_pieces_and_spare_rows_are_used(make_model):
+    for size in (262, 300):
+        base = make_model(vocab_size=size)
+        grown = with_new_tokens(base, NEW)
+        assert with_new_tokens(base, NEW) == grown and with_new_tokens(grown, NEW) == grown
+        assert ids_of(grown, NEW) == (262, 263)
+        before, after = weights_in(base).tensors, weights_in(grown).tensors
+        assert after["lm_head.weight"].shape == (max(size, 264), 64)
+        assert json.loads((grown / "config.json").read_text())["vocab_size"] == max(size, 264)
+        assert before.keys() == after.keys()
+        table = np.fromfile(
+            after["lm_head.weight"].file, np.float32, offset=after["lm_head.weight"].begin, count=264 * 64
+        )
+        pieces = Tokenizer(base).encode(YES, special=False)
+        np.testing.assert_allclose(
+            table.reshape(-1, 64)[262], table.reshape(-1, 64)[pieces].mean(axis=0, dtype=np.float64), rtol=1e-6
+        )
+        assert Tokenizer(grown).encode(f"a{YES}b{NO}", special=False).tolist()[1::2] == [262, 263]
+        assert Tokenizer(grown).decode([262]) == YES and Tokenizer(base).fingerprint() != Tokenizer(grown).fingerprint()
+
+
+def test_what_cannot_be_is_named(make_model, data, tmp_path, open_backend):
+    backend, base = open_backend("torch"), make_model(vocab_size=262)
+    for adapter, said in (
+        ({"train_rows": ["no such token"]}, "adapter.train_rows: got 'no such token'"),
+        ({"train_modules": ["embed_tokens"]}, "adapter.train_modules: got embed_tokens alone"),
+    ):
+        settings = config(base, data, tmp_path / "run")
+        settings = settings.model_copy(update={"adapter": settings.adapter.model_copy(update=adapter)})
+        with pytest.raises(ConfigError, match=said):
+            run(settings, backend)
