@@ -327,7 +327,7 @@ class MlxEngine:
                 weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
                 weights[batch.num_targets :] = 0
                 inputs["weights_N"] = weights
-        if dropout and self._request.adapter.dropout:
+        if dropout and (self._request.adapter.dropout or self._request.adapter.merge_for != "none"):
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
         return arrays if batch.hidden_BTD is None else arrays | {"hidden_BTD": to_mlx(batch.hidden_BTD)}

@@ -133,7 +133,7 @@ def add_layers(
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
     separate product.
     """
-    make = import_module(f"dualtune_mlx.{spec.method}").LAYER
+    make = import_module(f"dualtune_mlx.{spec.layer}").LAYER
     paths = {(names or {}).get(path, canonical_name(path)): path for path in linear_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}

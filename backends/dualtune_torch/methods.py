@@ -59,7 +59,7 @@ def add_layers(
 
     `names`: the canonical name of each path that has one in the base's files.
     """
-    make = import_module(f"dualtune_torch.{spec.method}").LAYER
+    make = import_module(f"dualtune_torch.{spec.layer}").LAYER
     linear = linear_layers(model)
     paths = {(names or {}).get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}

@@ -371,7 +371,7 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
         adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
-        _beside(config, start, model),
+        _beside(config, start, model), adapter.merge_for,
     )  # fmt: skip
 
 

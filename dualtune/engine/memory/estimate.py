@@ -19,6 +19,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
+from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
@@ -37,6 +38,7 @@ GRANULE = 16  # rows are padded to a multiple of it,
 WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
+MERGE_ARRAYS = 6  # float32 arrays of the size of a weight while its merge is rounded
 MASTER_BYTES = 4  # adapter and gradient are float32 for every dtype
 
 
@@ -79,6 +81,7 @@ class Ask:
     method: str = "lora"
     layers: str = ALL_LAYERS
     rank_pattern: Pattern[int] = ()
+    merge_for: MergeFor = "none"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
@@ -277,6 +280,14 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     return MemoryPart("optimizer", MASTER_BYTES * n + state, formula)
 
 
+def merges(decoder: Shape, ask: Ask) -> MemoryPart:
+    """Return the rounded merges of adapter.merge_for, of which all layers keep one until their backward pass."""
+    shapes, c = adapted_by(decoder, ask).shapes, ask.item_bytes
+    n, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes), default=0)
+    formula = f"{n:,} weights × {c} B + {MERGE_ARRAYS} × {largest:,} × 4 B while one is rounded"
+    return MemoryPart("merges", c * n + MERGE_ARRAYS * 4 * largest, formula)
+
+
 def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:
     """Return how many weights are updated at a time: a chunk of them, or the largest tensor that is needed whole."""
     by_tensor, n = OPTIMIZERS[ask.optimizer].by_tensor, min(num_trained(decoder, ask), chunk)
@@ -350,7 +361,7 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    return Estimate(parts(decoder, ask))
+    return Estimate(parts(decoder, ask) + ((merges(decoder, ask),) if ask.merge_for != "none" else ()))
 
 
 def _formulas(backend: str) -> MemoryFormulas:
@@ -391,6 +402,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         targets=config.adapter.targets,
         layers=config.adapter.layers,
         rank_pattern=(*config.adapter.rank_pattern.items(),),
+        merge_for=config.adapter.merge_for,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,
