@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -271,6 +272,14 @@ def module_names(file: ForeignFile, key: str) -> Settings:
         file.lose(key, PATTERN)
         return {}
     return {"adapter.targets": file.note(names, key)}
+
+
+def peft_init(value: Any) -> str | None:
+    """Return the adapter.init of PEFT's init_lora_weights, None if there is none."""
+    if value is True:
+        return "kaiming"
+    name = str(value).lower()
+    return "pissa" if re.fullmatch(r"pissa(_niter_\d+)?", name) else name if name in ("gaussian", "olora") else None
 
 
 def module_numbers(file: ForeignFile, key: str) -> Settings:
