@@ -24,7 +24,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
-        "adapter.method": ("lora", "dora"),
+        "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
         "adapter.merge_for": ("none", *ROUNDINGS),
         "adapter.train_modules": ((), NAMES),
@@ -34,6 +34,7 @@ CARD = Card(
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),
+        "train.embedding_learning_rate": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
         "memory.offload": ("auto", "none"),

@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+# Names of other optimizers that are also ours, and what to know of them.
+_OWN = {"lion": "", "adafactor": "", "muon": ", whose learning rate is that of AdamW here"}
 _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
 _MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 _PEFT_CHOOSES = "no names are listed, so PEFT chooses by architecture; here the default of adapter.targets is used"
@@ -198,6 +200,11 @@ class Arguments:
             if name == "schedule_free_radamw":
                 file.lose(key, "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
             return {}
+        for own, why in _OWN.items():
+            if own in name:
+                if "paged" in name or "8bit" in name:
+                    file.lose(key, f"{own} keeps its state in float32 on the device")
+                return {"train.optimizer": Note(own, f"{key}: {shown(name)}{why}")}
         if "adamw" not in name:
             file.lose(key, "AdamW is used instead; choose a new learning rate and weight decay")
         elif "paged" in name:
@@ -272,6 +279,31 @@ def module_names(file: ForeignFile, key: str) -> Settings:
         file.lose(key, PATTERN)
         return {}
     return {"adapter.targets": file.note(names, key)}
+
+
+# The parameters in which transformers stacks experts, and the projections that they hold.
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+def with_experts(file: ForeignFile, key: str, settings: Settings) -> Settings:
+    """Add PEFT's target_parameters to the translated targets: the projections of experts that they stack."""
+    if not (names := file.get(key)):
+        return settings
+    if not isinstance(names, list):
+        raise file.wrong(key, "must be a list of names")
+    found: list[str] = []
+    for name in map(str, cast(list[Any], names)):
+        container, _, parameter = name.rpartition(".")
+        if not container.endswith("experts") or parameter not in _STACKS:
+            file.lose(key, "only stacks of experts are adapted as parameters: gate_up_proj and down_proj", value=name)
+            continue
+        found += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+    targets = settings.get("adapter.targets")
+    if not found:
+        return settings
+    if (value := targets.value if isinstance(targets, Note) else targets) == "all-linear":
+        return settings | {"adapter.experts": file.note(True, key)}
+    return settings | {"adapter.targets": file.note([*(value or []), *found], key)}
 
 
 def peft_init(value: Any) -> str | None:
