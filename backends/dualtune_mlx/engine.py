@@ -32,7 +32,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import check_resident
+from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import canonical_names, check_places
@@ -115,6 +115,7 @@ class MlxEngine:
             adapted_modules=len(self._layers),
             adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            trained_beside=sizes_of(self.adapter_shapes),
             trainable_parameters=self._params.size,
             layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),

@@ -33,7 +33,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import check_resident
+from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places
@@ -121,6 +121,7 @@ class TorchEngine:
             adapted_modules=None if self._is_full else len(self._layers),
             adapted_as=adapted_as(self._layers, request.adapter.targets),
             adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
+            trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),

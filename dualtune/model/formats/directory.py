@@ -31,10 +31,10 @@ from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
 from dualtune.model.beside import parameter_name
-from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import canonical, mlx_lm, peft
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
+from dualtune.model.targets import is_embedding
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
