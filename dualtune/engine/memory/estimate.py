@@ -216,14 +216,14 @@ def num_beside(decoder: Shape, config: Config) -> int:
     norms = [module for module in whole if not any(is_inside(path, module) for path in matrices)]
     vectors = sum(decoder.hidden * (decoder.layers if "layernorm" in module else 1) for module in norms)
     rows = len({*adapter.train_rows, *(() if tables else config.data.new_tokens)})
-    both = 1 if decoder.modules().get(decoder.head) is None else 2
+    both = 2 if decoder.head in matrices else 1
     return decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors
 
 
 def _trained_tables(decoder: Shape, config: Config) -> int:
     """Return how many of embedding and output head are trained whole; they count once if they are one."""
     named = sum(map(_is_table, config.adapter.train_modules))
-    return min(named, 1) if decoder.modules().get(decoder.head) is None else named
+    return named if decoder.head in decoder.modules() else min(named, 1)
 
 
 def _is_table(module: str) -> bool:
