@@ -29,7 +29,9 @@ from dualtune.engine.memory.counted import (
     variant,
 )
 from dualtune.model.dropout import input_of
+from dualtune.model.experts import DOWN
 from dualtune.model.spellings import complete
+from dualtune_mlx.experts import NAMES, role_of, stack_path
 from dualtune_mlx.families.classes import classes
 from dualtune_mlx.kernels import attention
 from dualtune_mlx.methods import DropoutSeeds, linear_layers, linear_shape
@@ -205,10 +207,17 @@ def _layer(
         for code in CODES
     }
     own = [array for module in modules.values() for _, array in _own_arrays(module)]
+    adaptable = [
+        CountedLinear(path, out, in_, groups.index((input_of(path), in_))) for path, (out, in_) in linears.items()
+    ]
+    adaptable += [
+        CountedLinear(stack_path(path), out, in_, len(groups) + (role_of(path) == DOWN), number, sent)
+        for path, module in modules.items()
+        if isinstance(module, SwitchLinear) and path.rpartition(".")[2] in NAMES
+        for number, out, in_ in [cast(mx.array, module.weight).shape]
+    ]
     return CountedLayer(
-        linears=tuple(
-            CountedLinear(path, out, in_, groups.index((input_of(path), in_))) for path, (out, in_) in linears.items()
-        ),
+        linears=tuple(adaptable),
         matrices=tuple(Matrices(out, in_, number) for (out, in_), number in packed.items()),
         parameters=sum(array.size for array in own),
         active=sum(out * in_ for out, in_ in used),

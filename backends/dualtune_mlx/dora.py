@@ -59,7 +59,7 @@ class DoRALinear(LoRALinear):
         super().bind(values)
         self._m_O = values["m"]
 
-    def delta(self) -> mx.array:
+    def delta(self, number: int | None = None) -> mx.array:
         weight_OI = weight_of(self.base)
         sum_OI = weight_OI + super().delta()
         norms_O = mx.maximum(mx.linalg.norm(sum_OI, axis=1), LEAST_NORM)

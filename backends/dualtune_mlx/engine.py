@@ -31,15 +31,17 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import expert_of, gathered, members, shapes_apart
 from dualtune.model.merging import write_merged
-from dualtune.model.places import canonical_names, check_places
+from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.experts import expert_places, role_of
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.places import find_places
@@ -48,13 +50,12 @@ from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import (
+    AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
     add_layers,
     linear_layers,
-    linear_shape,
     storage,
-    weight_of,
 )
 from dualtune_mlx.model import DTYPES
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
@@ -76,24 +77,37 @@ class MlxEngine:
         paths = linear_layers(model)
         places = find_places(model, weights, paths) if weights is not None else {}
         names = canonical_names(places)
+        of_stacks: dict[str, list[FilePlace]] = {}
+        if weights is not None and request.adapter.names_experts:
+            takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
+            of_stacks = expert_places(model, weights, interleaved=takes_turns)
+            names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
+        for path, found in of_stacks.items():
+            if names[path] in self._layers:
+                self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
         if resident:
             check_resident(request.adapter.beside)
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
-            check_places(self._layers, self._places, "mlx-lm")
+            check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
-        fresh = self.neutral_state()
-        order = sorted(fresh, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else fresh
-        self._layout = FlatLayout({name: fresh[name].shape for name in order})
-        self.adapter_shapes = self._layout.shapes
-        self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
-        self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        fresh = self._initial(request.adapter)
+        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
+        order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
+        self._layout = FlatLayout({name: shapes[name] for name in order})
+        # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
+        self.adapter_shapes = shapes_apart(self._layout.shapes)
+        self._tensors = FlatLayout(self.adapter_shapes)
+        self._params = from_numpy(fresh, self._tensors)
+        self._optimizer = flat_optimizer(request.optimizer, self._tensors)
         slots = request.optimizer.slot_shapes(self.adapter_shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
+        kept = request.adapter.kept(self.adapter_shapes)
+        self._kept = None if kept is None else from_numpy(kept, self._tensors)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -112,11 +126,15 @@ class MlxEngine:
         self._update = self._kernels.wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=len(self._layers),
-            adapted_as=adapted_as([names.get(path, path) for path in paths], request.adapter.targets),
-            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=len(self._shapes()),
+            adapted_as=adapted_as(
+                [*(names.get(path, path) for path in paths), *self._shapes()],
+                request.adapter.targets,
+                experts=request.adapter.experts,
+            ),
+            adapted_weights=storage(self._layers.values()),
             trained_beside=sizes_of(self.adapter_shapes),
-            trainable_parameters=self._params.size,
+            trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
             layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),
         )
@@ -155,7 +173,7 @@ class MlxEngine:
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return to_numpy(self._grads / self._loss_scale, self._layout)
+        return to_numpy(self._without_kept(self._grads / self._loss_scale), self._tensors)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -219,15 +237,32 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return to_numpy(self._params, self._layout)
+        return to_numpy(self._params, self._tensors)
 
     def neutral_state(self) -> Tensors:
-        shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        return self._request.adapter.initial(shapes, self._request.seed, self._frozen) | self._beside.neutral()
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
+        return adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = from_numpy(state, self._layout)
+        self._params = from_numpy(state, self._tensors)
         self._adapter.bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
@@ -256,7 +291,12 @@ class MlxEngine:
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
-        write_merged(base, path, self._places, lambda m: np.array(self._layers[m].delta()), dtype, edits)
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return np.array(layer.delta(number))
+
+        write_merged(base, path, self._places, delta, dtype, edits)
 
     def _next_logits(self, tokens: list[int], cache: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
@@ -289,10 +329,17 @@ class MlxEngine:
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(grads / self._loss_scale, max_norm)
+        grads, norm = clip(self._without_kept(grads / self._loss_scale), max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        new = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
-        return *new, step + good, norm
+        # Zeros with a gradient of zero stay so in every rule, with all of its slots.
+        moving = self._without_kept(params)
+        new, slots = self._optimizer.update(moving, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
+        if self._kept is not None:
+            new = mx.where(self._kept, params, new)
+        return new, slots, step + good, norm
+
+    def _without_kept(self, flat: mx.array) -> mx.array:
+        return flat if self._kept is None else mx.where(self._kept, 0.0, flat)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:
@@ -365,7 +412,8 @@ class MlxEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        return np.array(weight_of(self._layers[path].base))
+        layer, number = self._layer_of(path)
+        return np.array(layer.frozen(number))
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:

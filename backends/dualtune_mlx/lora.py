@@ -111,7 +111,7 @@ class LoRALinear(AdaptedLayer):
         super().__init__()
         self.base = base
         self.scale = spec.scale_of(module)
-        self.weights = Factors(spec.rank_of(module), self.scale)
+        self.weights = Factors(spec.width_of(module), self.scale)
         self.shared = shared or SharedInput(module, linear_shape(base)[1], spec, seeds)
         self.shared.members.append(self.weights)
 
@@ -131,7 +131,7 @@ class LoRALinear(AdaptedLayer):
     def forget(self) -> None:
         self.shared.forget()
 
-    def delta(self) -> mx.array:
+    def delta(self, number: int | None = None) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
 
 

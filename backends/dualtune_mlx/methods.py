@@ -5,6 +5,7 @@ To add a method, add a file next to `lora.py` and its name under `adapter.method
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,6 +17,7 @@ from mlx.utils import tree_unflatten
 
 from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.dropout import input_of
+from dualtune.model.experts import check_stackable, check_whole, members, stacks_of
 from dualtune.model.formats.naming import canonical_name
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.beside import TrainedBeside
@@ -47,6 +49,21 @@ class AdaptedLayer(nn.Module):
 
     base: nn.Module
     shared: Any  # what it shares with later layers
+    count: int | None = None  # how many experts it is a stack of; None: it is one layer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the frozen weight, or of that of each expert."""
+        return linear_shape(self.base)
+
+    def frozen(self, number: int | None = None) -> mx.array:
+        """Return the frozen weight [out, in], float32; of a stack that of one expert."""
+        return weight_of(self.base)
+
+    def storage(self) -> tuple[int, int]:
+        """Return the number of frozen weights and their bytes in memory, scales included."""
+        parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first
+        return math.prod(self.shape), sum(self.base[part].nbytes for part in parts if part in self.base)
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
         """Compute with these values of the trainable parameters, by part."""
@@ -60,8 +77,8 @@ class AdaptedLayer(nn.Module):
         """Drop what is kept for other layers with the same input. Needed only if one of them was not called."""
         raise NotImplementedError
 
-    def delta(self) -> mx.array:
-        """ΔW, float32 [out, in]."""
+    def delta(self, number: int | None = None) -> mx.array:
+        """ΔW, float32 [out, in]; of a stack that of one expert."""
         raise NotImplementedError
 
 
@@ -128,24 +145,43 @@ def add_layers(
 ) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
 
-    `names`: the canonical name of each path that has one in the base's files.
+    `names`: the canonical name of each path that has one in the base's files. Layers of experts that are stacked have
+    one wrapper for all experts, under the name of the stack.
 
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
     separate product.
     """
-    make = import_module(f"dualtune_mlx.{spec.method}").LAYER
-    paths = {(names or {}).get(path, canonical_name(path)): path for path in linear_layers(model)}
+    make, experts = import_module(f"dualtune_mlx.{spec.method}").LAYER, import_module("dualtune_mlx.experts")
+    known = names or {}
+    paths = {known.get(path, canonical_name(path)): path for path in linear_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
+    stacked: Mapping[str, Any] = experts.projections(model) if spec.names_experts else {}
+    of_stacks: dict[str, str] = {known.get(path) or experts.stack_path(path): path for path in stacked}
+    for name, path in of_stacks.items():
+        shape: tuple[int, int] = experts.shape_of(stacked[path])
+        shapes |= dict.fromkeys(members(name, stacked[path].num_experts), shape)
+    selected = spec.select(shapes)
     shared: dict[tuple[str, int], Any] = {}
     wrapped: dict[str, AdaptedLayer] = {}
-    for path, (_, in_dim) in spec.select(shapes).items():
+    for path, (_, in_dim) in selected.items():
+        if path not in linear:
+            continue
         reads = (input_of(path), in_dim)
         wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
-    model.update_modules(tree_unflatten([(paths[name], layer) for name, layer in wrapped.items()]))
-    return wrapped
+    adapters: dict[str, Any] = {}
+    for stack, found in stacks_of(name for name in selected if name not in linear).items():
+        base = stacked[of_stacks[stack]]
+        check_whole(stack, found, base.num_experts)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(base, stack, spec, seeds)
+    if spec.dropout:
+        experts.tell_routing(model, adapters)
+    places = paths | of_stacks
+    model.update_modules(tree_unflatten([(places[name], layer) for name, layer in wrapped.items()]))
+    return dict(sorted(wrapped.items()))
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
@@ -174,12 +210,12 @@ def times_weight(x: mx.array, layer: nn.Module) -> mx.array:
     return x @ cast(mx.array, layer.weight).T
 
 
-def storage(bases: Collection[nn.Module]) -> dict[str, int]:
+def storage(layers: Collection[AdaptedLayer]) -> dict[str, int]:
     """Count the frozen weights of these layers and their bytes in memory, scales included."""
-    parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first
+    stored = [layer.storage() for layer in layers]
     return {
-        "layers": len(bases),
-        "four_bit": sum(isinstance(base, nn.QuantizedLinear) and base.bits == 4 for base in bases),
-        "parameters": sum(out * in_ for out, in_ in map(linear_shape, bases)),
-        "bytes": sum(base[part].nbytes for base in bases for part in parts if part in base),
+        "layers": sum(layer.count or 1 for layer in layers),
+        "four_bit": sum((layer.count or 1) * (getattr(layer.base, "bits", None) == 4) for layer in layers),
+        "parameters": sum(number for number, _ in stored),
+        "bytes": sum(size for _, size in stored),
     }

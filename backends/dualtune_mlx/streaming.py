@@ -60,6 +60,11 @@ def check_streamable(request: LoadRequest, quantization: str, *, is_stored: bool
             f"{problem}adapter.method: {request.adapter.method} needs weights of the base that stay in memory. "
             f"Set adapter.method: lora, or {KEY}: all"
         )
+    if request.adapter.keeps_start:
+        raise ConfigError(
+            f"{problem}adapter.init: {request.adapter.init} is made of weights of the base, which are not in memory. "
+            f"Set adapter.init: kaiming, or {KEY}: all"
+        )
     if quantization == "none" or is_stored:
         return
     problem += (

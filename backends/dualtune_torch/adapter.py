@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, tensor_name
 from dualtune.model.dropout import input_of
+from dualtune.model.experts import shapes_apart
 from dualtune.model.methods import METHODS
 from dualtune.model.optimizer import Shapes
 from dualtune_torch.beside import TrainedBeside
@@ -27,17 +28,20 @@ from dualtune_torch.methods import AdaptedLayer
 
 
 class AdapterBuffer:
-    """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order."""
+    """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order.
+
+    A stack of experts has one view, and is the tensors of its experts for the optimizer and in states
+    (`dualtune.model.experts`): these lie in it one after another.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
         self.of_base: dict[str, nn.Parameter] = {}  # the parameters of the base that compute with the copy
-        self.shapes = dict(shapes)
-        self.sizes = [*map(math.prod, self.shapes.values())]
-        self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
+        self.shapes = shapes_apart(shapes)
+        self.flat = torch.zeros(sum(map(math.prod, self.shapes.values())), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
-        self.masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
+        self.masters, self.grads = _views(self.flat.detach(), shapes), _views(self.flat.grad, shapes)
         self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
-        self.compute = self._views(self._compute.detach())
+        self.compute = _views(self._compute.detach(), shapes)
 
     def refresh(self) -> None:
         """Update the copy in the compute dtype. Call this after every change of the flat tensor."""
@@ -61,11 +65,16 @@ class AdapterBuffer:
     def load(self, into: Tensor, state: Tensors) -> None:
         fill(into, self.shapes, state)
 
+    def where(self, marks: Mapping[str, np.ndarray] | None) -> Tensor | None:
+        """Return a flat mask of these places, or None."""
+        if marks is None:
+            return None
+        mask = torch.zeros_like(self.flat, dtype=torch.bool, requires_grad=False)
+        self.load(mask, {**marks})
+        return mask
+
     def to_numpy(self, flat: Tensor) -> Tensors:
         return to_numpy(flat, self.shapes)
-
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        return _views(flat, self.shapes)
 
 
 def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:

@@ -30,11 +30,13 @@ from dualtune.engine.memory.counted import (
     uncountable,
     variant,
 )
+from dualtune.model.experts import DOWN
 from dualtune_torch.checkpointing import decoder_layers
+from dualtune_torch.experts import projections
 from dualtune_torch.kernels import attention, blocks
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import has_window
-from dualtune_torch.methods import linear_layers
+from dualtune_torch.methods import linear_layers, stack_path
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 from dualtune_torch.weights.text_part import empty_model
 
@@ -61,6 +63,7 @@ class Trace:
     T: int
     kept: list[dict[int, int]]  # storage -> bytes
     active: Counter[int] = field(default_factory=Counter)  # multiplications by layer
+    sent: Counter[int] = field(default_factory=Counter)  # rows of a product of experts, by layer
     reads: dict[str, int] = field(default_factory=lambda: {})  # linear layer -> storage of its input
     shared: set[int] = field(default_factory=lambda: set())  # storages that all layers are given: positions, masks
     after: set[str] = field(default_factory=lambda: set())  # functions that were called after the last layer
@@ -169,6 +172,7 @@ class _Functions(TorchFunctionMode):
         if func in EXPERTS:
             x_NI, weights_EIO = args[0], args[1]
             self._trace.active[self._trace.layer] += x_NI.shape[0] * weights_EIO.shape[-2] * weights_EIO.shape[-1]
+            self._trace.sent[self._trace.layer] = x_NI.shape[0]
             return x_NI.to(weights_EIO.dtype) @ weights_EIO[0]
         if func is torch.nn.functional.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
@@ -305,6 +309,7 @@ class _Counting:
         paths = {id(module): path for path, module in modules.items()}
         self.paths = tuple(paths[id(layer)] for layer in self.layers)
         self.linears = linear_layers(model)
+        self.stacks = projections(model, strict=False)
         kinds = [_kind(layer) for layer in self.layers]
         self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal
         self.whole = True
@@ -433,10 +438,20 @@ class _Counting:
             shape_of(module) for module in modules if isinstance(module, FrozenLinear) and module is not head
         )
         parameters = {id(tensor): tensor.numel() for module in modules for tensor in module.parameters(recurse=False)}
+        linears = [
+            CountedLinear(path.removeprefix(prefix), *shape_of(self.linears[path]), reads[path]) for path in reads
+        ]
+        first_of_experts = max(reads.values(), default=-1) + 1  # gate and up read the same
+        linears += [
+            CountedLinear(
+                stack_path(path).removeprefix(prefix), *stack.shape, first_of_experts + (stack.role == DOWN),
+                stack.count, first.sent[number] // first.T,
+            )
+            for path, stack in self.stacks.items()
+            if path.startswith(prefix) and number < len(self.layers)
+        ]  # fmt: skip
         return CountedLayer(
-            linears=tuple(
-                CountedLinear(path.removeprefix(prefix), *shape_of(self.linears[path]), reads[path]) for path in reads
-            ),
+            linears=tuple(linears),
             matrices=tuple(Matrices(*shape, times) for shape, times in packed.items()),
             parameters=sum(parameters.values()),
             active=first.active[number] // first.T,

@@ -69,7 +69,7 @@ class DoRALinear(LoRALinear):
     def trainable(self) -> dict[str, nn.Parameter]:
         return {**super().trainable(), "m": self.lora_m}
 
-    def delta(self) -> Tensor:
+    def delta(self, number: int | None = None) -> Tensor:
         weight_OI = weight_of(self.base, torch.float32).float()
         sum_OI = super().delta().add_(weight_OI)
         factors_O = self.lora_m.detach() / _norms(sum_OI).clamp_min_(LEAST_NORM)

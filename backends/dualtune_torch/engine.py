@@ -32,11 +32,12 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
+from dualtune.model.experts import expert_of, members
 from dualtune.model.merging import write_merged
-from dualtune.model.places import FilePlace, canonical_names, check_places
+from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
 from dualtune_torch.beside import TrainedBeside, train_beside
@@ -60,7 +61,7 @@ from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.places import find_places, write_trained
+from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
 
 class TorchEngine:
@@ -97,8 +98,10 @@ class TorchEngine:
             self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
         self.adapter_shapes = self._adapter.shapes
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
+        self._kept: Tensor | None = None
         if not self._is_full:
-            self.load_adapter_state(self.neutral_state())
+            self.load_adapter_state(self._initial(request.adapter))
+            self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
         SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
@@ -118,11 +121,11 @@ class TorchEngine:
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._layers),
-            adapted_as=adapted_as(self._layers, request.adapter.targets),
-            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=None if self._is_full else len(self._shapes()),
+            adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
+            adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
-            trainable_parameters=self._adapter.flat.numel(),
+            trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -181,7 +184,8 @@ class TorchEngine:
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
-        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
+        gradient = self._adapter.flat.grad / self._loss_scale
+        return self._adapter.to_numpy(gradient if self._kept is None else gradient.masked_fill_(self._kept, 0))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -232,10 +236,17 @@ class TorchEngine:
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
+        held = None
+        if self._kept is not None:  # zeros with a gradient of zero stay so in every rule, with all of its slots
+            flat.grad.masked_fill_(self._kept, 0)
+            held = flat.detach().masked_fill(~self._kept, 0)
+            flat.detach().masked_fill_(self._kept, 0)
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
+        if held is not None:
+            flat.detach().add_(held)
         self._refresh()
         return StepOutput(loss, norm)
 
@@ -267,9 +278,26 @@ class TorchEngine:
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
             return values_of(load_base(self._request, self.model.device)[0])
-        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        initial = self._request.adapter.initial(shapes, self._request.seed, self._frozen)
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
+        initial = adapter.initial(self._shapes(), self._request.seed, self._frozen)
         return initial | {name: values.copy() for name, values in self._beside.start.items()}
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of each adapted linear layer, those of experts one by one."""
+        return {
+            module: layer.shape
+            for path, layer in self._layers.items()
+            for module in (members(path, layer.count) if layer.count else [path])
+        }
+
+    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
+        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+        expert = expert_of(module)
+        if expert is None or expert.stack not in self._layers:
+            return self._layers[module], None
+        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -320,7 +348,12 @@ class TorchEngine:
             return
         base, dtype = merge_base(self._request), self.description.dtype
         edits = self._beside.edits(lambda name: _numpy(self._adapter.masters[name]))
-        write_merged(base, path, self._places, lambda m: _numpy(self._layers[m].delta()), dtype, edits)
+
+        def delta(module: str) -> np.ndarray:
+            layer, number = self._layer_of(module)
+            return _numpy(layer.delta(number))
+
+        write_merged(base, path, self._places, delta, dtype, edits)
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -356,11 +389,11 @@ class TorchEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        base = self._layers[path].base
+        layer, number = self._layer_of(path)
         if self._streamed:
-            self._streamed.bring(base)
-        with self._together(), whole(base):
-            return _numpy(weight_of(base, torch.float32).float())
+            self._streamed.bring(layer.base)
+        with self._together(), whole(layer.base):
+            return _numpy(layer.frozen(number, torch.float32).float())
 
     def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""
@@ -413,10 +446,16 @@ def _placed_layers(
     shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
+    of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
+    names |= {path: expert_stack(found, path.rpartition(".")[2]) for path, found in of_stacks.items()}
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
+    for path, found in of_stacks.items():
+        if names[path] in layers:
+            placed |= dict(zip(members(names[path], len(found)), found, strict=True))
     if weights is not None:
-        check_places(layers, placed, "transformers")
+        found = {path for path in layers if path in placed or path in names.values()}
+        check_places(layers, found, "transformers")
     return layers, placed
 
 

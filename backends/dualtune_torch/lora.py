@@ -43,7 +43,7 @@ class LoRALinear(AdaptedLayer):
         out_features, in_features = shape_of(base)
         self.base = base
         self.module = module
-        self.scale, rank = spec.scale_of(module), spec.rank_of(module)
+        self.scale, rank = spec.scale_of(module), spec.width_of(module)
         self.dropout = spec.dropout
         self.dropout_seeds = seeds
         self.lora_A = nn.Parameter(torch.empty(rank, in_features, device=device))
@@ -101,7 +101,7 @@ class LoRALinear(AdaptedLayer):
     def trainable(self) -> dict[str, nn.Parameter]:
         return {"A": self.lora_A, "B": self.lora_B}
 
-    def delta(self) -> Tensor:
+    def delta(self, number: int | None = None) -> Tensor:
         return (self.lora_B.detach() @ self.lora_A.detach()).mul_(self.scale)
 
 

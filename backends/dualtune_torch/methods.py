@@ -9,12 +9,15 @@ import math
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.model.adapter import AdapterSpec
-from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes
+from dualtune.model.experts import ALL, check_stackable, check_whole, members, stacks_of
+from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes, weight_of
 
 
 class DropoutSeeds:
@@ -28,6 +31,16 @@ class AdaptedLayer(nn.Module):
 
     base: FrozenLinear
     grouped: bool = False  # whether `kernels.lora` may compute it
+    count: int | None = None  # how many experts it is a stack of; None: it is one layer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the frozen weight, or of that of each expert."""
+        return shape_of(self.base)
+
+    def frozen(self, number: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the frozen weight [out, in], of a stack that of one expert."""
+        return weight_of(self.base, dtype)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by part, in the shapes of the method."""
@@ -36,9 +49,13 @@ class AdaptedLayer(nn.Module):
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""
 
-    def delta(self) -> Tensor:
-        """ΔW, float32 [out, in], a tensor of its own."""
+    def delta(self, number: int | None = None) -> Tensor:
+        """ΔW, float32 [out, in], a tensor of its own; of a stack that of one expert."""
         raise NotImplementedError
+
+    def storage(self) -> tuple[int, int]:
+        """Return the number of frozen weights and their bytes in memory, scales included."""
+        return math.prod(self.shape), stored_bytes(self.base)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
@@ -55,25 +72,48 @@ def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
 def add_layers(
     model: PreTrainedModel, spec: AdapterSpec, seeds: DropoutSeeds, names: Mapping[str, str] | None = None
 ) -> dict[str, AdaptedLayer]:
-    """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
+    """Wrap the targeted layers in place. Returns canonical module path -> wrapper, sorted by path.
 
-    `names`: the canonical name of each path that has one in the base's files.
+    `names`: the canonical name of each path that has one in the base's files. Layers of experts that are stacked have
+    one wrapper for all experts, under the name of the stack.
     """
-    make = import_module(f"dualtune_torch.{spec.method}").LAYER
-    linear = linear_layers(model)
-    paths = {(names or {}).get(path, path): path for path in linear}
+    make, experts = import_module(f"dualtune_torch.{spec.method}").LAYER, import_module("dualtune_torch.experts")
+    known, linear = names or {}, linear_layers(model)
+    paths = {known.get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
-    wrapped = {name: make(linear[paths[name]], name, spec, seeds) for name in spec.select(shapes)}
+    stacked: Mapping[str, Any] = experts.projections(model) if spec.names_experts else {}
+    of_stacks = {known.get(path, stack_path(path)): path for path in stacked}
+    for name, path in of_stacks.items():
+        shape: tuple[int, int] = stacked[path].shape
+        shapes |= dict.fromkeys(members(name, stacked[path].count), shape)
+    selected = spec.select(shapes)
+    wrapped: dict[str, AdaptedLayer] = {
+        name: make(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
+    }
     for name, layer in wrapped.items():
         model.set_submodule(paths[name], layer)
-    return wrapped
+    adapters = {}
+    for stack, found in stacks_of(name for name in selected if name not in paths).items():
+        projection = stacked[of_stacks[stack]]
+        check_whole(stack, found, projection.count)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(projection, stack, spec, seeds)
+    experts.wrap(model, adapters, seeds)
+    return dict(sorted(wrapped.items()))
 
 
-def storage(bases: Collection[FrozenLinear]) -> dict[str, int]:
+def stack_path(path: str) -> str:
+    """Return the name of the stack of a projection where the files give it none."""
+    container, _, role = path.rpartition(".")
+    return f"{container}.{ALL}.{role}"
+
+
+def storage(layers: Collection[AdaptedLayer]) -> dict[str, int]:
     """Count the frozen weights of these layers and their bytes in memory, scales included."""
+    stored = [layer.storage() for layer in layers]
     return {
-        "layers": len(bases),
-        "four_bit": sum(map(is_four_bit, bases)),
-        "parameters": sum(math.prod(shape_of(base)) for base in bases),
-        "bytes": sum(map(stored_bytes, bases)),
+        "layers": sum(layer.count or 1 for layer in layers),
+        "four_bit": sum(layer.count is None and is_four_bit(layer.base) for layer in layers),
+        "parameters": sum(number for number, _ in stored),
+        "bytes": sum(size for _, size in stored),
     }

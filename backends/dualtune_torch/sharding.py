@@ -27,6 +27,7 @@ from dualtune.base.errors import ConfigError, PeerLost
 from dualtune.base.world import wait_limit_s
 from dualtune.engine.backend import EngineDescription, LoadRequest
 from dualtune.model.copies import staged
+from dualtune.model.methods import INITS
 from dualtune_torch.distributed import gone, joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer
@@ -53,13 +54,13 @@ def decide(
         return "none", f"parameters of the base are trained: {beside.keys}"
     if request.sharding == "none":
         return "none", "as configured"
-    if request.adapter.reads_base:
+    adapter = request.adapter
+    if adapter.reads_base or adapter.keeps_start:
+        key, other = ("method", "lora") if adapter.reads_base else ("init", INITS[0])
+        why = f"adapter.{key}: {getattr(adapter, key)} starts from whole weights"
         if request.sharding == "full":
-            raise ConfigError(
-                f"memory.sharding: got full, but adapter.method: {request.adapter.method} starts from whole weights; "
-                "allowed: auto, none, or adapter.method: lora"
-            )
-        return "none", f"adapter.method: {request.adapter.method} starts from whole weights"
+            raise ConfigError(f"memory.sharding: got full, but {why}; allowed: auto, none, or adapter.{key}: {other}")
+        return "none", why
     if request.resident_layers is not None:
         if request.sharding == "full":
             raise ConfigError(

@@ -140,6 +140,8 @@ class AdapterConfig(Section):
     in a model that lacks one of them."""
     layers: Layers = ALL_LAYERS
     """The layers in which the targets are adapted: all, first 8, last 8, or numbers from 0 and ranges, as in 0,4-11."""
+    experts: bool = False
+    """Whether the targets name layers of the experts of a mixture too; each expert has an adapter of its own."""
     rank_pattern: Ranks = {}  # noqa: RUF012  pydantic copies it
     """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
     alpha_pattern: Alphas = {}  # noqa: RUF012
@@ -150,7 +152,8 @@ class AdapterConfig(Section):
     train_rows: TokenRows = ()
     """Tokens, by id or text, of which the rows in the embedding and in the output head are trained."""
     init: InitName = INITS[0]
-    """The start of A, drawn from run.seed: kaiming is uniform within ±1/√in, normal has deviation 0.02; B is zero."""
+    """The start: A drawn from run.seed and B zero, where kaiming is uniform within ±1/√in, normal has deviation 0.02
+    and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
 

@@ -179,6 +179,7 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     if adapter.rank_pattern or adapter.alpha_pattern:
         usual += f", others in {len({*adapter.rank_pattern, *adapter.alpha_pattern})} patterns"
     usual += "" if adapter.layers == ALL_LAYERS else f" in layers {adapter.layers}"
+    usual += ", experts too" * adapter.experts
     usual += "" if adapter.init == INITS[0] else f", starts {adapter.init}"
     return rows or [Check("adapter", "ok", usual)]
 

@@ -22,6 +22,7 @@ from dualtune.engine.memory.shapes import UnknownShape, published
 from dualtune.model.base_model import is_here, resolve_model
 from dualtune.model.config_file import ignored_code, longest_text, position_table_size, read_config
 from dualtune.model.embeddings import untied_head, untrained_rows
+from dualtune.model.experts import expert_of
 from dualtune.model.importing.foreign import base_shapes
 from dualtune.model.targets import OUTPUT_HEAD, Shapes, adapted_as, check_pattern, is_target, select_modules
 from dualtune.model.weight_files import has_weights, weights_in
@@ -181,7 +182,9 @@ def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
     if decoder is None:
         return [Check(name, "skipped", "only the loaded model shows whether a layer lies below the adapter")]
     try:
-        below = layers_below(decoder, (targets,) if isinstance(targets, str) else targets, config.adapter.layers)
+        below = layers_below(
+            decoder, (targets,) if isinstance(targets, str) else targets, config.adapter.layers, config.adapter.experts
+        )
     except DualtuneError as error:
         return [failure(name, error)]
     text = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
@@ -200,8 +203,10 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
     targets = config.adapter.targets
     try:
         shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
+        if config.adapter.experts and not any(map(expert_of, shapes)):
+            return []  # the files hold stacks of experts, whose parts the memory estimate knows
         names = (targets,) if isinstance(targets, str) else targets
-        adapted = select_modules(shapes, names, config.adapter.layers)
+        adapted = select_modules(shapes, names, config.adapter.layers, experts=config.adapter.experts)
         for key in ("rank_pattern", "alpha_pattern"):
             check_pattern(key, (*getattr(config.adapter, key).items(),), adapted)
     except DualtuneError as error:

@@ -13,6 +13,7 @@ Shape suffixes: B rows of the micro-batch, T tokens of a row, D hidden size, V v
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -252,8 +253,14 @@ class LoadRequest:
         return self.model_dir, self.dtype, self.quantization, self.init, seed, self.sharding
 
 
+def state_size(engine: Engine) -> int:
+    """Return how many numbers `adapter_state()` has: those that are trained, and a start that is kept."""
+    return sum(map(math.prod, engine.adapter_shapes.values()))
+
+
 class Engine(Protocol):
-    """A base model with one LoRA adapter on a device. A new engine has the adapter `init_adapter` gives for its seed.
+    """A base model with one LoRA adapter on a device. A new engine has the adapter that its spec's `initial` gives
+    for its seed. What `AdapterSpec.kept` marks has no gradient, no share in the norm, and never changes.
 
     If the spec trains the model whole, "adapter" below means all parameters of the model, by their own names: a new
     engine has those of the base, which `neutral_state` reads again, and `save_merged` writes the trained ones.
@@ -322,7 +329,8 @@ class Engine(Protocol):
     def adapter_state(self) -> Tensors: ...
 
     def neutral_state(self) -> Tensors:
-        """Return the adapter of a new engine: with it the model computes the same as its base."""
+        """Return an adapter with which the model computes the same as its base: that of a new engine, unless its start
+        is kept (`AdapterSpec.keeps_start`)."""
         ...
 
     def discard(self) -> None:

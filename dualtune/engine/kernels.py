@@ -52,6 +52,8 @@ def add_lora(model: Any, spec: AdapterSpec, *, seed: int = 0) -> list[str]:
     """
     if spec.method != "lora":
         raise ConfigError(f"add_lora: method: got {spec.method!r}, allowed: lora")
+    if spec.keeps_start:
+        raise ConfigError(f"add_lora: init: got {spec.init!r}, allowed: kaiming, normal, gaussian")
     backend = _layers_for(model, "add_lora")
     if adapted := backend.lora_layers(model):
         raise ConfigError(f"add_lora: {min(adapted)} has LoRA already. Use load_lora to give it other values")

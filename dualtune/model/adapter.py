@@ -20,8 +20,10 @@ from typing import Literal
 
 import numpy as np
 
+from dualtune.base.errors import ConfigError
 from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
-from dualtune.model.methods import FULL, INITS, METHODS
+from dualtune.model.experts import collapsed
+from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
     ALL_LAYERS,
@@ -30,6 +32,7 @@ from dualtune.model.targets import (
     Shapes,
     Value,
     check_pattern,
+    is_expert,
     is_target,
     position_of,
     select_modules,
@@ -60,6 +63,7 @@ class AdapterSpec:
     rank_pattern: Pattern[int] = ()  # of the modules whose rank or alpha is another one
     alpha_pattern: Pattern[float] = ()
     beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
+    experts: bool = False  # whether the targets name layers of experts too
 
     @property
     def scale(self) -> float:
@@ -84,7 +88,7 @@ class AdapterSpec:
 
     def select(self, available: Shapes) -> dict[str, tuple[int, int]]:
         """Return the adapted layers of a model, sorted. ConfigError if a target or a pattern selects nothing."""
-        modules = select_modules(available, self.targets, self.layers)
+        modules = select_modules(available, self.targets, self.layers, experts=self.experts)
         check_pattern("rank_pattern", self.rank_pattern, modules)
         check_pattern("alpha_pattern", self.alpha_pattern, modules)
         return modules
@@ -98,6 +102,45 @@ class AdapterSpec:
             alpha_pattern=tuple((names.get(target, target), alpha) for target, alpha in self.alpha_pattern),
             beside=self.beside.renamed(names),
         )
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether layers of experts are adapted."""
+        return self.experts or any(map(is_expert, self.targets))
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the start stays beside what is trained, which then has half of the rank in the files."""
+        return self.init in KEPT_INITS and not self.trains_model
+
+    def width_of(self, module: str) -> int:
+        """The rank of a module's matrices: what is trained, and a start that is kept."""
+        return self.rank_of(module) * (2 if self.keeps_start else 1)
+
+    @property
+    def plain(self) -> AdapterSpec:
+        """The spec of the files: of twice the rank if the start is kept. Its start is one that is not."""
+        if not self.keeps_start:
+            return self
+        factor = divisor(2 * self.rank, self.scaling) / divisor(self.rank, self.scaling)
+        return replace(
+            self, rank=2 * self.rank, alpha=factor * self.alpha, init=INITS[0],
+            rank_pattern=tuple((target, 2 * rank) for target, rank in self.rank_pattern),
+            alpha_pattern=tuple((target, factor * alpha) for target, alpha in self.alpha_pattern),
+        )  # fmt: skip
+
+    def kept(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
+        """Return where each tensor holds the kept start, which no step moves, by name; None if none is kept."""
+        if not self.keeps_start:
+            return None
+        where = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
+        for name, is_kept in where.items():
+            module, part = parse_name(name) or ("", "")
+            if part == "A":
+                is_kept[self.rank_of(module) :] = True
+            elif part == "B":
+                is_kept[:, self.rank_of(module) :] = True
+        return where
 
     @property
     def trains_model(self) -> bool:
@@ -119,8 +162,10 @@ class AdapterSpec:
         return self.trains_model or self.method_spec.reads_base
 
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
-        """Return a fresh adapter of this spec: see `init_adapter`."""
-        return init_adapter(shapes, self.rank_of, seed, method=self.method, init=self.init, weight=weight)
+        """Return a fresh adapter of this spec: see `init_adapter`. That of `plain` is another one, made at once."""
+        return init_adapter(
+            shapes, self.rank_of, seed, method=self.method, init=self.init, scale=self.scale_of, weight=weight
+        )
 
 
 def divisor(rank: int, scaling: Scaling) -> float:
@@ -162,6 +207,7 @@ def init_adapter(
     *,
     method: str = "lora",
     init: str = INITS[0],
+    scale: Callable[[str], float] = lambda module: 1.0,
     weight: Callable[[str], np.ndarray] | None = None,
 ) -> Tensors:
     """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
@@ -176,7 +222,13 @@ def init_adapter(
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
         frozen = partial(weight, module) if weight else None
         own_rank = rank if isinstance(rank, int) else rank(module)
-        values = METHODS[method].inits[init](shape, own_rank, rng, frozen)
+        if init in KEPT_INITS and own_rank > min(shape):
+            raise ConfigError(
+                f"adapter.init: got {init}, which takes {own_rank} directions out of the weight of {module}, but it is "
+                f"{list(shape)}. Set adapter.rank_pattern for this layer to at most {min(shape)}, or adapter.init: "
+                f"{INITS[0]}"
+            )
+        values = METHODS[method].inits[init](shape, own_rank, scale(module), rng, frozen)
         tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors
 
@@ -217,7 +269,11 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     names, uniform = tuple(targets), uniform_names(modules)
     if names == (ALL_LINEAR,):
         return short_targets(modules)
@@ -259,7 +315,11 @@ def pattern_of(
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths.
+
+    Those of experts are without the number of the expert.
+    """
+    modules = {*collapsed(modules).values()}
     positions = {module: position_of(module) for module in modules}
     uniform = uniform_names(modules)
     if any(position and position.name not in uniform for position in positions.values()):

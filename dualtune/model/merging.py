@@ -116,7 +116,8 @@ def stored_bytes(stored: StoredTensor) -> np.ndarray:
 
 def _add(values: np.ndarray, delta: np.ndarray, place: FilePlace) -> None:
     """Add the change of a layer to its place in a tensor. The sum is in float32."""
-    target = values.T if place.transposed else values
+    stored = values if place.expert is None else values[place.expert]
+    target = stored.T if place.transposed else stored
     if place.rows is not None:
         target = target[slice(*place.rows)]
     if target.shape != delta.shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +20,18 @@ from dualtune.base.errors import ConfigError, FormatError
 from dualtune.model.adapter import PREFIX, is_of_base, owner_of
 from dualtune.model.config_file import read_config
 from dualtune.model.embeddings import tied_head
+from dualtune.model.experts import ALL, DOWN, GATE, ROLES, UP, expert_of
 from dualtune.model.formats.directory import Adapter
-from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, canonical_layer, canonical_parameter, rename_modules
+from dualtune.model.formats.naming import (
+    PLAIN,
+    ExpertNames,
+    Naming,
+    Prefixes,
+    canonical_layer,
+    canonical_parameter,
+    rename_modules,
+)
+from dualtune.model.formats.stacks import taking_turns
 from dualtune.model.targets import is_embedding, is_head, is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
@@ -31,7 +41,8 @@ class FilePlace(NamedTuple):
 
     tensor: str
     transposed: bool = False  # the files have [in, out]
-    rows: tuple[int, int] | None = None  # of a larger matrix [out, in] that the tensor is; None: all of it
+    rows: tuple[int, ...] | None = None  # of a larger matrix [out, in] that the tensor is, as a slice; None: all of it
+    expert: int | None = None  # the tensor is a stack of such matrices, and this is the one of that number
 
     @property
     def module(self) -> str:
@@ -48,6 +59,17 @@ def canonical_names(places: Mapping[str, FilePlace]) -> dict[str, str]:
         path: place.module if place.rows is None else f"{place.module}.{path.rpartition('.')[2]}"
         for path, place in places.items()
     }
+
+
+def expert_stack(places: Sequence[FilePlace], role: str) -> str:
+    """Return the canonical name of the stack of a projection of all experts, from the places of its matrices.
+
+    It has the names of the files where these hold experts one by one, else the projection's name beside the tensor.
+    """
+    first = places[0]
+    if first.expert is None and (expert := expert_of(first.module)) is not None:
+        return expert.stack
+    return f"{first.tensor.removesuffix('.weight').rpartition('.')[0]}.{ALL}.{role}"
 
 
 def check_places(modules: Iterable[str], placed: Collection[str], library: str) -> None:
@@ -73,6 +95,10 @@ def file_names(modules: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
 _EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
 # mlx-lm's wrappers all call their text model so, and transformers' call it the other way round.
 MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
+# What mlx-lm calls the experts of a layer in these families; switch_mlp in all others. And families in whose parameters
+# of transformers gate and up take turns (`is_concatenated` of `use_experts_implementation`).
+MLX_EXPERTS = {"gpt_oss": "experts", "afmoe": "experts", "llama4_text": "experts", "gemma4_text": "switch_glu"}
+INTERLEAVED = frozenset({"gpt_oss"})
 # `_check_lora_target_modules_mamba` of PEFT 0.21 refuses these layers in these families.
 MAMBA_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 MAMBA_LAYERS = frozenset({"out_proj", "conv1d"})
@@ -112,7 +138,18 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
             mlx = ((beginning, MLX_TEXT),)
         if "lm_head.weight" in stored:
             mlx = (*mlx, ("lm_head", "language_model.lm_head"))
-    return Naming(peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes))
+    experts = expert_names(str(config.get("model_type")), stored)
+    return Naming(peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=experts)
+
+
+def expert_names(family: str, stored: Iterable[str]) -> ExpertNames:
+    """Return what the files of a base call the projections of experts, and where other programs hold them."""
+    found = {expert.name for name in stored if (expert := expert_of(name.removesuffix(".weight")))}
+    roles = {ROLES[name]: name for name in found if name in ROLES}
+    mlx, interleaved = MLX_EXPERTS.get(family, "switch_mlp"), family in INTERLEAVED
+    if not roles:  # there are none, or stacks of them, whose parts have the names of the roles
+        return ExpertNames(interleaved=interleaved, mlx=mlx)
+    return ExpertNames(roles.get(GATE, ""), roles.get(UP, UP), roles.get(DOWN, DOWN), interleaved, mlx)
 
 
 def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
@@ -125,7 +162,12 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
         return adapter
     adapter = _with_ties(adapter, directory)
     modules = [*dict.fromkeys(filter(None, map(owner_of, adapter.tensors)))]
-    stored = [name.removesuffix(".weight") for name in weights_in(directory).tensors if name.endswith(".weight")]
+    tensors = weights_in(directory).tensors
+    experts = expert_names(str(read_config(directory).get("model_type")), tensors)
+    if experts.interleaved and adapter.layout == "peft" and not adapter.naming.experts.interleaved:
+        turned = taking_turns(adapter.tensors, experts)
+        adapter = replace(adapter, tensors=turned, naming=replace(adapter.naming, experts=experts))
+    stored = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     names = file_names(modules, stored)
     if all(old == new for old, new in names.items()):
         return adapter

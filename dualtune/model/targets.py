@@ -9,6 +9,7 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from dualtune.base.errors import ConfigError
+from dualtune.model.experts import ROLES, expert_of, without_number
 
 Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
 Value = TypeVar("Value", int, float)
@@ -64,7 +65,13 @@ def is_target(module: str, targets: Iterable[str]) -> bool:
 
 
 def bare_name(module: str) -> str:
-    """Return the path of a module without the components that only wrap a text model."""
+    """Return the path of a module without the components that only wrap a text model.
+
+    A layer of an expert has its role there, which programs do not call alike, and not what holds the experts.
+    """
+    if (expert := expert_of(module)) and (position := position_of(module)):
+        role = ROLES.get(expert.name, expert.name)
+        return f"{bare_name(position.stack)}.{position.layer}.experts.{expert.number}.{role}"
     parts = module.split(".")
     first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
     return ".".join(parts[first:])
@@ -87,12 +94,12 @@ def matched(modules: Iterable[str], allowed: Collection[str]) -> dict[str, str]:
     return names
 
 
-def lacks(available: Iterable[str], targets: Iterable[str]) -> list[str]:
+def lacks(available: Iterable[str], targets: Iterable[str], *, experts: bool = False) -> list[str]:
     """Return which of the default targets a model lacks, if these are the targets: then all-linear replaces them."""
     modules, names = list(available), tuple(targets)
     if {*names} != {*DEFAULT_TARGETS}:
         return []
-    return [target for target in names if not any(_selects(target, module) for module in modules)]
+    return [target for target in names if not any(_selects(target, module, experts) for module in modules)]
 
 
 def layer_numbers(layers: str, available: Iterable[str]) -> frozenset[int] | None:
@@ -119,22 +126,25 @@ def layer_numbers(layers: str, available: Iterable[str]) -> frozenset[int] | Non
     return frozenset(chain.from_iterable(ranges))
 
 
-def select_modules(available: Shapes, targets: Iterable[str], layers: str = ALL_LAYERS) -> dict[str, tuple[int, int]]:
+def select_modules(
+    available: Shapes, targets: Iterable[str], layers: str = ALL_LAYERS, *, experts: bool = False
+) -> dict[str, tuple[int, int]]:
     """Return the linear layers of a model that the targets select in these layers, in sorted order.
 
     "all-linear" means all linear layers of the text part except the output head, as in PEFT, and except experts,
     routers and what one backend has no layer for: these are selected only by name. It replaces the default targets
-    where a model lacks one of them.
+    where a model lacks one of them. With `experts`, names and all-linear select the layers of experts too; a target
+    without the number of an expert selects that layer of all of them.
     What is in no layer, such as an output head, is selected by name in spite of `layers`.
     ConfigError, with the names in the model, if a target selects nothing.
     """
     chosen, numbers = tuple(targets), layer_numbers(layers, available)
-    if lacks(available, chosen):
+    if lacks(available, chosen, experts=experts):
         chosen = (ALL_LINEAR,)
     # Each target has to select something: a misspelt one would silently train less.
     selected: dict[str, tuple[int, int]] = {}
     for target in chosen:
-        matches = [module for module in available if _selects(target, module)]
+        matches = [module for module in available if _selects(target, module, experts)]
         if not matches:
             names = sorted({module.split(".")[-1] for module in available})
             if target == ALL_LINEAR:
@@ -151,19 +161,24 @@ def select_modules(available: Shapes, targets: Iterable[str], layers: str = ALL_
         if not inside:
             raise ConfigError(f"adapter.layers: got {layers}, but none of these layers has '{target}'")
         selected |= {module: available[module] for module in inside}
+    if experts and not any(map(is_expert, selected)):
+        raise ConfigError(
+            "adapter.experts: got true, but the targets select no layer of an expert: this model has none, or none of "
+            f"the names {', '.join(chosen)}. Set adapter.experts: false, or adapter.targets: {ALL_LINEAR}"
+        )
     return dict(sorted(selected.items()))
 
 
 def value_of(module: str, pattern: Pattern[Value], default: Value) -> Value:
     """Return the value of a module: that of the first target of the pattern that selects it, else the default."""
-    return next((value for target, value in pattern if _selects(target, module)), default)
+    return next((value for target, value in pattern if _selects(target, module, experts=True)), default)
 
 
 def check_pattern(key: str, pattern: Pattern[Value], adapted: Iterable[str]) -> None:
     """Raise ConfigError for a target of adapter.<key> that selects no adapted layer, or only those of earlier ones."""
     modules = list(adapted)
     for target, _ in set(pattern) - set(with_effect(pattern, modules)):
-        if any(_selects(target, module) for module in modules):
+        if any(_selects(target, module, experts=True) for module in modules):
             raise ConfigError(
                 f"adapter.{key}: '{target}' has no effect: the first name that selects a layer counts, and those "
                 "before it select the same ones. Put it before them"
@@ -179,7 +194,7 @@ def with_effect(pattern: Pattern[Value], modules: Iterable[str]) -> Pattern[Valu
     """Return the pattern without targets that select none of these modules, or only those of earlier ones."""
     left, kept = set(modules), dict[str, Value]()
     for target, value in pattern:
-        if matches := {module for module in left if _selects(target, module)}:
+        if matches := {module for module in left if _selects(target, module, experts=True)}:
             kept[target] = value
             left -= matches
     return tuple(kept.items())
@@ -190,26 +205,31 @@ def _is_inside(module: str, numbers: frozenset[int] | None, *, by_name: bool) ->
     return numbers is None or (by_name if position is None else position.layer in numbers)
 
 
-def adapted_as(available: Iterable[str], targets: Iterable[str]) -> str | None:
+def adapted_as(available: Iterable[str], targets: Iterable[str], *, experts: bool = False) -> str | None:
     """Return one sentence if all-linear replaces the default targets, else None."""
-    missing = lacks(available, targets)
+    missing = lacks(available, targets, experts=experts)
     if not missing:
         return None
-    return f"all linear layers but experts and routers: the model has no {', '.join(missing)}"
+    others = "routers" if experts else "experts and routers"
+    return f"all linear layers but {others}: the model has no {', '.join(missing)}"
 
 
-def _selects(target: str, module: str) -> bool:
+def _selects(target: str, module: str, experts: bool = False) -> bool:
     parts = module.split(".")
     if target == ALL_LINEAR:
         is_head = parts[-1] in _HEADS and not any(part.isdigit() for part in parts)
-        return not (is_head or parts[-1] == _LATENT or _is_expert(module) or _is_router(module)) and is_text(module)
-    if not is_target(module, (target,)) or target == module:
-        return target == module
+        is_other = is_head or parts[-1] == _LATENT or (is_expert(module) and not experts) or _is_router(module)
+        return not is_other and is_text(module)
+    if target in (module, without_number(module)):
+        return True
+    if not (is_target(module, (target,)) or is_target(without_number(module), (target,))):
+        return False
     # A tower and an expert have layers called q_proj and gate_proj too: a component of their own names them.
-    return (is_text(module) or not is_text(target)) and (not _is_expert(module) or _is_expert(target))
+    return (is_text(module) or not is_text(target)) and (experts or not is_expert(module) or is_expert(target))
 
 
-def _is_expert(path: str) -> bool:
+def is_expert(path: str) -> bool:
+    """Return whether a module, or a target, is one of many alternatives: shared experts are not."""
     return any(_EXPERT.fullmatch(part) for part in path.split("."))
 
 

@@ -244,9 +244,9 @@ def check_layers(layers_below: int | None, targets: Sequence[str], layers: str) 
         )
 
 
-def layers_below(decoder: Shape, targets: Sequence[str], layers: str) -> int:
+def layers_below(decoder: Shape, targets: Sequence[str], layers: str, experts: bool = False) -> int:
     """Return how many layers lie below the lowest adapted module. ConfigError if there are none."""
-    below = decoder.layers - adapted(decoder, tuple(targets), layers).layers
+    below = decoder.layers - adapted(decoder, tuple(targets), layers, experts).layers
     check_layers(below, targets, layers)
     return below
 

@@ -285,7 +285,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
     except UnknownShape:
         return
     spec = _spec(config, start)
-    layers_below(decoder, spec.targets, spec.layers)
+    layers_below(decoder, spec.targets, spec.layers, spec.experts)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
@@ -335,7 +335,7 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     """
     if start is None:
         return config
-    keys = ("method", "rank", "alpha", "scaling", "targets")
+    keys = ("method", "rank", "alpha", "scaling", "targets", "experts")
     values: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
     values |= {key: dict(getattr(start.spec, key)) for key in ("rank_pattern", "alpha_pattern")}
     if config.adapter.targets == ALL_LINEAR:
@@ -371,7 +371,7 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
         adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
-        _beside(config, start, model),
+        _beside(config, start, model), adapter.experts,
     )  # fmt: skip
 
 

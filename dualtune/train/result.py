@@ -195,7 +195,7 @@ def adapter_naming(prepared: Prepared, engine: Engine) -> Naming | None:
 
 def _adapter(prepared: Prepared, tensors: Tensors) -> Adapter:
     """Return the adapter with short target names instead of "all-linear" or a list of all modules."""
-    spec, modules = prepared.spec, modules_of(tensors)
+    spec, modules = prepared.spec.plain, modules_of(tensors)
     if prepared.start is not None:
         spec = replace(spec, targets=prepared.start.spec.targets)
     elif spec.layers != ALL_LAYERS:

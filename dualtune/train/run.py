@@ -17,7 +17,7 @@ from dualtune.base.errors import DiskError, OutOfMemory, Paused, Preempted
 from dualtune.config import Config
 from dualtune.data.batches import Ahead
 from dualtune.data.documents import Show
-from dualtune.engine.backend import Backend, Batch, Engine, SharedBase
+from dualtune.engine.backend import Backend, Batch, Engine, SharedBase, state_size
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.naming import Naming
@@ -139,7 +139,7 @@ def execute(
     if saved is not None:
         restore(engine, saved)
     if team.is_first:
-        check_space(run_dir, config, engine.description.trainable_parameters, num_steps, first_step)
+        check_space(run_dir, config, state_size(engine), num_steps, first_step)
 
     # From here on the directory holds a run; what it says of the process before is read before it is continued.
     run_dir.has_begun = True
@@ -207,7 +207,7 @@ class Job:
     def tell_start(self) -> None:
         """Tell the hooks that the run starts, and what is known of it by now."""
         data, engine = self.prepared.data, self.engine.description
-        state_bytes = engine.trainable_parameters * bytes_per_weight(self.prepared.optimizer)
+        state_bytes = state_size(self.engine) * bytes_per_weight(self.prepared.optimizer)
         self.watchers.tell("on_start", RunInfo(
             self.run_dir.path, self.prepared.backend.name, self.num_steps, self.first_step, len(data.train),
             len(data.eval), engine.as_json(), state_bytes,

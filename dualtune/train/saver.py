@@ -13,6 +13,7 @@ from dualtune.base.errors import DiskError, FormatError
 from dualtune.base.files import OpenDirectory, free_name, set_aside, write_file
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, to_yaml
+from dualtune.engine.backend import state_size
 from dualtune.train import memory
 from dualtune.train.hooks import SAVE, Event
 from dualtune.train.objective import is_due, learning_rate, optimizer_spec
@@ -49,7 +50,7 @@ class Saver:
         self.newest = saved.path if saved else None
         self.failure: DiskError | None = None  # of the last attempt
         self._opened: OpenDirectory | None = None  # the directory of the checkpoints
-        self._needed = sum(_sizes(prepared.config, engine.description.trainable_parameters))
+        self._needed = sum(_sizes(prepared.config, state_size(engine)))
         self._is_short = False
         self._open_checkpoints()
 

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 from dualtune.base.errors import FormatError
+from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.formats.directory import read_adapter, write_adapter
 from dualtune.model.formats.peft import HANDLED, REFUSED
 
@@ -111,6 +112,20 @@ def test_reads_the_function_that_peft_saved(tmp_path, config, deltas, assert_sam
     assert_same_function(deltas(read_adapter(tmp_path / "dual")), expected)
     model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "dual")
     assert_same_function(deltas_of(model), expected)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_starts_of_the_weight_are_peft_s(init):
+    """PEFT takes scale · B A out of the base, where we keep it beside the adapter: the same matrices."""
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    expected = deltas_of(peft.get_peft_model(tiny_llama(), config))
+    weights = {name.removesuffix(".weight"): x.detach().numpy() for name, x in tiny_llama().named_parameters()}
+    spec = AdapterSpec(4, 6.0, 0.0, ("q_proj", "down_proj"), init=init)
+    start = spec.initial({module: weights[module].shape for module in expected}, 0, weights.__getitem__)
+    for module, delta in expected.items():
+        A, B = (start[tensor_name(module, part)] for part in "AB")
+        np.testing.assert_allclose(1.5 * B[:, :4] @ A[:4], delta, atol=1e-5 * np.abs(delta).max())
+        assert np.array_equal(A[:4], A[4:]) and np.array_equal(B[:, :4], -B[:, 4:])
 
 
 def trained_a(path):

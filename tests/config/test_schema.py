@@ -16,6 +16,7 @@ DEFAULTS = {
         "scaling": "standard",
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "layers": "all",
+        "experts": False,
         "rank_pattern": {},
         "alpha_pattern": {},
         "train_modules": (),

@@ -101,6 +101,19 @@ def test_all_linear_is_the_seven_modules_of_a_gated_decoder():
     assert estimate(MISTRAL, replace(H100, targets="all-linear")) == estimate(MISTRAL, H100)
 
 
+def test_ranks_count_by_module_and_a_kept_start_twice():
+    one = replace(H100, targets=("q_proj",), rank=4)
+    n = num_trained(MISTRAL, one)
+    assert num_trained(MISTRAL, replace(one, rank_pattern=(("layers.0.self_attn.q_proj", 8),))) == n + n // 32
+    assert num_trained(MISTRAL, replace(one, init="pissa")) == 2 * n == num_trained(MISTRAL, replace(one, rank=8))
+    kept = part(replace(one, init="pissa"), "optimizer").bytes - part(replace(one, rank=8), "optimizer").bytes
+    assert kept == 5 * 2 * n  # float32 copies of what does not move, and a mask
+    wide = part(replace(one, rank_pattern=(("q_proj", 8),)), "activations").bytes
+    assert wide == part(replace(one, rank=8), "activations").bytes > part(one, "activations").bytes
+    with pytest.raises(ConfigError, match=r"adapter.rank_pattern: no adapted layer is called 'v_proj'"):
+        num_trained(MISTRAL, replace(one, rank_pattern=(("v_proj", 8),)))
+
+
 def test_rows_are_as_wide_as_the_layout_makes_them():
     assert [padded(n) for n in range(1, 9000)] == [padded_row(n) for n in range(1, 9000)]
 

@@ -74,6 +74,25 @@ def rank_stabilized(backend, tiny, tmp_path_factory) -> Path:
     return run(config, backend).adapter_dir
 
 
+def test_an_adapter_with_a_start_of_the_weight_is_plain_lora_of_twice_the_rank(
+    backend, tiny, assert_one_function, tmp_path
+):
+    """OLoRA, rsLoRA and a rank per module: what is written, other tools read beside the unchanged base."""
+    config = tiny.config(
+        tmp_path / "r",
+        adapter={"rank": 3, "alpha": 2.0, "targets": ["q_proj", "o_proj"], "scaling": "rank_stabilized",
+                 "init": "olora", "rank_pattern": {"o_proj": 2}},
+        train={"steps": 4, "learning_rate": 1e-2, "warmup": 0, "schedule": "constant"},
+    )  # fmt: skip
+    path = run(config, backend).adapter_dir
+    spec = read_adapter(path).spec
+    assert (spec.rank, dict(spec.rank_pattern), spec.init) == (6, {"o_proj": 4}, "kaiming")
+    assert json.loads((path / "adapter_config.json").read_text())["init_lora_weights"] is True
+    assert_one_function(tiny, path)
+    base = tiny.oracle(path, lambda name, tensor: tensor * 0)
+    assert tiny.gap(base, tiny.oracle(path)) > SEEN, "B A is B0 A0, so nothing is shown"
+
+
 def test_a_rank_stabilized_adapter_is_one_function_everywhere(rank_stabilized, tiny, assert_one_function, tmp_path):
     """PEFT by use_rslora and the alpha as it is, mlx-lm by the scale itself; and alpha / rank is another function."""
     config = json.loads((rank_stabilized / "adapter_config.json").read_text())

@@ -106,8 +106,8 @@ def test_dropout_is_the_same_on_both_backends(material, backends, tmp_path):
 )
 def test_training_continues_on_the_other_backend(first, second, method, tiny, backends):
     """Ten steps here, ten there, dropout included, are twenty steps in one place."""
-    pattern = (("q_proj", 3), ("layers.1.mlp.down_proj", 12)) if method == "dora" else ()
-    spec = AdapterSpec(8, 16.0, 0.1, tuple(TARGETS), method=method, rank_pattern=pattern)
+    pattern, init = ((("q_proj", 3), ("layers.1.mlp.down_proj", 12)), "kaiming") if method == "dora" else ((), "pissa")
+    spec = AdapterSpec(8, 16.0, 0.1, tuple(TARGETS), method=method, init=init, rank_pattern=pattern)
     request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
 
     def train(engine, steps):

@@ -72,10 +72,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def write_family(family: str, path: Path, seed: int = 0) -> Path:
-    """Write a model of a family with random weights, large enough to tell one from the other."""
+def write_family(family: str, path: Path, seed: int = 0, **keys: object) -> Path:
+    """Write a model of a family with random weights, large enough to tell one from the other.
+
+    `keys` of its config in the place of those of FAMILIES.
+    """
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    config = CONFIG_MAPPING[family](**(keys or FAMILIES[family]))
     auto = AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():

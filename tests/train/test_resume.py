@@ -73,8 +73,7 @@ def untimed(rows):
 )  # fmt: skip
 def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout, optimizer):
     settings = RUN | {"adapter__dropout": dropout, "train__optimizer": optimizer}
-    if optimizer == "sgd":
-        settings |= {"train__learning_rate": 0.5}
+    settings |= {"sgd": {"train__learning_rate": 0.5}, "adamw_8bit": {"adapter__init": "pissa"}}.get(optimizer, {})
     straight = lab.run("straight", **settings)
     stopped("stopped", 5, **settings)
     saved = checkpoint.read(lab.tmp_path / "stopped" / "checkpoints" / "step-00000004")

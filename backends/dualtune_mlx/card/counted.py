@@ -58,7 +58,7 @@ def _stored(layer: CountedLayer, ask: Ask) -> int:
 
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
-    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers).inputs
+    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers, ask.experts).inputs
     norms = num_scaled(counted, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
@@ -79,18 +79,18 @@ def _kept(counted: Counted, ask: Ask, layers: range, inputs: int) -> MemoryPart:
 def _layer(counted: Counted, ask: Ask, number: int) -> int:
     """Bytes that a layer keeps for a token, with its adapters."""
     layer, prefix, c = counted.by_layer[number], f"{counted.paths[number]}.", ask.item_bytes
-    chosen = selected(counted, ask.targets, ask.layers)
-    on = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
-    read = sum({linear.reads: linear.in_ for linear in on}.values())
+    chosen = selected(counted, ask.targets, ask.layers, ask.experts)
+    on = [linear for linear in layer.linears if linear.paths(prefix)[0] in chosen]
+    read = sum({linear.reads: linear.sent * linear.in_ for linear in on}.values())
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
-        masks = 2 * sum(linear.in_ for linear in on) - read if ask.kernels == "reference" else read
+        masks = 2 * sum(linear.sent * linear.in_ for linear in on) - read if ask.kernels == "reference" else read
     if ask.scales_outputs:
         masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     of_modules = ranks(counted, ask)
-    made = sum(of_modules[f"{prefix}{linear.name}"] for linear in on)
+    made = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
     return saved.token + scores + c * (made + read + masks)
 
 

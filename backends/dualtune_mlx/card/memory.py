@@ -103,7 +103,7 @@ def _base(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
-    on = adapted(decoder, ask.targets, ask.layers)
+    on = adapted(decoder, ask.targets, ask.layers, ask.experts)
     n, keys, norms = num_trained(decoder, ask), on.layers * _read(decoder, ask), num_scaled(decoder, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
@@ -114,7 +114,7 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:
     """Return which layers are kept, and how many inputs of segments: at the end of the forward pass, then when each
     segment is recomputed, from the last one."""
-    lowest = shape.layers - adapted(shape, ask.targets, ask.layers).layers  # below it nothing is kept
+    lowest = shape.layers - adapted(shape, ask.targets, ask.layers, ask.experts).layers  # below it nothing is kept
     all_layers = range(lowest, shape.layers)
     if ask.resident_layers is not None:  # every layer is recomputed, after the loss
         return [(range(0), len(all_layers) + 1), (all_layers[-1:], len(all_layers))]
@@ -138,7 +138,7 @@ def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> Memory
 
 def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     """Return how many numbers a layer keeps for a token."""
-    on, d, q = adapted(decoder, ask.targets, ask.layers), decoder.hidden, decoder.width
+    on, d, q = adapted(decoder, ask.targets, ask.layers, ask.experts), decoder.hidden, decoder.width
     kv, i = decoder.kv_width, decoder.inner
     linears = [layer for name, layer in decoder.linears().items() if name in on.inside]
     inputs, read = [layer.in_ for layer in linears], _read(decoder, ask)
@@ -162,7 +162,7 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
 
 def _read(decoder: Decoder, ask: Ask) -> int:
     """Return the total width of the inputs of a layer's adapters, each counted once."""
-    reads = adapted(decoder, ask.targets, ask.layers).reads
+    reads = adapted(decoder, ask.targets, ask.layers, ask.experts).reads
     read = decoder.hidden * (("before attention" in reads) + ("before feed-forward" in reads))
     return read + decoder.width * ("heads" in reads) + decoder.inner * ("inner" in reads)
 

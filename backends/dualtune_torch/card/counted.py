@@ -120,15 +120,15 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     """Bytes that the adapters of a layer keep: each input once, or after dropout, and what each rank makes of it."""
     if ask.trains_model:
         return 0
-    chosen = selected(counted, ask.targets, ask.layers)
-    adapted = [linear for linear in layer.linears if f"{prefix}{linear.name}" in chosen]
+    chosen = selected(counted, ask.targets, ask.layers, ask.experts)
+    adapted = [linear for linear in layer.linears if linear.paths(prefix)[0] in chosen]
     T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
     of_modules = ranks(counted, ask)
-    made = c * sum(of_modules[f"{prefix}{linear.name}"] for linear in adapted)
+    made = c * sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in adapted)
     made += c * sum(linear.out for linear in adapted) * ask.scales_outputs
     if ask.adapts_alone and ask.dropout:  # the input after dropout and a mask, for each module
-        return T * (made + (c + 1) * sum(linear.in_ for linear in adapted))
-    inputs = {linear.reads: linear.in_ for linear in adapted}
+        return T * (made + (c + 1) * sum(linear.sent * linear.in_ for linear in adapted))
+    inputs = {linear.reads: linear.sent * linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)
     needed = [
         in_ for reads, in_ in inputs.items() if reads not in saved.inputs or (drops and reads not in saved.recomputed)

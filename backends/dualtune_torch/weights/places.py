@@ -6,7 +6,8 @@ the files to the parameters that it becomes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
+    MergeModulelist,
     Split,
     Transpose,
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -27,9 +31,11 @@ from transformers.pytorch_utils import Conv1D
 
 from dualtune.base.tensors import StoredForm, write_model_weights
 from dualtune.model.copies import copy_without_weights
+from dualtune.model.experts import UP
 from dualtune.model.merging import stored_bytes
 from dualtune.model.places import FilePlace
 from dualtune.model.weight_files import BaseWeights
+from dualtune_torch.experts import Projection, projections
 
 
 def find_places(
@@ -59,19 +65,74 @@ def _parameters(
     model: PreTrainedModel, base: BaseWeights, shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, FilePlace]:
     """Return the place of each parameter that a tensor of the files becomes, as it is, transposed or in parts."""
+    parameters = dict.fromkeys((*model.state_dict(), *(f"{module}.weight" for module in shapes)), True)
+    places: dict[str, FilePlace] = {}
+    for name, target, _, converter in _targets(model, base, parameters):
+        places |= {target: FilePlace(name)} if converter is None else _converted(name, target, converter, shapes)
+    return places
+
+
+def _targets(
+    model: PreTrainedModel, base: BaseWeights, parameters: dict[str, bool]
+) -> Iterator[tuple[str, str, str | None, WeightConverter | None]]:
+    """Yield each tensor of the files, the parameter that it becomes, and by which pattern of what conversion."""
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
-    parameters = dict.fromkeys((*model.state_dict(), *(f"{module}.weight" for module in shapes)), True)
-    places: dict[str, FilePlace] = {}
     for name in base.tensors:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if pattern is None:
-            places[target] = FilePlace(name)
-        else:
-            places |= _converted(name, target, by_pattern[pattern], shapes)
+        yield name, target, pattern, None if pattern is None else by_pattern[pattern]
+
+
+def expert_places(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[FilePlace]]:
+    """Return where the matrix of each expert lies, by the paths of `experts.projections`.
+
+    Files hold them one by one, which transformers stacks, gate before up, or as the stacks of transformers' module. A
+    projection that is made in another way has none.
+    """
+    found = projections(model)
+    stacks = dict.fromkeys(f"{path.rpartition('.')[0]}.{p.parameter}" for path, p in found.items())
+    sources: dict[str, dict[str | None, list[str]]] = {stack: defaultdict(list) for stack in stacks}
+    converters: dict[str, WeightConverter | None] = {}
+    for name, target, pattern, converter in _targets(model, base, dict.fromkeys(model.state_dict(), True)):
+        if target in sources:
+            sources[target][pattern].append(name)
+            converters[target] = converter
+    places: dict[str, list[FilePlace]] = {}
+    for path, projection in found.items():
+        parameter = f"{path.rpartition('.')[0]}.{projection.parameter}"
+        if parameter in converters:
+            matrices = _of_experts(base, projection, converters[parameter], sources[parameter])
+            places |= {path: matrices} if matrices else {}
     return places
+
+
+def _of_experts(
+    base: BaseWeights,
+    projection: Projection,
+    converter: WeightConverter | None,
+    sources: Mapping[str | None, list[str]],
+) -> list[FilePlace]:
+    """Return the places of the matrices of a projection; none if they are made in a way that is not known."""
+    operations = [] if converter is None else [type(operation) for operation in converter.operations]
+    numbers = range(projection.count)
+    if not operations or operations == [Transpose]:
+        names = [name for names in sources.values() for name in names]
+        if len(names) != 1:
+            return []
+        stored, weight = base.tensors[names[0]].shape, getattr(projection.experts, projection.parameter)
+        operation: Any = converter.operations[0] if converter else None
+        turned = operation is not None and (not operation.check_dims or stored != tuple(weight.shape))
+        transposed = projection.experts.is_transposed != turned
+        return [FilePlace(names[0], transposed, projection.rows, number) for number in numbers]
+    assert converter is not None
+    patterns = converter.source_patterns
+    joined = [MergeModulelist, Concatenate] if projection.is_half else [MergeModulelist]
+    if operations != joined or len(patterns) != 1 + projection.is_half or projection.experts.is_transposed:
+        return []
+    names = sorted(sources[patterns[projection.role == UP and projection.is_half]], key=dot_natural_key)
+    return [FilePlace(name) for name in names] if len(names) == projection.count else []
 
 
 def _converted(

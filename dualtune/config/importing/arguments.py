@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -293,6 +294,14 @@ def token_rows(file: ForeignFile, name: str) -> Settings:
         file.lose(name, "rows are those of embedding and output head; write the ids as a list")
         return {}
     return listed(file, name, "adapter.train_rows")
+
+
+def peft_init(value: Any) -> str | None:
+    """Return the adapter.init of PEFT's init_lora_weights, None if there is none."""
+    if value is True:
+        return "kaiming"
+    name = str(value).lower()
+    return "pissa" if re.fullmatch(r"pissa(_niter_\d+)?", name) else name if name in ("gaussian", "olora") else None
 
 
 def module_numbers(file: ForeignFile, key: str) -> Settings:

@@ -24,6 +24,7 @@ from dualtune.config.importing.arguments import (
     lora,
     lora_plus,
     module_numbers,
+    peft_init,
     token_rows,
     variables_in,
 )
@@ -341,13 +342,10 @@ def _init(file: ForeignFile) -> Settings:
     key, value = "peft_init_lora_weights", file.get("peft_init_lora_weights")
     if value is None or "adapter" not in file:
         return {}
-    if value is True:
-        return {"adapter.init": file.note("kaiming", key)}
-    if value == "gaussian":
-        file.lose(key, "PEFT's A has the deviation 1 / rank, adapter.init: normal 0.02; the start is kaiming")
-    else:
+    if (init := peft_init(value)) is None:
         file.lose(key, "this start is not supported yet; it is kaiming")
-    return {}
+        return {}
+    return {"adapter.init": file.note(init, key)}
 
 
 def _targets(file: ForeignFile) -> Settings:
@@ -432,7 +430,7 @@ RULES = (
     translated(_LORA, "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
     translated(_TARGETS, "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
-    translated("peft_init_lora_weights", "adapter.init", _init, "true is `kaiming`; PEFT's gaussian is another start"),
+    translated("peft_init_lora_weights", "adapter.init", _init, "true is `kaiming`; `pissa_niter_n` is `pissa`"),
     renamed("lora_model_dir", "adapter.init_from", ForeignFile.text),
     translated("chat_template chat_template_jinja", "data.template", _template,
                "`auto` is the tokenizer's own; llama3, qwen_25, gemma and gemma3 become `llama-3`, `qwen-2.5`, "

@@ -159,6 +159,12 @@ def _adapter(file: ForeignFile) -> Settings:
     return settings
 
 
+def _init(file: ForeignFile) -> Settings:
+    if file.get("finetuning_type") == "full" or not file.flag("pissa_init"):
+        return {}
+    return {"adapter.init": file.note("pissa", "pissa_init")}
+
+
 def _targets(file: ForeignFile) -> Settings:
     return {} if file.get("finetuning_type") == "full" else module_names(file, "lora_target")
 
@@ -358,7 +364,9 @@ RULES = (
                "a list; the vocabulary grows by itself, and the rows of the tokens are trained"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
-    absent("pissa_* create_new_adapter", "LoRA starts at zero"),
+    translated("pissa_init", "adapter.init", _init, "the base stays as it is, so there is nothing to convert"),
+    needless("pissa_iter pissa_convert", "the search is fixed, and the written adapter is plain LoRA"),
+    absent("create_new_adapter", "a run has one adapter, which adapter.init_from may start"),
     absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
            "this kind of training is not supported yet"),
     absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",

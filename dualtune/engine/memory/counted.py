@@ -21,17 +21,25 @@ from dualtune.base.files import cache_dir, write_file
 from dualtune.base.versions import versions_of
 from dualtune.engine.card import card_of
 from dualtune.engine.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.model.experts import is_stack, members
 
-FORMAT = 5  # of the files in the cache
+FORMAT = 6  # of the files in the cache
 
 
 class CountedLinear(NamedTuple):
-    """A linear layer that can be adapted."""
+    """A linear layer that can be adapted, or a stack of those of experts."""
 
     name: str  # its path in the layer, or in the model if it is in none
     out: int
     in_: int
     reads: int  # which input it reads: those with the same number read the same tensor
+    number: int = 1  # of experts in the stack
+    sent: int = 1  # how many of them a token is sent to
+
+    def paths(self, prefix: str) -> list[str]:
+        """Return the module paths of the layers, in a layer of the model with this path and a dot."""
+        path = f"{prefix}{self.name}"
+        return members(path, self.number) if is_stack(path) else [path]
 
 
 class Matrices(NamedTuple):
@@ -107,13 +115,19 @@ class Counted:
     def places(self) -> dict[str, tuple[int, str]]:
         """Return the number of the layer of each linear layer, and its path in it, by module path."""
         layers = enumerate(zip(self.paths, self.by_layer, strict=True))
-        return {f"{path}.{linear.name}": (i, linear.name) for i, (path, layer) in layers for linear in layer.linears}
+        return {
+            module: (i, linear.name)
+            for i, (path, layer) in layers
+            for linear in layer.linears
+            for module in linear.paths(f"{path}.")
+        }
 
     def modules(self) -> dict[str, tuple[int, int]]:
         """Return the linear layers that can be adapted: module path -> (out, in)."""
         shapes = {linear.name: (linear.out, linear.in_) for linear in self.outside.linears}
         for path, layer in zip(self.paths, self.by_layer, strict=True):
-            shapes |= {f"{path}.{linear.name}": (linear.out, linear.in_) for linear in layer.linears}
+            for linear in layer.linears:
+                shapes |= dict.fromkeys(linear.paths(f"{path}."), (linear.out, linear.in_))
         return shapes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -20,7 +20,8 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormul
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.beside import is_inside
-from dualtune.model.methods import FULL, METHODS
+from dualtune.model.experts import without_number
+from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, is_embedding, is_head, value_of
 
@@ -57,7 +58,13 @@ class HasAdapter(Protocol):
     def layers(self) -> str: ...
 
     @property
+    def experts(self) -> bool: ...
+
+    @property
     def rank_pattern(self) -> Mapping[str, int] | Pattern[int]: ...
+
+    @property
+    def init(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,9 @@ class Ask:
     averages: bool = False  # whether it also keeps an average of the weights
     method: str = "lora"
     layers: str = ALL_LAYERS
+    experts: bool = False
     rank_pattern: Pattern[int] = ()
+    init: str = INITS[0]
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     beside: int = 0  # parameters of the base that are trained beside the adapter
@@ -138,7 +147,7 @@ class Adapted:
     """The linear layers that have an adapter."""
 
     shapes: tuple[tuple[int, int], ...]  # (out, in) of each
-    inputs: int  # total input width of all modules
+    inputs: int  # total input width of all modules, of a stack of experts once
     inside: frozenset[str]  # their paths in a layer
     reads: frozenset[str | int]  # their inputs, as in `Linear`
     head: bool  # whether the output head is one of them
@@ -146,27 +155,27 @@ class Adapted:
 
 
 @cache
-def selected(shape: Shape, targets: Targets, layers: str) -> Mapping[str, tuple[int, int]]:
+def selected(shape: Shape, targets: Targets, layers: str, experts: bool = False) -> Mapping[str, tuple[int, int]]:
     """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
     from dualtune.model.targets import matched, select_modules
 
     modules = shape.modules()
     # A whole path is that of the base's files, which the class may have inside another wrapper.
     named = matched((targets,) if isinstance(targets, str) else targets, modules)
-    return select_modules(modules, tuple(named.values()), layers)
+    return select_modules(modules, tuple(named.values()), layers, experts=experts)
 
 
 @cache
-def adapted(shape: Shape, targets: Targets, layers: str) -> Adapted:
+def adapted(shape: Shape, targets: Targets, layers: str, experts: bool = False) -> Adapted:
     """Describe the adapted linear layers. ConfigError as from `selected`."""
-    linears, places = selected(shape, targets, layers), shape.places()
+    linears, places = selected(shape, targets, layers, experts), shape.places()
     in_layers = [places[path] for path in linears if path in places]
     inside = frozenset(name for _, name in in_layers)
     # What is in no layer, as an embedding's projection, may come before all of them.
     outside = linears.keys() - places.keys() - {shape.head}
     return Adapted(
         shapes=tuple(linears.values()),
-        inputs=sum(in_ for _, in_ in linears.values()),
+        inputs=sum(in_ for _, in_ in {without_number(path): shape for path, shape in linears.items()}.values()),
         inside=inside,
         reads=frozenset(linear.reads for name, linear in shape.linears().items() if name in inside),
         head=shape.head in linears,
@@ -177,7 +186,7 @@ def adapted(shape: Shape, targets: Targets, layers: str) -> Adapted:
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
     """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
-        on = adapted(decoder, ask.targets, ask.layers)
+        on = adapted(decoder, ask.targets, ask.layers, ask.experts)
         # The gradient goes down to the embedding, whatever is trained: a final norm alone is rare.
         return replace(on, layers=decoder.layers) if ask.beside else on
     reads = frozenset(layer.reads for layer in decoder.linears().values())
@@ -185,24 +194,38 @@ def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
 
 
 def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
-    """Return the number of trainable parameters. ConfigError if a target selects nothing."""
+    """Return the number of trainable parameters, with a start that stays beside them: so many has the optimizer too.
+
+    ConfigError if a target selects nothing.
+    """
     if adapter.method == FULL:
         return decoder.num_parameters
-    count, shapes = METHODS[adapter.method].count, adapted(decoder, adapter.targets, adapter.layers).shapes
     beside = adapter.beside if isinstance(adapter, Ask) else 0
-    return beside + sum(map(count, shapes, ranks(decoder, adapter).values()))
+    return beside + _num_trained(decoder, adapter.method, *_rank_settings(adapter))
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
-    """Return the rank of each adapted layer. ConfigError if a target of the pattern selects nothing."""
-    patterns = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
-    return _ranks(decoder, adapter.rank, patterns, adapter.targets, adapter.layers)
+    """Return the rank of each adapted layer, twice that if the start stays beside what is trained.
+
+    ConfigError if a target of the pattern selects nothing.
+    """
+    return _ranks(decoder, *_rank_settings(adapter))
+
+
+def _rank_settings(adapter: HasAdapter) -> tuple[int, Pattern[int], Targets, str, bool]:
+    """Return what the ranks depend on: rank, pattern, targets, layers and experts."""
+    pattern = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
+    times = 2 if adapter.init in KEPT_INITS else 1
+    pattern = tuple((target, times * rank) for target, rank in pattern)
+    return times * adapter.rank, pattern, adapter.targets, adapter.layers, adapter.experts
 
 
 def mean_rank(decoder: Shape, ask: Ask) -> float:
     """Return the rank of an adapted layer, or their mean if they have several."""
-    found = [] if ask.trains_model else [*ranks(decoder, ask).values()]
-    return sum(found) / len(found) if {*found} - {ask.rank} else ask.rank
+    if ask.trains_model or not (ask.rank_pattern or ask.init in KEPT_INITS):
+        return ask.rank
+    found = ranks(decoder, ask).values()
+    return sum(found) / len(found)
 
 
 def num_beside(decoder: Shape, config: Config) -> int:
@@ -232,22 +255,37 @@ def _is_table(module: str) -> bool:
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
     """Return how many outputs of layers are scaled by adapters."""
-    return sum(out for out, _ in adapted(decoder, ask.targets, ask.layers).shapes) if ask.scales_outputs else 0
+    return (
+        sum(out for out, _ in adapted(decoder, ask.targets, ask.layers, ask.experts).shapes)
+        if ask.scales_outputs
+        else 0
+    )
 
 
 @cache
-def _ranks(decoder: Shape, rank: int, pattern: Pattern[int], targets: Targets, layers: str) -> Mapping[str, int]:
-    pattern = checked_pattern(decoder, "rank_pattern", pattern, targets, layers)
-    return {module: value_of(module, pattern, rank) for module in selected(decoder, targets, layers)}
+def _ranks(
+    decoder: Shape, rank: int, pattern: Pattern[int], targets: Targets, layers: str, experts: bool
+) -> Mapping[str, int]:
+    modules = selected(decoder, targets, layers, experts)
+    pattern = checked_pattern(decoder, "rank_pattern", pattern, modules)
+    return {module: value_of(module, pattern, rank) for module in modules}
 
 
-def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], targets: Targets, layers: str) -> Pattern[Value]:
+@cache
+def _num_trained(
+    decoder: Shape, method: str, rank: int, pattern: Pattern[int], targets: Targets, layers: str, experts: bool
+) -> int:
+    count, shapes = METHODS[method].count, adapted(decoder, targets, layers, experts).shapes
+    return sum(map(count, shapes, _ranks(decoder, rank, pattern, targets, layers, experts).values()))
+
+
+def checked_pattern(shape: Shape, key: str, pattern: Pattern[Value], modules: Collection[str]) -> Pattern[Value]:
     """Return adapter.<key> with the names that the class has. ConfigError as when the model is loaded."""
     from dualtune.model.targets import matched
 
     names = matched((target for target, _ in pattern), shape.modules())
     pattern = tuple((names[target], value) for target, value in pattern)
-    check_pattern(key, pattern, selected(shape, targets, layers))
+    check_pattern(key, pattern, modules)
     return pattern
 
 
@@ -300,12 +338,13 @@ def state_bytes(decoder: Shape, ask: Ask) -> int:
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry, state = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer], state_bytes(decoder, ask)
+    held = MASTER_BYTES + 1 if ask.init in KEPT_INITS else 0  # what does not move, while the rest does, and where it is
     slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots and not entry.shapes else ""
-    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages
+    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages + f" + kept start × {held} B" * bool(held)
     formula = f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})"
     if entry.shapes:
         formula += f" + {state - math.ceil(SLOT_BYTES * n * ask.averages):,} B of {', '.join(entry.slots)}"
-    return MemoryPart("optimizer", MASTER_BYTES * n + state, formula)
+    return MemoryPart("optimizer", (MASTER_BYTES + held) * n + state, formula)
 
 
 def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:
@@ -406,9 +445,8 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     # A target that selects nothing is told now, not when the estimate asks for it.
     if not config.adapter.trains_model:
-        ranks(decoder, config.adapter)
         alphas = (*config.adapter.alpha_pattern.items(),)
-        checked_pattern(decoder, "alpha_pattern", alphas, config.adapter.targets, config.adapter.layers)
+        checked_pattern(decoder, "alpha_pattern", alphas, ranks(decoder, config.adapter))
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -421,7 +459,9 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         resident_layers=config.memory.resident_layers_or_none,
         targets=config.adapter.targets,
         layers=config.adapter.layers,
+        experts=config.adapter.experts,
         rank_pattern=(*config.adapter.rank_pattern.items(),),
+        init=config.adapter.init,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from dualtune.engine.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
 from dualtune.engine.capabilities import BACKEND_KEYS
@@ -232,9 +233,8 @@ def check_description_is_complete(case: Case) -> None:
 
 
 def check_new_adapter_is_initialized_by_the_core(case: Case) -> None:
-    """A is initialized by the core from the seed, B is zero: the same start on every backend."""
-    from dualtune.model.adapter import init_adapter
-
+    """The core draws A from the seed, or makes A and B of the weight: the same start on every backend."""
+    weights = load_file(case.model_dir / "model.safetensors")
     for init in case.backend.capabilities().get("adapter.init", {case.spec.init}):
         state = case.engine(trained=False, init=init).adapter_state()
         shapes = {
@@ -242,7 +242,8 @@ def check_new_adapter_is_initialized_by_the_core(case: Case) -> None:
             for n, b in state.items()
             if (parsed := parse_name(n)) and parsed[1] == "B"
         }
-        assert_equal(state, init_adapter(shapes, case.spec.rank, seed=7, init=init))
+        spec = replace(case.spec, init=init)
+        assert_equal(state, spec.initial(shapes, 7, lambda module: weights[f"{module}.weight"]))
         assert all(w.dtype == np.float32 for w in state.values())
 
 
@@ -432,6 +433,37 @@ def check_rank_stabilized_scale(case: Case) -> None:
     # The same function with another alpha has the same gradient.
     twin = case.engine(alpha=scale * case.spec.rank)
     assert_close(gradient(engine, batch), gradient(twin, batch), tolerances.GRADIENT)
+
+
+@with_each_optimizer
+def check_a_start_that_is_kept(case: Case) -> None:
+    """PiSSA: nothing at first, then what LoRA of twice the rank computes, half of which no step moves."""
+    if "pissa" not in case.backend.capabilities().get("adapter.init", ()):
+        return
+    case = replace(case, spec=replace(case.spec, init="pissa", scaling="rank_stabilized"))
+    engine, batch = case.engine(trained=False), case.batch()
+    start, where = engine.adapter_state(), case.spec.kept(engine.adapter_shapes) or {}
+    engine.load_adapter_state(engine.neutral_state())
+    base = engine.logprobs(batch)
+    engine.load_adapter_state(start)
+    np.testing.assert_allclose(engine.logprobs(batch), base, atol=tolerances.LOGPROBS, rtol=0)
+    assert engine.description.trainable_parameters == sum(int((~kept).sum()) for kept in where.values())
+    slopes: Tensors = {}
+    for _ in range(2):
+        engine.forward_backward(batch, divisor=batch.num_targets)
+        slopes, output = engine.gradient(), engine.optim_step(lr=1e-2, max_grad_norm=0.5)
+        assert abs(float(output.grad_norm) - norm_of(slopes)) <= tolerances.GRADIENT * norm_of(slopes)
+    state, slots = engine.adapter_state(), engine.optimizer_state().slots
+    for name, kept in where.items():
+        own = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
+        result = case.optimizer_spec.result(state[name], own)
+        moving = [slopes[name], *(values for values in own.values() if values.shape == kept.shape)]
+        assert not any(values[kept].any() for values in moving), name
+        assert all(np.array_equal(after[kept], start[name][kept]) for after in (state[name], result)), name
+        assert (state[name] != start[name])[~kept].mean() > 0.9, name
+    plain = replace(case, spec=case.spec.plain).engine()
+    plain.load_adapter_state(state)
+    assert np.array_equal(plain.logprobs(batch), engine.logprobs(batch))
 
 
 @with_each_method

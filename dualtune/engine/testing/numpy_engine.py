@@ -40,7 +40,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
-from dualtune.model.adapter import Tensors, owner_of, tensor_name
+from dualtune.model.adapter import AdapterSpec, Tensors, owner_of, tensor_name
 from dualtune.model.beside import Table, parameter_name, rows_name, sizes_of, trained_parameters, trained_rows
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.methods.dora import LEAST_NORM, row_norms
@@ -106,7 +106,8 @@ class NumpyEngine:
         self._shapes = shapes = request.adapter.select(available)
         self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
-        self._params = self.neutral_state()
+        self._params = self._initial(request.adapter)
+        self._kept = request.adapter.kept(self.adapter_shapes) or {}
         slots = request.optimizer.slot_shapes(self.adapter_shapes)
         self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
@@ -120,7 +121,8 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trained_beside=sizes_of(self.adapter_shapes),
-            trainable_parameters=sum(w.size for w in self._params.values()),
+            trainable_parameters=sum(w.size for w in self._params.values())
+            - sum(int(kept.sum()) for kept in self._kept.values()),
             layers_below_adapter=int("mixer" not in shapes and not any("head" not in name for name in self._beside)),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
@@ -241,7 +243,12 @@ class NumpyEngine:
         self._add_slope("embedding", slope_VD)
 
     def gradient(self) -> Tensors:
+        self._drop_kept(self._grads)
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
+
+    def _drop_kept(self, tensors: Tensors) -> None:
+        for name, where in self._kept.items():
+            tensors[name][where] = 0
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
@@ -250,6 +257,7 @@ class NumpyEngine:
     # --- optimizer ------------------------------------------------------------------------------------------------
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        self._drop_kept(self._grads)
         norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
         loss, self._loss = self._loss, 0.0
@@ -264,15 +272,18 @@ class NumpyEngine:
             g[:] = 0
 
     def _update(self, lr: float, clip: float) -> None:
-        optimizer = self._request.optimizer
+        optimizer, before = self._request.optimizer, {name: self._params[name].copy() for name in self._kept}
+        self._drop_kept(self._params)  # zeros with a gradient of zero stay so in every rule, with all of its slots
         self._step += 1
         for name, w in self._params.items():
-            before = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
+            slots = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
             own_lr = lr * optimizer.lr_factor(name)
-            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=own_lr)
+            w, after = optimizer.update(w, self._grads[name] * clip, slots, step=self._step, lr=own_lr)
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)
+        for name, where in self._kept.items():
+            self._params[name][where] = before[name][where]
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if checkpointing != KEEP_ALL:
@@ -288,11 +299,14 @@ class NumpyEngine:
         return {n: w.copy() for n, w in self._params.items()}
 
     def neutral_state(self) -> Tensors:
+        return self._initial(self._request.adapter.plain)
+
+    def _initial(self, adapter: AdapterSpec) -> Tensors:
         own = {
             name: self._frozen(cast(str, owner_of(name)))[rows].astype(np.float32)
             for name, rows in self._beside.items()
         }
-        return self._request.adapter.initial(self._shapes, self._request.seed, self._frozen) | own
+        return adapter.initial(self._shapes, self._request.seed, self._frozen) | own
 
     def _frozen(self, module: str) -> np.ndarray:
         return self._weights[f"{module}.weight"].astype(np.float32)

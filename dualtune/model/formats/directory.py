@@ -31,7 +31,7 @@ from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
 from dualtune.model.beside import parameter_name
-from dualtune.model.formats import canonical, mlx_lm, peft
+from dualtune.model.formats import canonical, mlx_lm, peft, stacks
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
 from dualtune.model.targets import is_embedding
@@ -206,7 +206,7 @@ def _parse(contents: Contents, layout: str) -> canonical.Parts:
         parts = peft.read_peft(contents.config, tensors, directory, contents.naming)
         parts = parts._replace(tensors=_without_copy(parts.tensors, contents))
     else:
-        parts = mlx_lm.read_mlx(contents.config, tensors, directory)
+        parts = mlx_lm.read_mlx(contents.config, tensors, directory, contents.naming)
     tensors, spec = _in_names(parts.spec, parts.tensors, reversed_(contents.naming.prefixes(layout)))
     return parts._replace(spec=_as_recorded(spec, contents), tensors=tensors)
 
@@ -302,11 +302,12 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
     if layout != "peft":
         uniform, padded, unified = canonical.unified(spec, tensors)
+        _check_values(padded)
         notes += [f"mlx-lm's file: {note}" for note in unified]
         named, own = _in_names(uniform, padded, naming.mlx)
-        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out)
+        config |= mlx_lm.mlx_config(own, modules_of(named), fan_in_fan_out=fan_in_fan_out, experts=naming.experts)
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(
-            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
+            mlx_lm.mlx_tensors(named, spec.method, fan_in_fan_out=fan_in_fan_out, experts=naming.experts), "mlx"
         )
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
@@ -328,15 +329,17 @@ def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
     if head is not None:  # PEFT copies each module that it trains, also one that is another
         tensors = tensors | {parameter_name(f"{head}.weight"): x for x in _embeddings(tensors)}
     named, spec = _in_names(adapter.spec, tensors, adapter.naming.peft)
+    linear, of_experts, forms = stacks.to_parameters(named, adapter.naming.experts, spec.scale_of)
     config = peft.peft_config(
         spec,
-        modules_of(named),
+        modules_of(linear),
         adapter.base_model,
         of_base=[*canonical.of_base(named)],
         fan_in_fan_out=adapter.fan_in_fan_out,
         naming=adapter.naming,
+        of_experts=forms,
     )
-    return config, named
+    return config, linear | of_experts
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, owner_of
+from dualtune.model.experts import DOWN, GATE, UP
 
 # ----------------------------------------------------------------------------------------------------------------------
 # GPT-2's linear layers, which transformers and mlx-lm store and name differently.
@@ -87,6 +88,20 @@ EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of the projections of experts in a base's files, and what holds them elsewhere."""
+
+    gate: str = GATE  # empty: the experts have no gate
+    up: str = UP
+    down: str = DOWN
+    interleaved: bool = False  # whether gate and up take turns in transformers' parameter, else they are its halves
+    mlx: str = "switch_mlp"  # what mlx-lm calls the experts of a layer
+
+    def of(self, role: str) -> str:
+        return {GATE: self.gate, UP: self.up, DOWN: self.down}[role]
+
+
+@dataclass(frozen=True, slots=True)
 class Naming:
     """The names that other tools give to the layers of a base model."""
 
@@ -97,10 +112,12 @@ class Naming:
     notes: tuple[str, ...] = ()  # what PEFT cannot load, or only in one way
     # The output head of a base that is trained as its embedding: PEFT's file has the numbers of both.
     tied_head: str | None = None
+    experts: ExpertNames = ExpertNames()
 
     def as_json(self) -> dict[str, Any]:
         """Return what is kept in dualtune.json: the fields that say something."""
-        return {name: value for name, value in asdict(self).items() if value}
+        values = {name: value for name, value in asdict(self).items() if value and name != "experts"}
+        return values if self.experts == ExpertNames() else values | {"experts": asdict(self.experts)}
 
     def prefixes(self, layout: str) -> Prefixes:
         return self.mlx if layout == "mlx" else self.peft
@@ -126,7 +143,17 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
     return Naming(
         _prefixes(table, "peft", where), _prefixes(table, "mlx", where), table.get("has_experts") is True,
         tuple(towers), tuple(fields.texts(table, "notes", where) or []), fields.name(table, "tied_head", where),
+        _expert_names(table, where),
     )  # fmt: skip
+
+
+def _expert_names(table: Mapping[str, Any], where: object) -> ExpertNames:
+    names = fields.subtable(table, "experts", where)
+    texts = {key: names[key] for key in ("gate", "up", "down", "mlx") if key in names}
+    for key, value in texts.items():
+        if not isinstance(value, str) or not (is_module_path(value) or (key == "gate" and not value)):
+            raise fields.wrong(where, f"naming.experts.{key}", value, "the name of a module")
+    return ExpertNames(**texts, interleaved=names.get("interleaved") is True)
 
 
 def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:

@@ -21,6 +21,7 @@ from dualtune.model.adapter import (
     AdapterSpec,
     Scaling,
     Tensors,
+    divisor,
     exact_targets,
     is_module_path,
     parse_name,
@@ -29,11 +30,14 @@ from dualtune.model.adapter import (
     within_stack,
 )
 from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
+from dualtune.model.experts import expert_of
 from dualtune.model.formats import naming as gpt2
+from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
     PAIR,
     Pairs,
     Parts,
+    alpha_of,
     check_extras,
     check_rank,
     extra_tensors,
@@ -111,15 +115,23 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
+    parameters, sources = fields.texts(config, "target_parameters", where) or [], dict[str, str]()
+    if any(map(stacks.is_parameter, parameters)):
+        pairs, sources = stacks.from_parameters(
+            pairs, naming.experts, parameters, lambda path: _rank(path, config, where), directory / WEIGHTS_FILE,
+        )  # fmt: skip
     _check_parameters(config, pairs, where)
-    for module in pairs:
+    for module in pairs.keys() - sources.keys():
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    ranks = {module: _rank(module, config, where) for module in pairs}
+    ranks = {module: _rank(sources.get(module, module), config, where) for module in pairs}
+    alphas = {module: _alpha(sources.get(module, module), config, where) for module in pairs}
+    for module in sources:  # gate and up have half of the rank of the parameter that they share, and its scale
+        scale, half = alphas[module] / divisor(ranks[module], scaling), len(pairs[module].A_rI)
+        ranks[module], alphas[module] = half, alpha_of(scale, half, scaling)
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
     check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
-    alphas = {module: _alpha(module, config, where) for module in pairs}
     rank, alpha = _common(ranks, config.get("r")), _common(alphas, config.get("lora_alpha"))
     spec = AdapterSpec(
         rank=rank,
@@ -131,6 +143,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         beside=beside,
         rank_pattern=pattern_of(ranks, rank, _names_in(config, "rank_pattern", where)),
         alpha_pattern=pattern_of(alphas, alpha, _names_in(config, "alpha_pattern", where)),
+        experts=stacks.experts_among(to_tensors(pairs)),
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
@@ -206,22 +219,33 @@ def peft_config(
     of_base: Collection[str] = (),
     fan_in_fan_out: bool = False,
     naming: Naming = PLAIN,
+    of_experts: Mapping[str, tuple[int, float]] | None = None,
 ) -> dict[str, Any]:
     """Return the adapter_config.json of a canonical adapter that has an integer alpha.
 
-    `of_base`: the names of its tensors that are parameters of the base.
+    `of_base`: the names of its tensors that are parameters of the base. `of_experts`: the rank and the scale of each
+    adapted parameter that is a stack of experts.
     """
     assert spec.alpha == int(spec.alpha), spec
-    targets, parameters = list(exact_targets(modules, spec.targets)), by_parameter(spec, modules, naming)
+    fused = dict(of_experts or {})
+    named = spec.targets if not fused else [t for t in spec.targets if t == ALL_LINEAR or _selects_any(t, modules)]
+    targets, parameters = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
     if parameters:
         targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
+    parameters += sorted(fused)
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
     ranks = _written({m: spec.rank_of(m) for m in modules}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
     alphas = _written({m: spec.alpha_of(m) for m in modules}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
     if naming.exclusion is not None:
         ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
+    # First, because the first that matches counts, and a name of linear layers may be the end of a parameter's path.
+    of_parameters = {path: alpha_of(scale, rank, spec.scaling) for path, (rank, scale) in fused.items()}
+    if ranks or any(rank != spec.rank for rank, _ in fused.values()):
+        ranks = {path: rank for path, (rank, _) in fused.items()} | ranks
+    if alphas or any(alpha != spec.alpha for alpha in of_parameters.values()):
+        alphas = of_parameters | alphas
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
     return {
@@ -246,6 +270,10 @@ def peft_config(
     }
 
 
+def _selects_any(target: str, modules: Iterable[str]) -> bool:
+    return any(is_target(module, (target,)) for module in modules)
+
+
 def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
     """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
 
@@ -260,8 +288,13 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
     """Raise FormatError for adapted parameters that are not the weight of a linear layer."""
     for name in fields.texts(config, "target_parameters", where) or ():
         module, _, last = name.rpartition(".")
+        if stacks.is_parameter(name):
+            continue
         if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
-            allowed = "the weights of linear layers: stacked parameters (MoE experts) cannot be converted"
+            allowed = (
+                "the weights of linear layers, and the stacks of experts that transformers calls gate_up_proj, up_proj "
+                "and down_proj"
+            )
             raise fields.wrong(where, "target_parameters", name, allowed)
 
 
@@ -384,6 +417,8 @@ def _selects(rule: str | list[str], module: str, where: Path) -> bool:
 
 def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
     """Return the config's names; full paths if it selects by an expression, a list of layers or exceptions."""
+    if any(expert_of(module) for module in pairs):
+        return short_targets(pairs)
     targets = _selector(config, "target_modules", where)
     if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
         return tuple(sorted(pairs))

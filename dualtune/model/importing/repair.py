@@ -92,7 +92,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     template = read_template(directory)
     fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
     adapter = Adapter(
-        parts.spec, parts.tensors, parts.base_model, layout, metadata, (*notes, *parts.notes), template,
+        parts.spec, parts.tensors, parts.base_model, layout, metadata, (*notes, *parts.notes), template=template,
         fan_in_fan_out=fan_in_fan_out,
     )  # fmt: skip
     idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]

@@ -21,6 +21,9 @@ NAMES = (*METHODS, FULL)  # the values of adapter.method
 # The values of adapter.init, the default first.
 INITS = tuple(dict.fromkeys(init for method in METHODS.values() for init in method.inits))
 
+# Those that are made of the weight. They are kept beside what is trained, so that the adapter has twice the rank.
+KEPT_INITS = frozenset({"pissa", "olora"})
+
 # Other adapters of PEFT, by peft_type in lower case -> what they are, and the nearest that is here.
 _RANK, _FEW = "the nearest is lora of a higher rank", "the nearest is lora of rank 1"
 OTHERS: Mapping[str, str] = MappingProxyType(

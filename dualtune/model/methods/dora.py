@@ -40,10 +40,10 @@ def row_norms(W_OI: np.ndarray) -> np.ndarray:
 
 
 def _with_magnitude(init: Init) -> Init:
-    """Return a start of LoRA with m = ‖W‖: with B = 0 nothing changes."""
+    """Return a start of LoRA with m = ‖W‖: where B A is zero nothing changes."""
 
-    def start(weight: Shape, rank: int, rng: np.random.Generator, frozen: Weight | None) -> ByPart:
-        values = init(weight, rank, rng, frozen)
+    def start(weight: Shape, rank: int, scale: float, rng: np.random.Generator, frozen: Weight | None) -> ByPart:
+        values = init(weight, rank, scale, rng, frozen)
         return values if frozen is None else {**values, "m": row_norms(frozen()).astype("float32")}
 
     return start

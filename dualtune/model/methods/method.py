@@ -15,9 +15,9 @@ ByPart = dict[str, "np.ndarray"]
 Weight = Callable[[], "np.ndarray"]  # returns the frozen weight W, float32 [out, in]; dequantized only when called
 
 
-# Shape of W, rank, the module's own random stream, W -> the initial values, float32, by part. Without W, the parts
-# that depend on it are omitted.
-Init = Callable[[Shape, int, "np.random.Generator", Weight | None], ByPart]
+# Shape of W, rank, scale, the module's own random stream, W -> the initial values, float32, by part. Without W, the
+# parts that depend on it are omitted.
+Init = Callable[[Shape, int, float, "np.random.Generator", Weight | None], ByPart]
 
 
 class Parameter(NamedTuple):
