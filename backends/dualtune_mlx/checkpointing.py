@@ -17,6 +17,7 @@ from mlx import nn
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import ActivationCheckpointing
+from dualtune_mlx.adapter import WholeModel
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds
 
@@ -26,7 +27,7 @@ PROBE = 4  # tokens to test whether the layers of a model can be recomputed
 class Recomputation:
     """The decoder layers of a model, of which some are recomputed. Only the classes of the layers change."""
 
-    def __init__(self, model: nn.Module, adapter: AdaptedLayers) -> None:
+    def __init__(self, model: nn.Module, adapter: AdaptedLayers | WholeModel) -> None:
         self._model = model
         self._adapter = adapter
         self._layers: list[Any] = list(cast(Any, model).layers)
@@ -61,7 +62,7 @@ class Recomputation:
     def value_and_grad(
         self, function: Callable[[dict[str, mx.array]], mx.array], params: dict[str, mx.array]
     ) -> tuple[mx.array, dict[str, mx.array]]:
-        """Return the value of a function of the adapter's parameters, and its gradients by name."""
+        """Return the value of a function of what is trained, and its gradients by name."""
         with self.active():
             return mx.value_and_grad(function)(params)
 
@@ -102,7 +103,7 @@ class NotRecomputable(Exception):
 class Segment:
     """Consecutive decoder layers. The calls of all but the last wait until the last is called."""
 
-    def __init__(self, layers: list[Any], adapter: AdaptedLayers) -> None:
+    def __init__(self, layers: list[Any], adapter: AdaptedLayers | WholeModel) -> None:
         self._layers = layers
         self._adapter = adapter
         self._names = adapter.names_in(layers)

@@ -6,15 +6,14 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 
-from dualtune.model.adapter import AdapterSpec
 from dualtune.model.methods.dora import LEAST_NORM, LEAST_SHARE
-from dualtune_mlx.lora import LoRALinear, SharedInput
-from dualtune_mlx.methods import DropoutSeeds, times_weight, weight_of
+from dualtune_mlx.lora import LoRALinear
+from dualtune_mlx.methods import times_weight, weight_of
 
 
 class DoRALinear(LoRALinear):
@@ -23,15 +22,8 @@ class DoRALinear(LoRALinear):
     h is small in training, so that it keeps its digits where y is computed in 16 bits.
     """
 
-    def __init__(
-        self,
-        base: nn.Module,
-        module: str,
-        spec: AdapterSpec,
-        seeds: DropoutSeeds,
-        shared: SharedInput | None = None,
-    ) -> None:
-        super().__init__(base, module, spec, seeds, shared)
+    def __init__(self, base: nn.Module, *of_lora: Any) -> None:
+        super().__init__(base, *of_lora)
         self._squares_O = mx.square(weight_of(base)).sum(axis=1)  # ‖W‖² of each row
         mx.eval(self._squares_O)  # now, so that one unpacked weight is in memory at a time
 

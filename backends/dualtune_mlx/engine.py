@@ -35,9 +35,10 @@ from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, gathered, members, shapes_apart
-from dualtune.model.merging import write_merged
+from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
+from dualtune_mlx.adapter import WholeModel
 from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
@@ -57,7 +58,7 @@ from dualtune_mlx.methods import (
     linear_layers,
     storage,
 )
-from dualtune_mlx.model import DTYPES
+from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
@@ -72,17 +73,21 @@ class MlxEngine:
         weights, resident = request.base_weights(), request.resident_layers
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
+        self._is_full = request.adapter.trains_model
+        whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
         paths = linear_layers(model)
-        places = find_places(model, weights, paths) if weights is not None else {}
+        places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
             takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
             of_stacks = expert_places(model, weights, interleaved=takes_turns)
             names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
+        self._layers: dict[str, AdaptedLayer] = {}
+        if whole is None:
+            self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
         for path, found in of_stacks.items():
             if names[path] in self._layers:
@@ -92,8 +97,8 @@ class MlxEngine:
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
-        # The adapter lies in one flat array, which the optimizer updates as a whole or in two runs.
-        fresh = self._initial(request.adapter)
+        # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
+        fresh = whole.state() if whole else self._initial(request.adapter)
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
         order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
         self._layout = FlatLayout({name: shapes[name] for name in order})
@@ -101,7 +106,9 @@ class MlxEngine:
         self.adapter_shapes = shapes_apart(self._layout.shapes)
         self._tensors = FlatLayout(self.adapter_shapes)
         self._params = from_numpy(fresh, self._tensors)
-        self._optimizer = flat_optimizer(request.optimizer, self._tensors)
+        mx.eval(self._params)
+        del fresh
+        self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_chunks=self._is_full)
         slots = request.optimizer.slot_shapes(self.adapter_shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
@@ -113,29 +120,34 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
-        self._adapter.bind(self._layout.named(self._params))
-        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
-        streaming = Streaming(model, residency, self._adapter) if residency else None
+        self._adapter = whole or AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
+        self._bind()
+        trained = [*model.modules()] if whole else self._beside.modules
+        self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *trained])
+        streaming = None
+        if residency and isinstance(self._adapter, AdaptedLayers):  # the config streams no model that is trained
+            streaming = Streaming(model, residency, self._adapter)
         self._kernels = choose(
-            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=self._beside.modules
+            model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=trained
         )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
-        self._update = self._kernels.wrap(self._updated)
+        # The update of a whole model is not compiled: it would hold all chunks at once.
+        wrap = self._kernels.wrap
+        self._update: Callable[..., Any] = self._updated if self._is_full else wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=len(self._shapes()),
+            adapted_modules=None if self._is_full else len(self._shapes()),
             adapted_as=adapted_as(
                 [*(names.get(path, path) for path in paths), *self._shapes()],
                 request.adapter.targets,
                 experts=request.adapter.experts,
             ),
-            adapted_weights=storage(self._layers.values()),
-            trained_beside=sizes_of(self.adapter_shapes),
+            adapted_weights=None if self._is_full else storage(self._layers.values()),
+            trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
-            layers_below_adapter=len(self._frozen_layers),
+            layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
         )
         self.set_checkpointing(request.checkpointing)
@@ -169,7 +181,7 @@ class MlxEngine:
             with self._documents(batch):
                 return self._accumulate(self._params, self._grads, self._loss, inputs, factor)
         finally:
-            self._adapter.bind(self._layout.named(self._params))  # the function above bound its own arguments
+            self._bind()  # the function above bound its own arguments
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
@@ -227,7 +239,7 @@ class MlxEngine:
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
-        self._adapter.bind(self._layout.named(self._params))
+        self._bind()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
@@ -240,6 +252,8 @@ class MlxEngine:
         return to_numpy(self._params, self._tensors)
 
     def neutral_state(self) -> Tensors:
+        if self._is_full:  # the base is in no other place than its files, or its seed
+            return WholeModel(load_base(self._request)[0], self._request.base_weights(), self._dropout_seeds).state()
         return self._initial(self._request.adapter.plain)
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
@@ -263,7 +277,7 @@ class MlxEngine:
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
         self._params = from_numpy(state, self._tensors)
-        self._adapter.bind(self._layout.named(self._params))
+        self._bind()
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
@@ -290,6 +304,9 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
+        if self._is_full:
+            write_trained(self._request.model_dir, self._request.base_weights(), path, self.adapter_state())
+            return
         base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
 
         def delta(module: str) -> np.ndarray:
@@ -316,13 +333,25 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        # All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors,
-        # which are no factors of products, stay float32.
-        named, masters = self._layout.named(params.astype(self._dtype)), self._layout.named(params)
-        named |= {name: master for name, master in masters.items() if master.ndim == 1}
+        named = self._computing(params)
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
+
+    def _computing(self, params: mx.array) -> Arrays:
+        """Return what the model computes with, by name.
+
+        All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors of
+        an adapter, which are no factors of products, stay float32.
+        """
+        named = self._layout.named(params.astype(self._dtype))
+        if not self._is_full:
+            named |= {name: master for name, master in self._layout.named(params).items() if master.ndim == 1}
+        return named
+
+    def _bind(self) -> None:
+        """Compute with the present weights. An adapter is bound in float32: its layers cast it."""
+        self._adapter.bind(self._computing(self._params) if self._is_full else self._layout.named(self._params))
 
     def _updated(
         self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,

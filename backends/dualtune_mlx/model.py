@@ -42,6 +42,11 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """Load the frozen base model, and describe how."""
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
+    if request.adapter.trains_model and quantization != "none":  # a config may leave the format to the files
+        raise ConfigError(
+            f"adapter.method: got full, but the base is stored quantized ({quantization}), and packed weights cannot "
+            "be trained. Use the plain model, or adapter.method: lora"
+        )
     check_streamable(request, quantization, is_stored=config.get("quantization") is not None)
     weights = request.base_weights()
     dtype, why = choose_dtype(request.dtype, chip())
@@ -55,7 +60,8 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             # standard output may carry a model's answer.
             with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
                 model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
-        _compute(model, dtype, is_int8=quantization == "int8", streams=request.resident_layers is not None)
+        loaded_as = mx.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
+        _compute(model, loaded_as, is_int8=quantization == "int8", streams=request.resident_layers is not None)
         model.freeze()
         model.eval()
         accept_positions(model)

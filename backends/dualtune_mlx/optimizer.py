@@ -195,6 +195,24 @@ class ByTensor(FlatOptimizer):
         )  # fmt: skip
 
 
+class InChunks(FlatOptimizer):
+    """An update of many weights chunk by chunk: each replaces its part of the arrays, which MLX does in place."""
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        for start in range(0, params.size, UPDATE_CHUNK):
+            chunk = slice(start, min(start + UPDATE_CHUNK, params.size))
+            own = {slot: values[chunk] for slot, values in slots.items()}
+            new, after = super().update(
+                params[chunk], own, grads[chunk], step=step, lr=lr, shrink=shrink, is_good=is_good
+            )
+            params = eight_bit.replaced(params, chunk, new)
+            slots = {slot: eight_bit.replaced(values, chunk, after[slot]) for slot, values in slots.items()}
+        return params, slots
+
+
 class EightBitAdamW(FlatOptimizer):
     """AdamW with coded slots, updated in chunks: `dualtune.model.optimizer.adamw_8bit`."""
 
@@ -276,8 +294,8 @@ def _without_offset(slots: Arrays) -> tuple[mx.array, Arrays]:
 class InRuns(FlatOptimizer):
     """An optimizer for each run of the flat array, with the run's own learning rate. Each run has its own slots."""
 
-    def __init__(self, spec: OptimizerSpec, runs: Sequence[Run]) -> None:
-        self._inner = [_of_run(spec, run.shapes) for run in runs]
+    def __init__(self, spec: OptimizerSpec, runs: Sequence[Run], in_chunks: bool) -> None:
+        self._inner = [_of_run(spec, run.shapes, in_chunks) for run in runs]
         self.lr_factors = np.array([run.lr_factor for run in runs])
         self._ends = _ends_of([run.shapes for run in runs])
         by_run = [spec.slot_shapes(run.shapes) for run in runs]
@@ -323,15 +341,17 @@ def _of_number(slots: Arrays, i: int) -> Arrays:
     return {name.removeprefix(f"{i}."): array for name, array in slots.items() if name.startswith(f"{i}.")}
 
 
-def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout) -> FlatOptimizer:
-    """Return the optimizer of a flat array with this layout."""
+def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout, *, in_chunks: bool = False) -> FlatOptimizer:
+    """Return the optimizer of a flat array with this layout. `in_chunks`: it is large, and memory counts."""
     runs = spec.runs(layout.shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
-    inner = _of_run(spec, layout.shapes) if is_one else InRuns(spec, runs)
+    inner = _of_run(spec, layout.shapes, in_chunks) if is_one else InRuns(spec, runs, in_chunks)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)
 
 
-def _of_run(spec: OptimizerSpec, shapes: Shapes) -> FlatOptimizer:
+def _of_run(spec: OptimizerSpec, shapes: Shapes, in_chunks: bool) -> FlatOptimizer:
     if spec.name == "adamw_8bit":
         return EightBitAdamW(spec, shapes)
-    return (ByTensor if spec.entry.by_tensor is not None else FlatOptimizer)(spec, shapes)
+    if spec.entry.by_tensor is not None:
+        return ByTensor(spec, shapes)
+    return (InChunks if in_chunks else FlatOptimizer)(spec, shapes)

@@ -88,6 +88,7 @@ FOREIGN_KEYS = {
         "adapter.init": "init_lora_weights peft_init_lora_weights",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
         "adapter.layers": "layers_to_transform lora_layers num_layers peft_layers_to_transform",
+        "adapter.experts": "lora_target_parameters target_parameters",
         "adapter.init_from": "adapter_name_or_path resume_adapter_file",
         "data.train": "data_path dataset dataset_name dataset_path datasets train_data train_file train_path",
         "data.eval": "eval_file test_size train_split val_data val_set_size val_size valid validation_split",

@@ -18,8 +18,10 @@ from dualtune.base import tensors
 from dualtune.base.errors import ConfigError
 from dualtune.base.tensors import FLOATS, SIZES, StoredForm, bytes_of, floats_of, rounded, write_safetensors
 from dualtune.base.untrusted import open_file, read_metadata
+from dualtune.model.adapter import Tensors
 from dualtune.model.config_file import CODE, read_config, tables_of
 from dualtune.model.copies import copy_index, copy_without_weights
+from dualtune.model.embeddings import is_head
 from dualtune.model.places import FilePlace
 from dualtune.model.spellings import both_spellings
 from dualtune.model.weight_files import BaseWeights, StoredTensor
@@ -67,6 +69,26 @@ def write_merged(
     copy_without_weights(base.directory, out)
     _write_config(base, out, None if keeps else dtype)
     _write_files(base, out, forms, content)
+
+
+def write_trained(source: Path, base: BaseWeights | None, out: Path, trained: Tensors) -> None:
+    """Write a model that was trained whole, float32; what else the files of its base hold is copied from them.
+
+    An output head in the files of a model that uses its embedding instead is not written.
+    """
+    has_head = any(map(is_head, trained))
+    stored = dict(base.tensors) if base else dict[str, StoredTensor]()
+    copied = {
+        name: tensor for name, tensor in stored.items() if name not in trained and (has_head or not is_head(name))
+    }
+    forms = {name: StoredForm("F32", values.shape) for name, values in trained.items()}
+    forms |= {name: StoredForm(tensor.dtype, tensor.shape) for name, tensor in copied.items()}
+    copy_without_weights(source, out)
+
+    def content(name: str) -> memoryview:
+        return bytes_of(trained[name]) if name in trained else stored_bytes(copied[name]).data
+
+    tensors.write_model_weights(out, forms, content)
 
 
 def _write_files(

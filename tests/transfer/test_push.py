@@ -35,8 +35,9 @@ def trained(tmp_path_factory, tiny_softmax, open_backend):
     rows = [{"prompt": f"{i} plus {i}?", "completion": f"{2 * i}"} for i in range(16)]
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "model.name": tiny_softmax, "adapter.rank": 2, "adapter.alpha": 4, "adapter.dropout": 0,
-        "adapter.targets": "all-linear", "data.train": home / "train.jsonl", "data.eval": 0.25, "data.max_length": 64,
+        "model.name": tiny_softmax, "adapter.method": "dora", "adapter.rank": 2, "adapter.alpha": 4,
+        "adapter.dropout": 0, "adapter.targets": "all-linear", "data.train": home / "train.jsonl",
+        "data.eval": 0.25, "data.max_length": 64,
         "train.steps": 4, "train.documents_per_step": 4, "train.learning_rate": 1e-2, "run.save_every": 2,
         "run.dir": home / "runs" / "first",
     }  # fmt: skip

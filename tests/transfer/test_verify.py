@@ -89,6 +89,18 @@ def test_an_adapter_of_a_quantized_base_is_the_same_there(train, check, backend,
     assert (plain.verdict, plain.ok, plain.function.pair) == ("precision-gap", True, f"{quantization} / none")
 
 
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("dora", {"method": "dora", "rank_pattern": {"q_proj": 3}}),
+        ("pissa", {"init": "pissa", "alpha_pattern": {"q_proj": 3}}),
+    ],
+)
+def test_an_adapter_of_another_method_is_the_same_on_the_other_backend(train, check, name, adapter):
+    result = check(train("torch", name=name, adapter=adapter), "mlx", dtype="float32")
+    assert (result.verdict, result.function.idle) == ("same", False)
+
+
 def test_a_base_stored_in_four_bits_is_judged_by_what_it_computes(trained, check, model, tmp_path, wording):
     mlx_lm = pytest.importorskip("mlx_lm")
     mlx_lm.convert(str(model), mlx_path=str(tmp_path / "4bit"), quantize=True)

@@ -23,7 +23,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
-        "adapter.method": ("lora", "dora"),
+        "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),

@@ -12,7 +12,7 @@ from dualtune.engine.memory.estimate import (
     MASTER_BYTES,
     Ask,
     MemoryPart,
-    adapted,
+    adapted_by,
     has_plain_loss,
     num_scaled,
     num_trained,
@@ -26,10 +26,13 @@ from dualtune_mlx.card import memory
 
 def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
-    always = (weights(counted, ask), adapter(counted, ask), optimizer(counted, ask))
+    own = (weights(counted, ask), adapter(counted, ask)) if not ask.trains_model else ()
+    always = (*(own or (memory.trained_model(counted, ask),)), optimizer(counted, ask))
     at_end, *later = activations(counted, ask)
     scores, block = attention(counted, ask), feed_forward(counted, ask)
     plain = (memory.loss(counted, ask), scores, block, memory.update(counted, ask, at_end))
+    if ask.trains_model:
+        plain = (*plain, memory.slopes(counted, ask, at_end))
     moments = [(at_end, moment) for moment in plain]
     both = MemoryPart("workspace", scores.bytes + block.bytes, f"{scores.formula} + {block.formula}, recomputed")
     moments += [(recomputed, both) for recomputed in later]
@@ -58,7 +61,7 @@ def _stored(layer: CountedLayer, ask: Ask) -> int:
 
 
 def adapter(counted: Counted, ask: Ask) -> MemoryPart:
-    n, keys = num_trained(counted, ask), adapted(counted, ask.targets, ask.layers, ask.experts).inputs
+    n, keys = num_trained(counted, ask), adapted_by(counted, ask).inputs
     norms = num_scaled(counted, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms

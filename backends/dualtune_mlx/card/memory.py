@@ -19,7 +19,7 @@ from dualtune.engine.memory.estimate import (
     MASTER_BYTES,
     Ask,
     MemoryPart,
-    adapted,
+    adapted_by,
     affine_weights,
     has_plain_loss,
     int8_weights,
@@ -50,6 +50,8 @@ INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
 # Formulas by tensor: arrays in the size of all weights, and of what is updated at a time.
 BY_TENSOR = {"adafactor": (3.5, 0), "muon": (4.1, 3.5)}
+# A whole model, in chunks: as BY_TENSOR; and arrays of its gradients in the compute dtype.
+WHOLE, WHOLE_BY_TENSOR, SLOPES = (7.2, 4.8), (4.1, 6.2), 1.5
 # adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
@@ -63,9 +65,12 @@ LIBRARIES, OF_TOKEN, GROWING_TOKENS = 180_000_000, 130_000, 2048
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
-    always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
+    trained = (trained_model(decoder, ask),) if ask.trains_model else (weights(decoder, ask), adapter(decoder, ask))
+    always = (*trained, optimizer(decoder, ask))
     at_end, *later = activations(decoder, ask)
     plain = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, at_end))
+    if ask.trains_model:
+        plain = (*plain, slopes(decoder, ask, at_end))
     moments = [(at_end, moment) for moment in plain]
     moments += [(recomputed, recomputation(decoder, ask)) for recomputed in later]
     most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
@@ -102,8 +107,20 @@ def _base(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
 
 
+def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
+    """The float32 masters of full fine-tuning, and their copy in the compute dtype."""
+    each, n = MASTER_BYTES + (ask.item_bytes if ask.item_bytes < MASTER_BYTES else 0), decoder.num_parameters
+    return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
+
+
+def slopes(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
+    """The gradients of all parameters of a model at the end of the backward pass, when the activations are freed."""
+    n, each = decoder.num_parameters, SLOPES * ask.item_bytes + MASTER_BYTES
+    return MemoryPart("workspace", int(each * n) - at_end.bytes, f"the gradients of {n:,} parameters × {each:g} B")
+
+
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
-    on = adapted(decoder, ask.targets, ask.layers, ask.experts)
+    on = adapted_by(decoder, ask)
     n, keys, norms = num_trained(decoder, ask), on.layers * _read(decoder, ask), num_scaled(decoder, ask)
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
@@ -114,7 +131,7 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:
     """Return which layers are kept, and how many inputs of segments: at the end of the forward pass, then when each
     segment is recomputed, from the last one."""
-    lowest = shape.layers - adapted(shape, ask.targets, ask.layers, ask.experts).layers  # below it nothing is kept
+    lowest = shape.layers - adapted_by(shape, ask).layers  # below it nothing is kept
     all_layers = range(lowest, shape.layers)
     if ask.resident_layers is not None:  # every layer is recomputed, after the loss
         return [(range(0), len(all_layers) + 1), (all_layers[-1:], len(all_layers))]
@@ -138,7 +155,7 @@ def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> Memory
 
 def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     """Return how many numbers a layer keeps for a token."""
-    on, d, q = adapted(decoder, ask.targets, ask.layers, ask.experts), decoder.hidden, decoder.width
+    on, d, q = adapted_by(decoder, ask), decoder.hidden, decoder.width
     kv, i = decoder.kv_width, decoder.inner
     linears = [layer for name, layer in decoder.linears().items() if name in on.inside]
     inputs, read = [layer.in_ for layer in linears], _read(decoder, ask)
@@ -162,7 +179,7 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
 
 def _read(decoder: Decoder, ask: Ask) -> int:
     """Return the total width of the inputs of a layer's adapters, each counted once."""
-    reads = adapted(decoder, ask.targets, ask.layers, ask.experts).reads
+    reads = adapted_by(decoder, ask).reads
     read = decoder.hidden * (("before attention" in reads) + ("before feed-forward" in reads))
     return read + decoder.width * ("heads" in reads) + decoder.inner * ("inner" in reads)
 
@@ -242,6 +259,9 @@ def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     """Return how many arrays are alive in the optimizer step: in the adapter's size, and in that of a chunk of it."""
     if ask.optimizer == "adamw_8bit":
         whole, chunk = CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
+        return whole + AVERAGE * ask.averages, chunk
+    if ask.trains_model and ask.optimizer != "adamw_8bit":
+        whole, chunk = WHOLE_BY_TENSOR if ask.optimizer in BY_TENSOR else WHOLE
         return whole + AVERAGE * ask.averages, chunk
     if ask.optimizer in BY_TENSOR:
         whole, chunk = BY_TENSOR[ask.optimizer]

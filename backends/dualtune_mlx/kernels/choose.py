@@ -63,7 +63,7 @@ def choose(
     chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
         return chosen
-    if "lora" in names:
+    if "lora" in names and not any(module is model for module in trained):
         chosen.used.append("lora")
     if "loss" in names:
         parts = cross_entropy.split(model, trained)

@@ -113,7 +113,10 @@ def split(model: nn.Module, trained: Collection[nn.Module] = ()) -> tuple[Callab
         tokens = mx.arange(PROBE)[None] % plain.weight.shape[0]
         expected, hidden = model(tokens), body(tokens)
         if isinstance(hidden, mx.array) and expected.any() and mx.array_equal(apply(hidden), expected):
-            return body, Head(layer, is_trained=plain is layer and any(module is layer for module in trained))
+            is_trained = plain is layer and any(module is layer for module in trained)
+            if is_trained and "bias" in plain:
+                return "the output head has a bias that is trained"
+            return body, Head(layer, is_trained=is_trained)
     return "the logits are not those of a frozen linear head"
 
 

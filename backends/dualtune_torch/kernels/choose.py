@@ -78,7 +78,8 @@ def choose(
         chosen.maybe_compile = compiled.compile_function
     # The model's own results come before the first change to it.
     expected = own_results(model)
-    if any(isinstance(module, AdaptedLayer) and not module.grouped for module in model.modules()):
+    alone = [module for module in model.modules() if isinstance(module, AdaptedLayer) and not module.grouped]
+    if any(layer.count is None for layer in alone):  # stacks of experts are no linear layers
         chosen.remarks.append("adapters plain: DoRA's dropout has no fast code")
     elif "lora" in names and (
         any(isinstance(module, AdaptedLayer) for module in model.modules())

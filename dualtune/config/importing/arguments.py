@@ -296,6 +296,31 @@ def token_rows(file: ForeignFile, name: str) -> Settings:
     return listed(file, name, "adapter.train_rows")
 
 
+# The parameters in which transformers stacks experts, and the projections that they hold.
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+def with_experts(file: ForeignFile, key: str, settings: Settings) -> Settings:
+    """Add PEFT's target_parameters to the translated targets: the projections of experts that they stack."""
+    if not (names := file.get(key)):
+        return settings
+    if not isinstance(names, list):
+        raise file.wrong(key, "must be a list of names")
+    found: list[str] = []
+    for name in map(str, cast(list[Any], names)):
+        container, _, parameter = name.rpartition(".")
+        if not container.endswith("experts") or parameter not in _STACKS:
+            file.lose(key, "only stacks of experts are adapted as parameters: gate_up_proj and down_proj", value=name)
+            continue
+        found += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+    targets = settings.get("adapter.targets")
+    if not found:
+        return settings
+    if (value := targets.value if isinstance(targets, Note) else targets) == "all-linear":
+        return settings | {"adapter.experts": file.note(True, key)}
+    return settings | {"adapter.targets": file.note([*(value or []), *found], key)}
+
+
 def peft_init(value: Any) -> str | None:
     """Return the adapter.init of PEFT's init_lora_weights, None if there is none."""
     if value is True:

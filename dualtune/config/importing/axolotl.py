@@ -27,6 +27,7 @@ from dualtune.config.importing.arguments import (
     peft_init,
     token_rows,
     variables_in,
+    with_experts,
 )
 from dualtune.config.importing.table import (
     ForeignFile,
@@ -252,7 +253,10 @@ _ARGS = Arguments({
     "num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     "per_device_train_batch_size": "micro_batch_size", "packing": "sample_packing",
 })  # fmt: skip
-_LORA, _TARGETS = "lora_r lora_alpha lora_dropout peft_use_rslora", "lora_target_linear lora_target_modules"
+_LORA, _TARGETS = (
+    "lora_r lora_alpha lora_dropout peft_use_rslora",
+    "lora_target_linear lora_target_modules lora_target_parameters",
+)
 _TRACKERS = {  # name -> the keys that turn it on: a switch, and the name of a project
     "wandb": ("use_wandb", "wandb_project"),
     "mlflow": ("use_mlflow", "mlflow_experiment_name"),
@@ -349,6 +353,10 @@ def _init(file: ForeignFile) -> Settings:
 
 
 def _targets(file: ForeignFile) -> Settings:
+    return with_experts(file, "lora_target_parameters", _modules(file)) if "adapter" in file else {}
+
+
+def _modules(file: ForeignFile) -> Settings:
     if "adapter" not in file:
         return {}
     names = file.get("lora_target_modules")
@@ -428,8 +436,8 @@ RULES = (
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
     translated(_LORA, "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
-    translated(_TARGETS, "adapter.targets", _targets,
-               "lora_target_linear is `all-linear`; a list of names is the same"),
+    translated(_TARGETS, "adapter.targets, adapter.experts", _targets,
+               "lora_target_linear is `all-linear`; a list of names is the same; of parameters, the stacks of experts"),
     translated("peft_init_lora_weights", "adapter.init", _init, "true is `kaiming`; `pissa_niter_n` is `pissa`"),
     renamed("lora_model_dir", "adapter.init_from", ForeignFile.text),
     translated("chat_template chat_template_jinja", "data.template", _template,
@@ -482,7 +490,7 @@ RULES = (
                "a list; with an output head of its own, its rows are trained too"),
     translated("tokens", "data.new_tokens", lambda file: listed(file, "tokens", "data.new_tokens"),
                "their rows are trained without lora_modules_to_save"),
-    absent("lora_target_parameters unfrozen_parameters",
+    absent("unfrozen_parameters",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),
     absent("peft_layers_pattern", "the layers are those of the text model", "adapter.layers"),

@@ -63,7 +63,9 @@ def last_layers(file: ForeignFile, keys: list[str] | None) -> Settings:
     num_layers = file.count_layers(model) if isinstance(model, str) else None
     if count > (num_layers or count):
         raise file.wrong("num_layers", f"the model has {num_layers} layers")
-    settings: Settings = {"adapter.targets": keys or "all-linear"}
+    # The experts of a layer, which most classes of mlx-lm call so; the base's files do not.
+    names = [key.replace("switch_mlp.", "experts.") for key in keys or ()]
+    settings: Settings = {"adapter.targets": names or "all-linear"}
     if count <= 0 or count == num_layers:
         return settings
     return settings | {"adapter.layers": file.note(f"last {count}", "num_layers")}

@@ -19,6 +19,7 @@ from dualtune.config.importing.arguments import (
     module_names,
     nf4_only,
     template_variables,
+    with_experts,
 )
 from dualtune.config.importing.table import (
     ForeignFile,
@@ -157,7 +158,9 @@ def _adapter(file: ForeignFile) -> Settings:
 
 
 def _targets(file: ForeignFile) -> Settings:
-    return module_names(file, "lora_target_modules") if file.flag("use_peft") else {}
+    if not file.flag("use_peft"):
+        return {}
+    return with_experts(file, "lora_target_parameters", module_names(file, "lora_target_modules"))
 
 
 def _data(file: ForeignFile) -> Settings:
@@ -251,7 +254,8 @@ RULES = (
                _quantization, "`nf4`, with double quantization; bitsandbytes' 8 bits are something else than int8"),
     translated(_LORA,
                "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
-    translated("lora_target_modules", "adapter.targets", _targets, "`all-linear`, or a list of names"),
+    translated("lora_target_modules lora_target_parameters", "adapter.targets, adapter.experts", _targets,
+               "`all-linear`, or a list of names; of parameters, the stacks of experts"),
     translated("dataset_name dataset_config dataset_train_split dataset_test_split datasets test_split_size",
                "data.train, data.eval", _data, "a name, a file or a directory; the test split only if it is evaluated"),
     translated("dataset_text_field", "data.columns", _columns, "`{text: …}`"),
@@ -272,8 +276,6 @@ RULES = (
     translated("load_best_model_at_end", "guards.restore_best", _ARGS.guards),
     translated("lora_modules_to_save", "adapter.train_modules",
                lambda file: listed(file, "lora_modules_to_save", "adapter.train_modules")),
-    absent("lora_target_parameters", "only LoRA matrices of linear layers are trained",
-           "adapter.targets"),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
     absent("model_init_kwargs dataset_kwargs", "options of other libraries are not passed on"),
     absent("router_aux_loss_coef", "the loss is the cross-entropy of the targets"),

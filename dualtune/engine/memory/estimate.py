@@ -313,18 +313,19 @@ def _matrices_of(decoder: Shape) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
-    """Return what is trained, by shape. Of a whole model all that is no matrix counts as one vector."""
+    """Return what is trained, by shape. What is no matrix of a model or an adapter counts as one vector."""
     if ask.method == FULL:
         found = _matrices_of(decoder)
-        rest = decoder.num_parameters - sum(math.prod(shape) * number for (_, shape), number in found.items())
-        found["norm.weight", (rest,)] = 1
     else:
-        shapes, of_method = adapted(decoder, ask.targets, ask.layers).shapes, METHODS[ask.method]
+        shapes, of_method = adapted_by(decoder, ask).shapes, METHODS[ask.method]
         found = Counter(
             (parameter.peft, of_method.shapes(shape, rank)[parameter.part])
             for shape, rank in zip(shapes, ranks(decoder, ask).values(), strict=True)
             for parameter in of_method.parameters
         )
+    rest = num_trained(decoder, ask) - sum(math.prod(shape) * number for (_, shape), number in found.items())
+    if rest:
+        found["norm.weight", (rest,)] = 1
     return tuple(TrainedTensors(name, shape, number) for (name, shape), number in found.items())
 
 

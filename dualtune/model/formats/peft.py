@@ -242,10 +242,8 @@ def peft_config(
         ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
     # First, because the first that matches counts, and a name of linear layers may be the end of a parameter's path.
     of_parameters = {path: alpha_of(scale, rank, spec.scaling) for path, (rank, scale) in fused.items()}
-    if ranks or any(rank != spec.rank for rank, _ in fused.values()):
-        ranks = {path: rank for path, (rank, _) in fused.items()} | ranks
-    if alphas or any(alpha != spec.alpha for alpha in of_parameters.values()):
-        alphas = of_parameters | alphas
+    ranks = {path: rank for path, (rank, _) in fused.items() if ranks or rank != spec.rank} | ranks
+    alphas = {path: alpha for path, alpha in of_parameters.items() if alphas or alpha != spec.alpha} | alphas
     if naming.exclusion is not None:
         extra["exclude_modules"] = naming.exclusion
     return {

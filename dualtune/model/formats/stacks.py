@@ -140,6 +140,11 @@ def is_parameter(name: str) -> bool:
     return container.rpartition(".")[2].endswith("experts") and parameter in (FUSED, UNGATED, DOWN)
 
 
+def is_mixture(module: str) -> bool:
+    """Return whether PEFT's tensors of this module are those of parameters of experts, and no linear layer's."""
+    return module.removesuffix(INNER).rpartition(".")[2].endswith("experts")
+
+
 def from_parameters(
     pairs: Pairs,
     names: ExpertNames,
@@ -154,9 +159,9 @@ def from_parameters(
     """
     apart, sources = dict(pairs), dict[str, str]()
     for module in pairs:
-        container = module.removesuffix(INNER)
-        if not container.rpartition(".")[2].endswith("experts"):
+        if not is_mixture(module):
             continue
+        container = module.removesuffix(INNER)
         mixture = _in_transformers(container)
         first = [name for name in (FUSED, UNGATED) if is_target(f"{mixture}.{name}", parameters)]
         has_down = container in pairs and (container + INNER in pairs or not first)

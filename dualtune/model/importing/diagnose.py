@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from dualtune.base import fields
 from dualtune.base.errors import FormatError
 from dualtune.model.formats.canonical import Pairs
+from dualtune.model.formats.stacks import is_mixture
 from dualtune.model.importing.foreign import Finding
 from dualtune.model.targets import ALL_LINEAR, OUTPUT_HEAD, is_target, position_of
 
@@ -287,6 +288,8 @@ def rename_by_base(modules: Iterable[str], base: Mapping[str, object], findings:
     """Return module -> the base model's name, if it differs: `model.model.`, `language_model.`."""
     renamed: dict[str, str] = {}
     for module in modules:
+        if is_mixture(module):  # PEFT's parameters of experts are in a module that holds no layer
+            continue
         if not base:
             if module.startswith("model.model."):
                 findings.append(Finding(f"{module}: starts with model. twice. Give --base to find its right name"))

@@ -24,6 +24,7 @@ from dualtune.model.formats.canonical import Pair, Pairs, Parts
 from dualtune.model.formats.chat_template import read_template
 from dualtune.model.formats.directory import SAME_FUNCTION, Adapter, adapter_directory
 from dualtune.model.formats.naming import is_fan_in_fan_out
+from dualtune.model.formats.stacks import is_mixture
 from dualtune.model.importing import diagnose
 from dualtune.model.importing.foreign import (
     Finding,
@@ -118,7 +119,7 @@ def _repair(
     if not by_layout[main]:
         return config, by_layout  # the strict reader reports what is there instead
     settings = diagnose.scale_settings(config)
-    ranks = dict.fromkeys(by_layout[main], settings.r or settings.rank)
+    ranks = _ranks(by_layout[main], settings.r or settings.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(by_layout[main], ranks, shapes)):
         config = diagnose.repair_rank(config, common_rank(by_layout[main]), findings)
     elif settings.r and settings.rank and settings.r != settings.rank and not config.get("rank_pattern"):
@@ -145,7 +146,12 @@ def _pair_up(weights: WeightFile, renamed: Mapping[str, str]) -> tuple[Pairs, li
 def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Reading]:
     settings = diagnose.scale_settings(config)
     rank = None if config.get("rank_pattern") else settings.r or settings.rank
-    return readings(pairs, dict.fromkeys(pairs, rank), shapes)
+    return readings(pairs, _ranks(pairs, rank), shapes)
+
+
+def _ranks(pairs: Pairs, rank: int | None) -> dict[str, int | None]:
+    """Return the rank of each pair: of parameters of experts, that of all experts together."""
+    return {module: len(pair.A_rI) if is_mixture(module) else rank for module, pair in pairs.items()}
 
 
 def _main_layout(by_layout: Mapping[str, Pairs]) -> str:

@@ -1,0 +1,127 @@
+"""Models trained whole (adapter.method: full) on MLX: like torch, moved to it, resumed, and written."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import weighted
+from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
+from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_tiny_gpt2, write_tiny_llama
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.optimizer import OptimizerSpec
+
+mx = pytest.importorskip("mlx.core")
+pytest.importorskip("mlx_lm")
+
+from dualtune_mlx.kernels import cross_entropy  # noqa: E402
+
+FULL = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method="full")
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.fixture
+def engine_of(open_backend):
+    def load(directory, backend="mlx", *, dtype="float32", kernels="auto", optimizer="adamw", checkpointing=KEEP_ALL):
+        spec = OptimizerSpec(optimizer, {"weight_decay": 0.1})
+        request = LoadRequest(
+            directory, dtype, "auto", "pretrained", FULL, spec, 0, kernels=kernels, checkpointing=checkpointing
+        )
+        return open_backend(backend).load(request)
+
+    return load
+
+
+def train(engine, steps):
+    for seed in steps:
+        batch = random_batch([9, 16, 5, 12], 96, seed=seed)
+        for row in range(4):
+            engine.forward_backward(row_of(batch, row), divisor=batch.num_targets)
+        engine.optim_step(lr=1e-3, max_grad_norm=1.0)
+    return engine
+
+
+@pytest.mark.parametrize("changes", [{}, TIED], ids=["head", "tied"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_ten_steps_are_torch_s(engine_of, tmp_path, changes, optimizer):
+    """Of float32, by the norm of all weights; every tensor is trained, and a tied head is one with the embedding."""
+    pytest.importorskip("torch")
+    directory = write_tiny_llama(tmp_path / "model", **changes)
+    start = engine_of(directory).adapter_state()
+    ours, theirs = (
+        train(engine_of(directory, name, optimizer=optimizer), range(10)).adapter_state() for name in ("mlx", "torch")
+    )
+    assert ours.keys() == theirs.keys() == load_file(directory / "model.safetensors").keys()
+    assert not [name for name, w in start.items() if np.array_equal(w, ours[name])]
+    assert_close(ours, theirs, 2e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_moves_to_torch_in_the_middle(engine_of, tmp_path, optimizer):
+    pytest.importorskip("torch")
+    directory = write_tiny_llama(tmp_path / "model")
+    straight, moving = (train(engine_of(directory, optimizer=optimizer), range(3)) for _ in range(2))
+    there = engine_of(directory, "torch", optimizer=optimizer)
+    there.load_adapter_state(moving.adapter_state())
+    there.load_optimizer_state(moving.optimizer_state())
+    again = engine_of(directory, optimizer=optimizer)
+    again.load_adapter_state(moving.adapter_state())
+    again.load_optimizer_state(moving.optimizer_state())
+    for engine in (straight, there, again):
+        train(engine, range(3, 6))
+    assert_equal(again.adapter_state(), straight.adapter_state())
+    assert_close(there.adapter_state(), straight.adapter_state(), 2e-5)
+
+
+def test_the_gradient_of_a_head_in_chunks_with_loss_weights(engine_of, tmp_path, monkeypatch):
+    monkeypatch.setitem(cross_entropy.LOSS_LOGITS, "cpu", 7 * 96)
+    directory = write_tiny_llama(tmp_path / "model", **TIED)
+    batch = weighted(random_batch([9, 16, 5, 12], 96), 0.25, 0.0, -1.5, 3.0)
+    fused, plain = (engine_of(directory, kernels=kernels) for kernels in ("auto", "reference"))
+    assert fused.description.kernels.startswith("fused: loss")
+    assert_close(gradient(fused, batch), gradient(plain, batch), tolerances.GRADIENT)
+
+
+def test_packing_changes_nothing_and_recomputation_no_bit(engine_of, tmp_path):
+    directory, batch = write_tiny_llama(tmp_path / "model"), random_batch([9, 16, 5, 12], 96)
+    whole = gradient(engine_of(directory), batch)
+    assert_close(gradient(engine_of(directory), pack(batch, [[0, 2], [1, 3]])), whole, tolerances.GRADIENT)
+    recomputed = engine_of(directory, checkpointing=ActivationCheckpointing("all"))
+    assert_equal(gradient(recomputed, batch), whole)
+
+
+def test_16_bits_compute_with_a_copy_of_float32_masters(engine_of, tmp_path):
+    """Updates below the precision of bfloat16 add up in the masters, and the gradient is near that of float32."""
+    directory, batch = write_tiny_llama(tmp_path / "model"), random_batch([9, 16], 96)
+    exact, engine = gradient(engine_of(directory), batch), engine_of(directory, dtype="bfloat16")
+    before = engine.adapter_state()
+    assert_equal(before, engine_of(directory).adapter_state())
+    gap = norm_of({n: g - exact[n] for n, g in gradient(engine, batch).items()})
+    assert gap <= 0.05 * norm_of(exact)
+    engine.forward_backward(batch, divisor=batch.num_targets)
+    engine.optim_step(lr=1e-7, max_grad_norm=None)
+    moved = {n: np.abs(w - before[n]).max() for n, w in engine.adapter_state().items()}
+    assert all(0 < step <= 1e-6 for step in moved.values()), moved
+    assert engine.model.model.norm.weight.dtype == mx.bfloat16
+    assert_equal(engine.neutral_state(), before)
+
+
+@pytest.mark.parametrize("changes", [{}, TIED], ids=["head", "tied"])
+def test_what_is_written_is_a_model_of_transformers(engine_of, tmp_path, changes):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    directory = write_tiny_llama(tmp_path / "model", **changes)
+    engine = train(engine_of(directory), range(2))
+    engine.save_merged(tmp_path / "written")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    assert_equal({n: p.detach().numpy() for n, p in model.named_parameters()}, engine.adapter_state())
+
+
+def test_what_cannot_be_trained_is_refused_by_name(engine_of, tmp_path):
+    quantized = write_tiny_llama(tmp_path / "q", quantization={"group_size": 64, "bits": 4})
+    with pytest.raises(ConfigError, match=r"adapter.method: got full, but the base is stored quantized \(affine4\)"):
+        engine_of(quantized)
+    with pytest.raises(ConfigError, match=r"adapter.method: got full, but mlx-lm computes 8 .*Train it on torch"):
+        engine_of(write_tiny_gpt2(tmp_path / "gpt2"))  # its matrices are stored transposed
