@@ -157,6 +157,19 @@ def test_lora_plus_is_peft_s(make_config):
         make_config("no.jsonl", {"train.lora_plus_ratio": 16.0, "adapter.method": "full"})
 
 
+def test_embedding_and_head_have_a_learning_rate_of_their_own(make_config):
+    """Wherever they are trained, whole or by rows; not the adapter of a head. It is refused where they are not."""
+    rates = {"train.learning_rate": 1e-3, "train.embedding_learning_rate": 1e-4}
+    beside = {"adapter.train_modules": ["embed_tokens", "lm_head"], **rates}
+    factor = optimizer_spec(make_config("no.jsonl", beside), 10).lr_factor
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight"):
+        assert factor(name) == pytest.approx(0.1)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight", "base_model.model.lm_head.lora_A.weight"):
+        assert factor(name) == 1
+    with pytest.raises(ConfigError, match=r"train.embedding_learning_rate: got 0.0001, but neither embedding nor"):
+        make_config("no.jsonl", {"train.embedding_learning_rate": 1e-4})
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_backends_update_alike(name, open_backend, tiny_llama):
     """Four steps, two of them clipped and one skipped, in which a weight was NaN; B has another rate than A."""

@@ -190,6 +190,9 @@ class TrainConfig(Section):
     orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
+    embedding_learning_rate: Positive | None = None
+    """The peak learning rate of embedding and output head where they are trained, or rows of them: null is
+    learning_rate."""
     lora_plus_ratio: Factor | None = None
     """The learning rate of the adapter's B divided by that of A, which is learning_rate (LoRA+): null is 1."""
     average: Literal["none", "ema", "tail"] = "none"
@@ -492,6 +495,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
             rule = "but the result of schedule_free is an average already; allowed: none"
             yield ("train", "average"), schedule, f"got {train.average}, {rule}"
     yield from engine_conflicts(config)
+    yield from _impossible_rates(config)
     if train.policy != "auto" and config.hybrid.enabled:
         rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
         yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
@@ -509,6 +513,16 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if isinstance(over, int) and train.steps is not None and over > train.steps:
         rule = f"must be at most train.steps ({train.steps})"
         yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield a learning rate of tables that are not trained."""
+    rate, adapter = config.train.embedding_learning_rate, config.adapter
+    trains = adapter.trains_model or adapter.train_modules or adapter.train_rows or config.data.new_tokens
+    if rate is not None and not trains:
+        rule = "but neither embedding nor output head is trained; set adapter.train_rows, adapter.train_modules, "
+        message = f"got {rate:g}, {rule}data.new_tokens or adapter.method: full"
+        yield ("train", "embedding_learning_rate"), ("adapter", "method"), message
 
 
 def _impossible_preference(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

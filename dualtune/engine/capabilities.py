@@ -28,6 +28,7 @@ BACKEND_KEYS = (
     "train.optimizer",
     "train.schedule",
     "train.average",
+    "train.embedding_learning_rate",
     "train.lora_plus_ratio",
     "train.activation_cache",
     "memory.checkpointing",
@@ -38,7 +39,10 @@ BACKEND_KEYS = (
     "hybrid.offload",
     "run.deterministic",
 )
-WITH_NUMBERS = {"memory.resident_layers": "all", "train.lora_plus_ratio": None}  # the value that is no number
+# The value that is no number.
+WITH_NUMBERS = {
+    "memory.resident_layers": "all", "train.lora_plus_ratio": None, "train.embedding_learning_rate": None,
+}  # fmt: skip
 WITH_NAMES = ("adapter.train_modules", "adapter.train_rows")  # whose default is none
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
 OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(

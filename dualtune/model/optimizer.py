@@ -67,6 +67,7 @@ class Optimizer:
 
 # Modules with a row for each token or position, by the last part of their path.
 _TABLES = r"embed\w*|wte|wpe|(word|tok)_embeddings|lm_head"
+TABLES = "tables"  # among the factors of learning rates
 _OF_A_TABLE = re.compile(rf"(.*\.)?({_TABLES})\.(?!lora_).*")
 _EXPERTS = re.compile(r"(.*\.)?experts\..*")
 
@@ -155,7 +156,8 @@ class OptimizerSpec:
     name: RuleName = "adamw"
     changes: Settings = field(default_factory=dict[str, float])  # of hyperparameters: where they are not the defaults
     average: Averaging | None = None
-    lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])  # by the end of a tensor's name; else 1
+    # Of the learning rate, by the end of a tensor's name, or TABLES for what `is_of_a_table`; else 1.
+    lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -189,6 +191,8 @@ class OptimizerSpec:
 
     def lr_factor(self, name: str) -> float:
         """Return the factor of the learning rate of the tensor with this name."""
+        if TABLES in self.lr_factors and is_of_a_table(name):
+            return self.lr_factors[TABLES]
         return next((factor for end, factor in self.lr_factors.items() if name.endswith(end)), 1.0)
 
     def runs(self, shapes: Shapes) -> list[Run]:

@@ -18,7 +18,7 @@ from dualtune.config import Config
 from dualtune.config.schema import RunConfig
 from dualtune.engine.backend import Batch, Engine
 from dualtune.model.methods import METHODS
-from dualtune.model.optimizer import OptimizerSpec, averaging, rule_of
+from dualtune.model.optimizer import TABLES, OptimizerSpec, averaging, rule_of
 
 
 class TokenObjective(Protocol):
@@ -122,7 +122,10 @@ def optimizer_spec(config: Config, num_steps: int) -> OptimizerSpec:
     if rule == "schedule_free":
         changes["warmup_steps"] = float(steps_of(train.warmup, num_steps))
     average = averaging(train.average, steps_of(train.average_over, num_steps), num_steps)
-    return OptimizerSpec(rule, changes, average, lora_plus(config.adapter.method, train.lora_plus_ratio))
+    factors = lora_plus(config.adapter.method, train.lora_plus_ratio)
+    if train.embedding_learning_rate is not None:
+        factors[TABLES] = train.embedding_learning_rate / train.learning_rate
+    return OptimizerSpec(rule, changes, average, factors)
 
 
 def lora_plus(method: str, ratio: float | None) -> dict[str, float]:

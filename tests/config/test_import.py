@@ -161,7 +161,7 @@ def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template)
     ("more", "named", "reason"),
     [
         ({"load_in_8bit": True}, "load_in_8bit", "int8 rounds the weights alone"),
-        ({"optimizer": "lion"}, "optimizer", "AdamW"),
+        ({"optimizer": "ademamix"}, "optimizer", "AdamW"),
         ({"optimizer": "adamw_torch_4bit"}, "optimizer", "float32"),
         ({"optimizer": "paged_adamw_8bit"}, "optimizer", "paged"),
         ({"optimizer": "paged_adamw_32bit"}, "optimizer", "paged"),

@@ -55,6 +55,7 @@ DEFAULTS = {
         "warmup": 0.03,
         "optimizer": "adamw",
         "weight_decay": 0.01,
+        "embedding_learning_rate": None,
         "lora_plus_ratio": None,
         "average": "none",
         "average_over": 0.4,

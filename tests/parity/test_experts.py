@@ -235,6 +235,39 @@ def test_a_run_takes_the_same_steps_on_both_resumes_to_the_bit_and_moves(load, m
     assert whole["torch"][9] < whole["torch"][0] - 0.02, "nothing was learned, so nothing is shown"
 
 
+@pytest.mark.parametrize(("name", "quantization", "four_bit"), [("torch", "nf4", 8), ("mlx", "affine4", 32)])
+def test_experts_are_adapted_on_packed_bases(backends, tmp_path, name, quantization, four_bit):
+    """On torch stacked experts stay plain, MLX packs them; two layers of four experts with 64 features."""
+    sizes = SIZES | EXPERTS | {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    model = tiny_families.write_family("qwen3_moe", tmp_path / "model", **sizes)
+    engine = backends[name].load(
+        LoadRequest(model, "float32", quantization, "pretrained", SPEC, OptimizerSpec(), seed=5)
+    )
+    assert engine.description.adapted_weights["four_bit"] == four_bit
+    losses = losses_of(engine, range(6))
+    assert losses[3] < losses[0] and losses[4] < losses[1] and losses[5] < losses[2]
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_the_plan_counts_what_the_engine_trains(load, models, name):
+    from dualtune.engine.memory.counted import shape_from
+    from dualtune.engine.memory.estimate import selected
+    from dualtune.model.config_file import read_config
+
+    engine = load(name, models("qwen3_moe"))
+    shape = shape_from(read_config(models("qwen3_moe")), name)
+    planned = selected(shape, ("all-linear",), "all", experts=True)
+    assert {*map(stack_of, planned)} == {*map(stack_of, modules_of(engine.adapter_state()))}
+    assert sum(SPEC.rank * (out + in_) for out, in_ in planned.values()) == engine.description.trainable_parameters
+    sent = {linear.sent for layer in shape.by_layer for linear in layer.linears if linear.number > 1}
+    assert sent == {EXPERTS["num_experts_per_tok"]}
+
+
+def stack_of(module):
+    expert = expert_of(module)
+    return expert.stack if expert else module
+
+
 # --- other programs ---------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+# Names of other optimizers that are also ours, and what to know of them.
+_OWN = {"lion": "", "adafactor": "", "muon": ", whose learning rate is that of AdamW here"}
 _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
 _MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 _PEFT_CHOOSES = "no names are listed, so PEFT chooses by architecture; here the default of adapter.targets is used"
@@ -198,6 +200,11 @@ class Arguments:
             if name == "schedule_free_radamw":
                 file.lose(key, "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
             return {}
+        for own, why in _OWN.items():
+            if own in name:
+                if "paged" in name or "8bit" in name:
+                    file.lose(key, f"{own} keeps its state in float32 on the device")
+                return {"train.optimizer": Note(own, f"{key}: {shown(name)}{why}")}
         if "adamw" not in name:
             file.lose(key, "AdamW is used instead; choose a new learning rate and weight decay")
         elif "paged" in name:

@@ -28,7 +28,12 @@ DEFAULTS: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6b",
 }  # fmt: skip
 
-_WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01}
+_WEIGHT_DECAY = {"adam": 0.0, "adamw": 0.01, "muon": 0.01}
+# What mlx-lm's optimizers that are also ours do otherwise.
+_OWN = {
+    "muon": "here an update is as long as one of AdamW: choose AdamW's learning rate",
+    "adafactor": "here the learning rate is train.learning_rate, neither relative to the step nor to the weights",
+}
 _SCHEDULES = {"cosine_decay": "cosine", "linear_schedule": "linear"}
 
 
@@ -185,7 +190,9 @@ def _optimizer(file: ForeignFile) -> Settings:
         if not isinstance(file.get(key) or {}, dict):
             raise file.wrong(key, "must be a mapping")
     options = table_in(file.get(own))
-    if name not in _WEIGHT_DECAY:
+    if name in _OWN:
+        file.lose("optimizer", _OWN[name])
+    elif name not in _WEIGHT_DECAY:
         file.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
     elif not options.get("bias_correction"):
         reason = "AdamW corrects the bias of its moments, mlx-lm only if bias_correction is set: the first steps differ"
@@ -196,7 +203,8 @@ def _optimizer(file: ForeignFile) -> Settings:
         file.lose(f"{own}.{key}", "AdamW always has betas of 0.9 and 0.999 and an eps of 1e-8", value=options[key])
     decay = f"{own}.weight_decay"
     weight_decay = file.number(decay) if decay in file else _WEIGHT_DECAY.get(name, 0.0)
-    return {
+    chosen: Settings = {"train.optimizer": file.note(name, "optimizer")} if name in _OWN else {}
+    return chosen | {
         "train.weight_decay": file.note(weight_decay, decay),
         "train.max_grad_norm": Note(None, "mlx-lm does not clip"),
     }
