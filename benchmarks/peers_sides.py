@@ -1,6 +1,6 @@
 """The peers that peers.py measures: each trains in a fresh interpreter of its own environment, by JOB.json.
 
-    python peers_sides.py hf_peft|trl|llamafactory|axolotl|unsloth|mlx_lm JOB.json
+    python peers_sides.py hf_peft|trl|trl_dpo|llamafactory|axolotl|unsloth|mlx_lm JOB.json
 
 JOB.json names the base model, the initial adapter and the documents (peers_inputs.py), the optimizer, which is the same
 for all, and the settings of this run, in the peer's own names. The result goes to job["result"]: the loss of each step,
@@ -107,6 +107,30 @@ def trl(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     trainer.train()
     save(job, trainer.model)
     return {"model": settings["model"], "SFTConfig": arguments}
+
+
+def trl_dpo(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """The job's documents are pairs: prompt, chosen, rejected. Settings: model, and arguments, of DPOConfig."""
+    import datasets
+    import transformers
+    import trl as peer
+
+    settings = job["settings"]
+    arguments = trainer_arguments(job) | {"precompute_ref_log_probs": True} | settings["arguments"]
+
+    class InOrder(peer.DPOTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return transformers.trainer.SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        peft_model(job, settings["model"]),
+        args=peer.DPOConfig(**arguments),
+        train_dataset=datasets.Dataset.from_list(documents_of(job)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(job["model"]),
+        callbacks=[clock.for_trainer()],
+    )
+    trainer.train()
+    return {"model": settings["model"], "DPOConfig": arguments}
 
 
 def trainer_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -344,8 +368,8 @@ def peak_device_bytes() -> int:
 
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory", "axolotl", "unsloth", "mlx", "mlx-lm")
-SIDES = {"hf_peft": hf_peft, "trl": trl, "llamafactory": llamafactory, "axolotl": axolotl, "unsloth": unsloth,
-         "mlx_lm": mlx_lm}  # fmt: skip
+SIDES = {"hf_peft": hf_peft, "trl": trl, "trl_dpo": trl_dpo, "llamafactory": llamafactory, "axolotl": axolotl,
+         "unsloth": unsloth, "mlx_lm": mlx_lm}  # fmt: skip
 
 if __name__ == "__main__":
     name, path = sys.argv[1:]

@@ -2,6 +2,7 @@
 
     python benchmarks/preference.py [--shared ../shared] [--arms dpo,orpo,kto] [--seeds 1 2 3] [--threads 1]
     python benchmarks/preference.py --cost [--pairs 7]    # the time of a step of dpo over one of sft on the same tokens
+    python benchmarks/preference.py --beside-trl [--envs build/peers] [--pairs 5]    # and beside TRL's DPOTrainer
     python benchmarks/preference.py --table    # writes the table of docs/objectives.md from the recorded result
 
 Each seed first learns the task by sft; the other arms start from that adapter, which is also the reference of dpo and
@@ -30,6 +31,9 @@ from typing import Any
 import page_tables
 import psutil
 import record
+from peers import OPTIMIZER
+from peers_inputs import save_adapter
+from peers_settings import python_of
 
 from dualtune.config import load_config
 from dualtune.data.documents import Data
@@ -48,7 +52,8 @@ from dualtune.train.step import TrainingStep
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "objectives.md"
-SFT_STEPS, STEPS, ROWS, HELD_OUT = 40, 30, 4, 60
+SIDES = Path(__file__).with_name("peers_sides.py")
+SFT_STEPS, STEPS, ROWS, HELD_OUT, TIMED_STEPS = 40, 30, 4, 60, 6
 START = "sft"
 # Of an arm, what its config has besides the common settings. A rate for each kind of objective, found on seed 0.
 ARMS: dict[str, dict[str, Any]] = {
@@ -210,6 +215,51 @@ class Bench:
             ratios[objective] = {"ratios": pairs, "median": median(pairs), "dtype": engine.description.dtype}
         return ratios
 
+    def beside_trl(self, python: Path, rounds: int) -> dict[str, Any]:
+        """Return the time of TRL's steps of dpo over that of ours, and the losses of both, in turns.
+
+        Both with their reference computed before, from the same adapter on the same pairs in the same order, as whole
+        runs in processes of their own; the first step of each does not count. Nothing is padded on our side.
+        """
+        start = save_adapter(self.folder / "start", json.loads((self.model / "config.json").read_text()), 1)
+        settings = self.config("dpo", 1) | {"adapter": {"init_from": str(start), "dropout": 0.0}}
+        settings["data"] |= {"eval": 0}
+        settings["train"] = {
+            "objective": "dpo", "steps": TIMED_STEPS, "documents_per_step": ROWS, "learning_rate": OPTIMIZER["lr"],
+            "schedule": "constant", "warmup": 0.0, "weight_decay": OPTIMIZER["weight_decay"],
+            "max_grad_norm": OPTIMIZER["max_grad_norm"],
+        }  # fmt: skip
+        config, job = self.folder / "timed.json", self.folder / "job.json"
+        config.write_text(json.dumps(settings))
+        prepared = prepare(load_config(config), self.backend)
+        order = [int(i) // 2 for step in range(TIMED_STEPS) for i in prepared.data.order.step(step).documents[::2]]
+        job.write_text(json.dumps({
+            "model": str(self.model), "adapter": settings["adapter"]["init_from"], "order": order,
+            "documents": str(self.files["pairs"]), "documents_per_step": ROWS, "steps": TIMED_STEPS, "seed": 1,
+            "optimizer": OPTIMIZER, "quantization": "none", "device": "cpu", "scratch": str(self.folder),
+            "result": str(self.folder / "trl.json"),
+            "settings": {"model": {"dtype": "float32"}, "arguments": {"bf16": False, "gradient_checkpointing": False}},
+        }))  # fmt: skip
+        ratios: list[float] = []
+        steps: list[dict[str, Any]] = []
+        theirs: dict[str, Any] = {}
+        for _ in range(rounds):
+            self._call(
+                ["train", config, "--resume", "never", "--set", f"run.dir={tempfile.mkdtemp(dir=self.folder)}/run"]
+            )
+            newest = max(self.folder.glob("*/run/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+            steps = [row for row in map(json.loads, newest.read_text().splitlines()) if "loss" in row]
+            subprocess.run([python, SIDES, "trl_dpo", job], check=True, stdout=sys.stderr)
+            theirs = json.loads((self.folder / "trl.json").read_text())
+            seconds = [b - a for a, b in zip(theirs["ended_at"], theirs["ended_at"][1:], strict=False)]
+            ratios.append(sum(seconds) / sum(row["step_s"] for row in steps[1:]))
+            print("trl / dualtune", ratios[-1], file=sys.stderr, flush=True)
+        return {
+            "ratios": ratios, "median": median(ratios),
+            "losses": {"dualtune": [row["loss"] for row in steps], "trl": theirs["losses"]},
+            "trl": {key: theirs[key] for key in ("arguments", "versions")},
+        }  # fmt: skip
+
     def _call(self, command: list[Any]) -> str:
         words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", "cpu"]
         return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -235,6 +285,8 @@ def main() -> None:
         "--rate", type=float, help="the learning rate of all arms, to look for one; nothing is recorded"
     )
     parser.add_argument("--cost", action="store_true", help="measure the time of steps instead")
+    parser.add_argument("--beside-trl", action="store_true", help="measure the time of TRL's steps too")
+    parser.add_argument("--envs", type=Path, default=ROOT / "build" / "peers", help="environments of peers.py")
     parser.add_argument("--pairs", type=int, default=7, help="steps of each kind, in turns")
     parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
@@ -245,6 +297,11 @@ def main() -> None:
         bench = Bench(args, Path(name))
         if args.cost:
             return note("cost", bench.cost(args.pairs))
+        if args.beside_trl:
+            python = python_of("trl", args.envs.resolve())
+            if python is None:
+                raise SystemExit("trl is not installed; to create its environment: peers.py --make-envs --peers trl")
+            return note("beside-trl", bench.beside_trl(Path(python), args.pairs))
         if args.rate:
             for arm in ARMS:
                 ARMS[arm]["train"]["learning_rate"] = args.rate

@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
 from dualtune.model.beside import BesideAdapter, Table, parameter_name, rows_name, trained_parameters, trained_rows
-from dualtune.model.embeddings import is_embedding, is_head
 from dualtune.model.formats.naming import canonical_parameter
+from dualtune.model.targets import is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.host.places import stored_names
 from dualtune_mlx.int8 import Int8Linear

@@ -32,7 +32,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
-from dualtune.model.beside import check_resident
+from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, gathered, members, shapes_apart
 from dualtune.model.merging import write_merged, write_trained
@@ -145,6 +145,7 @@ class MlxEngine:
                 experts=request.adapter.experts,
             ),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
+            trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
@@ -403,7 +404,7 @@ class MlxEngine:
                 weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
                 weights[batch.num_targets :] = 0
                 inputs["weights_N"] = weights
-        if dropout and self._request.adapter.dropout:
+        if dropout and (self._request.adapter.dropout or self._request.adapter.merge_for != "none"):
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
         return arrays if batch.hidden_BTD is None else arrays | {"hidden_BTD": to_mlx(batch.hidden_BTD)}

@@ -151,7 +151,7 @@ def add_layers(
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
     separate product.
     """
-    make, experts = import_module(f"dualtune_mlx.{spec.method}").LAYER, import_module("dualtune_mlx.experts")
+    make, experts = import_module(f"dualtune_mlx.{spec.layer}").LAYER, import_module("dualtune_mlx.experts")
     known = names or {}
     paths = {known.get(path, canonical_name(path)): path for path in linear_layers(model)}
     modules = dict(model.named_modules())

@@ -33,7 +33,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
-from dualtune.model.beside import check_resident
+from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import expert_of, members
 from dualtune.model.merging import write_merged
@@ -124,6 +124,7 @@ class TorchEngine:
             adapted_modules=None if self._is_full else len(self._shapes()),
             adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
+            trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),

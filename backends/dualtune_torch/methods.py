@@ -77,7 +77,7 @@ def add_layers(
     `names`: the canonical name of each path that has one in the base's files. Layers of experts that are stacked have
     one wrapper for all experts, under the name of the stack.
     """
-    make, experts = import_module(f"dualtune_torch.{spec.method}").LAYER, import_module("dualtune_torch.experts")
+    make, experts = import_module(f"dualtune_torch.{spec.layer}").LAYER, import_module("dualtune_torch.experts")
     known, linear = names or {}, linear_layers(model)
     paths = {known.get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}

@@ -32,9 +32,13 @@ NO_SUCH_KEY = {
         "Code from a model's repository is never run, so there is nothing to trust": (
             "trust_remote_code tokenizer_trust_remote_code"
         ),
-        "LoRA matrices are trained, or all parameters ('adapter.method: full'); single modules are not supported yet": (
-            "bias lora_bias modules_to_save unfreeze trainable_modules"
+        "Whole modules beside the adapter are named in 'adapter.train_modules'": (
+            "modules_to_save unfreeze trainable_modules"
         ),
+        "Rows of single tokens are trained by 'adapter.train_rows', new tokens are named in 'data.new_tokens'": (
+            "trainable_token_indices add_tokens additional_special_tokens resize_token_embeddings"
+        ),
+        "Biases of the base stay as they are": "bias lora_bias",
         "NEFTune is not supported yet": "neftune neftune_noise_alpha noise_alpha",
         "The model's own tokenizer is always used": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
         "Batches are prepared while the previous step runs; there is nothing to set": (

@@ -40,6 +40,7 @@ from dualtune.config.values import (
     Trackers,
     dotted,
 )
+from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS
 from dualtune.model.optimizer import OptimizerName
 from dualtune.model.targets import ALL_LAYERS, DEFAULT_TARGETS
@@ -146,6 +147,9 @@ class AdapterConfig(Section):
     """The rank of modules that have another one, each named as in targets; the first name that selects one counts."""
     alpha_pattern: Alphas = {}  # noqa: RUF012
     """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
+    merge_for: MergeFor = "none"
+    """The format to which the merged model will be quantized: training then sees the merge rounded as it rounds; none
+    trains on the merge as it is."""
     train_modules: Names = ()
     """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
     embed_tokens, lm_head or norm."""
@@ -435,7 +439,7 @@ _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
 _ADAPTER_ONLY = (
     "rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "train_modules",
-    "train_rows", "init",
+    "train_rows", "init", "merge_for",
 )  # fmt: skip
 
 
@@ -477,6 +481,8 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         yield from _impossible_with_cache(config)
     yield from _impossible_preference(config)
     yield from _impossible_distillation(config)
+    if config.adapter.merge_for != "none":
+        yield from _impossible_with_merges(config)
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
     else:
@@ -569,6 +575,27 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
     if distill.divergence == "forward_kl" and distill.beta != "auto":
         rule = "but distill.divergence: forward_kl has no beta; remove it, or set divergence: jsd"
         yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
+
+
+def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what does not go with training on the merge as a format rounds it."""
+    merge_for: KeyPath = ("adapter", "merge_for")
+    adapter, memory, got = config.adapter, config.memory, f"got {config.adapter.merge_for}"
+    if adapter.method != "lora" and not adapter.trains_model:
+        yield merge_for, ("adapter", "method"), f"{got}, but only lora trains on its merge; allowed: method: lora"
+    if adapter.experts:
+        yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
+    if adapter.dropout:
+        rule = "but the merge is not part of an input that adapter.dropout could drop; set dropout: 0"
+        yield merge_for, ("adapter", "dropout"), f"{got}, {rule}"
+    if config.model.quantization not in ("auto", "none"):
+        rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
+        yield merge_for, ("model", "quantization"), f"{got}, {rule}"
+    if config.model.kernels == "graph":
+        yield merge_for, ("model", "kernels"), f"{got}, but a recorded step cannot round a merge; allowed: auto"
+    if memory.resident_layers != "all":
+        rule = "but layers that are streamed keep no merge; allowed: all"
+        yield merge_for, ("memory", "resident_layers"), f"{got}, {rule}"
 
 
 def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -33,7 +33,7 @@ from dualtune.engine.detect import detect
 from dualtune.engine.machine import Machine, budget, within
 from dualtune.engine.machines import MachineLimits, named, published
 from dualtune.engine.memory.counted import Shape
-from dualtune.engine.memory.estimate import num_trained
+from dualtune.engine.memory.estimate import num_beside, num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
@@ -290,7 +290,7 @@ def _run_dir_rows(config: Config, decoder: Shape | None, num_steps: int | None) 
     if decoder is None:
         return rows
     try:
-        num_weights = num_trained(decoder, config.adapter)
+        num_weights = num_trained(decoder, config.adapter) + num_beside(decoder, config)
         check_space(RunDir(existing(path), None), config, num_weights, num_steps)
     except DiskError as error:
         return [*rows, failure("disk", error)]

@@ -163,6 +163,7 @@ class EngineDescription:
     adapted_modules: int | None = None
     adapted_as: str | None = None  # which layers replace the default targets, and why; None: those that were asked for
     adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
+    trained_beside: Mapping[str, int] | None = None  # parameters of the base that are trained too, by module
     trainable_parameters: int
     kernels: str | None = None  # which fast kernels are used, and why others are not
     checkpointing: str | None = None  # which activations are recomputed

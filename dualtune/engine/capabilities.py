@@ -22,6 +22,7 @@ BACKEND_KEYS = (
     "model.kernels",
     "adapter.method",
     "adapter.init",
+    "adapter.merge_for",
     "adapter.train_modules",
     "adapter.train_rows",
     "data.packing",

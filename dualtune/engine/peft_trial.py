@@ -12,10 +12,11 @@ from pkgutil import resolve_name
 from dualtune.engine.card import cards
 from dualtune.model.adapter import PREFIX, modules_of
 from dualtune.model.config_file import read_config
-from dualtune.model.embeddings import is_embedding, tied_head
+from dualtune.model.embeddings import tied_head
 from dualtune.model.formats.directory import Adapter, peft_layout
 from dualtune.model.formats.naming import Naming
 from dualtune.model.places import naming_of
+from dualtune.model.targets import is_embedding
 from dualtune.model.weight_files import has_weights
 
 NO_MODEL = "any model of transformers"

@@ -313,7 +313,7 @@ def _attention(step: _Step, counts: Counts) -> Iterator[Piece]:
 def _head(step: _Step) -> Iterator[Piece]:
     decoder, c = step.decoder, step.ask.item_bytes
     size, rows = decoder.vocab * decoder.hidden, step.targets / max(1, step.chunks)
-    products = 3 if step.ask.trains_model else 2
+    products = 3 if step.ask.trains_model or step.ask.trains_head else 2
     moved = c * (products * step.chunks * size + 2 * step.targets * decoder.hidden)
     yield Piece(HEAD, False, products * 2 * step.targets * size, min(rows, decoder.hidden), bytes=moved)
     if step.ask.quantization in AFFINE_BITS and step.ask.quantization in step.costs.unpacking:

@@ -23,6 +23,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError
 from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
 from dualtune.model.experts import collapsed
+from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
 from dualtune.model.targets import (
@@ -64,6 +65,7 @@ class AdapterSpec:
     alpha_pattern: Pattern[float] = ()
     beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
     experts: bool = False  # whether the targets name layers of experts too
+    merge_for: MergeFor = "none"  # the format in which training sees the merge; in no file
 
     @property
     def scale(self) -> float:
@@ -159,7 +161,12 @@ class AdapterSpec:
     @property
     def reads_base(self) -> bool:
         """Whether layers compute with the numbers of the base's weights themselves: see `Method`."""
-        return self.trains_model or self.method_spec.reads_base
+        return self.trains_model or self.method_spec.reads_base or self.merge_for != "none"
+
+    @property
+    def layer(self) -> str:
+        """The name of the module of a backend that has the adapted layer."""
+        return self.method if self.merge_for == "none" else "merged"
 
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
         """Return a fresh adapter of this spec: see `init_adapter`. That of `plain` is another one, made at once."""

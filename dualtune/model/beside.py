@@ -10,6 +10,7 @@ An output head that is the embedding has no parameters of its own: training one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,8 +96,8 @@ def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted
         if not matches:
             names = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in own})
             raise ConfigError(
-                f"adapter.train_modules: no module with parameters that can be trained is called '{module}'. This "
-                f"model has: {', '.join(names)}"
+                f"adapter.train_modules: no module with plain parameters is called '{module}'; packed ones have none, "
+                f"and rows of a packed embedding are trained by adapter.train_rows. This model has: {', '.join(names)}"
             )
         if twice := next((path for path in adapted if is_inside(path, module)), None):
             raise ConfigError(
@@ -134,6 +135,15 @@ def trained_rows(beside: BesideAdapter, embedding: Table, head: Table | None, wh
                 f"adapter.train_rows: got rows of {module}, which adapter.train_modules trains whole. Remove one"
             )
     return [table.module for table in chosen]
+
+
+def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
+    """Return how many parameters of the base are in a state, by module; None if there are none."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if place := parse_beside(name):
+            sizes[place[0]] = sizes.get(place[0], 0) + math.prod(shape)
+    return sizes or None
 
 
 def beside_of(names: Iterable[str], rows: tuple[int, ...]) -> BesideAdapter:

@@ -7,7 +7,6 @@ left, and training moves rows apart. Only these rows are read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,25 +15,13 @@ import numpy as np
 
 from dualtune.base.tensors import FLOATS, floats_of
 from dualtune.model.config_file import decoder_table, read_config
-from dualtune.model.targets import OUTPUT_HEAD
+from dualtune.model.targets import OUTPUT_HEAD, is_embedding, is_head
 from dualtune.model.weight_files import StoredTensor, has_weights, weights_in
 
 SMALL = 0.2  # of the median norm of ordinary rows
 TWINS = 2  # other reserved rows that are the same
 TABLE_DTYPES = ("F32", "F16", "BF16")
 SAMPLED = 256  # ordinary rows, spread over the vocabulary
-_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|(word|tok)_embeddings)\.weight")
-_HEAD = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
-
-
-def is_embedding(name: str) -> bool:
-    """Return whether a tensor is an embedding of tokens, by its name."""
-    return _EMBEDDING.fullmatch(name) is not None
-
-
-def is_head(name: str) -> bool:
-    """Return whether a tensor is an output head, by its name."""
-    return _HEAD.fullmatch(name) is not None
 
 
 class UntrainedRow(NamedTuple):
@@ -52,9 +39,7 @@ def untrained_rows(directory: Path, token: int, reserved: Iterable[int]) -> list
     tables = {
         name: tensor
         for name, tensor in weights_in(directory).tensors.items()
-        if (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name))
-        and tensor.dtype in TABLE_DTYPES
-        and len(tensor.shape) == 2
+        if (is_embedding(name) or is_head(name)) and tensor.dtype in TABLE_DTYPES and len(tensor.shape) == 2
     }
     reserved = {*reserved} - {token}
     reasons = {name: _why(tensor, token, reserved) for name, tensor in sorted(tables.items())}
@@ -66,8 +51,8 @@ def own_head(tensors: Mapping[str, StoredTensor]) -> bool:
 
     It is then used even if the config ties the two, as transformers does.
     """
-    heads = [tensor for name, tensor in tensors.items() if _HEAD.fullmatch(name)]
-    tables = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    heads = [tensor for name, tensor in tensors.items() if is_head(name)]
+    tables = [tensor for name, tensor in tensors.items() if is_embedding(name)]
     if len(heads) != 1 or len(tables) != 1:
         return False
     head, table = heads[0], tables[0]

@@ -19,7 +19,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.model.adapter import PREFIX, is_of_base, owner_of
 from dualtune.model.config_file import read_config
-from dualtune.model.embeddings import is_embedding, is_head, tied_head
+from dualtune.model.embeddings import tied_head
 from dualtune.model.experts import ALL, DOWN, GATE, ROLES, UP, expert_of
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.formats.naming import (
@@ -32,7 +32,7 @@ from dualtune.model.formats.naming import (
     rename_modules,
 )
 from dualtune.model.formats.stacks import taking_turns
-from dualtune.model.targets import is_text, matched, position_of
+from dualtune.model.targets import is_embedding, is_head, is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
 

@@ -38,6 +38,10 @@ _WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transfor
 _OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
 
 
+_EMBEDDING_WEIGHT = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|(word|tok)_embeddings)\.weight")
+_HEAD_WEIGHT = re.compile(r"(.+\.)?(lm_head|embed_out)\.weight")
+
+
 class LayerPosition(NamedTuple):
     stack: str  # model.layers
     layer: int  # 3
@@ -231,3 +235,13 @@ def is_expert(path: str) -> bool:
 
 def _is_router(path: str) -> bool:
     return any(_ROUTER.fullmatch(part) for part in path.split("."))
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor is an embedding of tokens, by its name."""
+    return _EMBEDDING_WEIGHT.fullmatch(name) is not None
+
+
+def is_head(name: str) -> bool:
+    """Return whether a tensor is an output head, by its name."""
+    return _HEAD_WEIGHT.fullmatch(name) is not None

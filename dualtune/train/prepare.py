@@ -27,13 +27,13 @@ from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
 from dualtune.model.beside import BesideAdapter, beside_of
 from dualtune.model.config_file import decoder_table, position_table_size, read_config
-from dualtune.model.embeddings import is_embedding, is_head, tied_head
+from dualtune.model.embeddings import tied_head
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
-from dualtune.model.targets import ALL_LINEAR
+from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
 from dualtune.train.comparison import check_answers, configured_objective
@@ -371,7 +371,7 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
     return AdapterSpec(
         adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
         adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
-        _beside(config, start, model), adapter.experts,
+        _beside(config, start, model), adapter.experts, adapter.merge_for,
     )  # fmt: skip
 
 

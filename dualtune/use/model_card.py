@@ -13,6 +13,8 @@ import yaml
 
 from dualtune.config import Config
 from dualtune.config.schema import PREFERENCE_KEYS
+from dualtune.model.adapter import is_of_base
+from dualtune.model.beside import sizes_of
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, describe_template
 from dualtune.model.formats.directory import Adapter
 
@@ -104,6 +106,10 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
         method.append(("chat template", describe_template(adapter.template, adapter.metadata)))
     scale = "alpha / √rank" if spec.scaling == "rank_stabilized" else "alpha / rank"
     method += [("rank", spec.rank), (f"scale ({scale})", spec.scale), ("modules", ", ".join(spec.targets))]
+    if beside := sizes_of({name: x.shape for name, x in adapter.tensors.items() if is_of_base(name)}):
+        method.append(("trained of the base", ", ".join(f"{module}: {size:,}" for module, size in beside.items())))
+    if adapter.new_tokens:
+        method.append(("new tokens", ", ".join(f"`{token}`" for token in adapter.new_tokens)))
     method += [(f"of {target}", shown) for target, shown in spec.differences().items()]
     method += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:

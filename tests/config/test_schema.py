@@ -19,6 +19,7 @@ DEFAULTS = {
         "experts": False,
         "rank_pattern": {},
         "alpha_pattern": {},
+        "merge_for": "none",
         "train_modules": (),
         "train_rows": (),
         "init": "kaiming",

@@ -9,6 +9,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.config import Config
 from dualtune.data.tokens.new_tokens import ids_of, with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.model.formats.directory import read_adapter
 from dualtune.model.gguf import model_from_gguf
 from dualtune.model.weight_files import weights_in
@@ -50,6 +51,28 @@ def answers(backend, model, adapter=None):
     return ["".join(stream_text(loaded, prompt, max_tokens=2, temperature=0.0)) for prompt in prompts]
 
 
+def logprobs(backend, model, adapter):
+    loaded = load_model(backend, str(model), adapter, dtype="float32", template="none")
+    tokens = loaded.tokenizer.encode_text(f"1 even?{YES}2{NO}")
+    row = tokens[None]
+    batch = Batch(row, row * 0 + IGNORE_INDEX, row * 0 + 1, np.arange(row.size)[None], np.zeros(row.shape, np.uint32))
+    return loaded.engine.logprobs(batch)[0]
+
+
+def in_peft(base, adapter):
+    """What transformers and PEFT compute with the files of the adapter's directory."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(adapter), AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model = peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        ids = torch.tensor(tokenizer(f"1 even?{YES}2{NO}")["input_ids"])[None]
+        return model(ids).logits.log_softmax(-1)[0].numpy()
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_task_is_learned_and_every_export_answers_alike(
     make_model, data, tmp_path, dualtune_main, open_backend, tied
@@ -65,6 +88,7 @@ def test_the_task_is_learned_and_every_export_answers_alike(
     found = answers(torch, base, result.adapter_dir)
     assert [answer[: len(word)] for answer, word in zip(found, expected, strict=True)] == expected
     assert answers(mlx, base, result.adapter_dir) == found
+    assert in_peft(base, result.adapter_dir) == pytest.approx(logprobs(torch, base, result.adapter_dir), abs=1e-4)
     for target, quantize in (("hf", "none"), ("mlx", "none"), ("gguf", "f32")):
         out = tmp_path / target
         words = ("export", result.adapter_dir, out, "--to", target, "--quantize", quantize, "--platform", "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.methods import INITS
 from dualtune_mlx.card import checks, counted, memory
 from dualtune_mlx.card.costs import COSTS
@@ -25,6 +26,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
+        "adapter.merge_for": ("none", *ROUNDINGS),
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),

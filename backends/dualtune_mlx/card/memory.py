@@ -207,9 +207,10 @@ def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     rows = min(T, max(1, LOSS_LOGITS[ask.device] // V))
     size = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)
     hidden = 8 * decoder.hidden * c
-    return MemoryPart(
-        "loss", size * rows * V + T * hidden, f"{rows:,} tokens × {V:,} logits × {size} B + {T:,} × {hidden:,} B"
-    )
+    head = MASTER_BYTES * V * decoder.hidden if ask.trains_head else 0
+    formula = f"{rows:,} tokens × {V:,} logits × {size} B + {T:,} × {hidden:,} B"
+    formula += f" + the head's gradient of {head:,} B" * bool(head)
+    return MemoryPart("loss", size * rows * V + T * hidden + head, formula)
 
 
 def attention(decoder: Shape, ask: Ask) -> MemoryPart:

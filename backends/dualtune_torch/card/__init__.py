@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.methods import INITS
 from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
@@ -41,6 +42,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
+        "adapter.merge_for": ("none", *ROUNDINGS),
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),

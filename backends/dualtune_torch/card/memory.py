@@ -310,7 +310,7 @@ def loss(decoder: Shape, ask: Ask) -> MemoryPart:
     compiled = c if ask.device == "cuda" else 2 * c
     number_bytes = compiled if is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
-    head = MASTER_BYTES * V * decoder.hidden if ask.trains_model else 0
+    head = MASTER_BYTES * V * decoder.hidden if ask.trains_model or ask.trains_head else 0
     chunk = rows * V * number_bytes
     if head:  # its part of the gradient, in the compute dtype, when the temporaries are freed
         chunk = max(chunk, rows * V * c + V * decoder.hidden * _copy_bytes(ask))

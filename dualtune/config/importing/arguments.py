@@ -281,6 +281,28 @@ def module_names(file: ForeignFile, key: str) -> Settings:
     return {"adapter.targets": file.note(names, key)}
 
 
+def listed(file: ForeignFile, name: str, key: str) -> Settings:
+    """Translate a list of names or texts, or one text with commas, to a key that takes a list."""
+    value = file.get(name)
+    if value is None or value == []:
+        return {}
+    if not isinstance(value, str | list):
+        raise file.wrong(name, "must be a list of names")
+    entries = value.split(",") if isinstance(value, str) else cast(list[Any], value)
+    texts = [entry.strip() if isinstance(entry, str) else entry for entry in entries]
+    if not texts or not all(type(text) in (str, int) and text != "" for text in texts):
+        raise file.wrong(name, "must be a list of names")
+    return {key: file.note(texts, name)}
+
+
+def token_rows(file: ForeignFile, name: str) -> Settings:
+    """Translate PEFT's trainable_token_indices: a list of token ids. PEFT trains only the rows of the embedding."""
+    if isinstance(file.get(name), dict):
+        file.lose(name, "rows are those of embedding and output head; write the ids as a list")
+        return {}
+    return listed(file, name, "adapter.train_rows")
+
+
 # The parameters in which transformers stacks experts, and the projections that they hold.
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 

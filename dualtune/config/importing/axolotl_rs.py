@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualtune.config.importing.arguments import DETECTED, EIGHT_BITS, Arguments, dora, lora, module_names, nf4_only
+from dualtune.config.importing.arguments import (
+    DETECTED,
+    EIGHT_BITS,
+    Arguments,
+    dora,
+    listed,
+    lora,
+    module_names,
+    nf4_only,
+)
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -119,7 +128,9 @@ RULES = (
     translated("training.gradient_checkpointing", "memory.checkpointing", _ARGS.checkpointing),
     renamed("output_dir", "run.dir", ForeignFile.text),
     renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
-    absent("lora.bias lora.modules_to_save", "only LoRA matrices of linear layers are trained"),
+    translated("lora.modules_to_save", "adapter.train_modules",
+               lambda file: listed(file, "lora.modules_to_save", "adapter.train_modules")),
+    absent("lora.bias", "biases stay as they are"),
     absent("hybrid", "predictive training has the section hybrid here: see docs/hybrid.md"),
     needless("device", "it is set by --platform"),
 )  # fmt: skip

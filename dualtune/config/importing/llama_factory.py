@@ -19,6 +19,7 @@ from dualtune.config.importing.arguments import (
     Arguments,
     dora,
     held_out,
+    listed,
     lora,
     lora_plus,
     module_names,
@@ -54,6 +55,13 @@ _PREFERENCES = {  # by pref_loss, but kto by its stage: our objective, and our k
     "kto": ("kto", {"beta": "pref_beta", "desirable_weight": "kto_chosen_weight",
                     "undesirable_weight": "kto_rejected_weight"}),
 }  # fmt: skip
+
+
+def _new_tokens(file: ForeignFile) -> Settings:
+    settings = listed(file, "add_tokens", "data.new_tokens")
+    if file.flag("resize_vocab"):
+        file.skip("resize_vocab", "the vocabulary grows by itself where data.new_tokens needs it")
+    return settings
 
 
 def _method(file: ForeignFile) -> Settings:
@@ -350,7 +358,10 @@ RULES = (
     absent("ref_model_quantization_bit", "the reference is quantized as the base", "model.quantization"),
     absent("ld_alpha", "every token of an answer counts alike"),
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
-    absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
+    translated("additional_target", "adapter.train_modules",
+               lambda file: listed(file, "additional_target", "adapter.train_modules")),
+    translated("add_tokens resize_vocab", "data.new_tokens", _new_tokens,
+               "a list; the vocabulary grows by itself, and the rows of the tokens are trained"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
     translated("pissa_init", "adapter.init", _init, "the base stays as it is, so there is nothing to convert"),
@@ -366,8 +377,8 @@ RULES = (
            "another engine than torch and MLX is not supported"),
     absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "
            "crop_to_patches use_audio_in_video", "models are trained on text alone"),
-    absent("resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens "
-           "split_special_tokens", "the model's own tokenizer and embeddings are always used"),
+    absent("add_special_tokens new_special_tokens_config init_special_tokens "
+           "split_special_tokens", "the tokenizer is the model's own, with data.new_tokens", "data.new_tokens"),
     absent("rope_scaling shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch "
            "block_diag_attn model_max_length", "the base is computed as its config.json says"),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),

@@ -27,8 +27,8 @@ from dualtune.data.tokens.tokenizer_files import CONFIG, TOKENIZER, Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES, MAX_STRUCTURES
 from dualtune.model.config_file import decoder_table, read_config, vocabulary_size
 from dualtune.model.copies import copy_index, copy_without_weights
-from dualtune.model.embeddings import is_embedding, is_head
 from dualtune.model.merging import stored_bytes
+from dualtune.model.targets import is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights, StoredTensor, has_weights, weights_in
 
 KEY = "data.new_tokens"

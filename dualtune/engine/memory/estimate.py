@@ -19,10 +19,12 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing, MemoryFormulas, card_of
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
+from dualtune.model.beside import is_inside
 from dualtune.model.experts import without_number
+from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
-from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, value_of
+from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, is_embedding, is_head, value_of
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -38,6 +40,7 @@ GRANULE = 16  # rows are padded to a multiple of it,
 WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
+MERGE_ARRAYS = 6  # float32 arrays of the size of a weight while its merge is rounded
 MASTER_BYTES = 4  # adapter and gradient are float32 for every dtype
 
 
@@ -88,8 +91,11 @@ class Ask:
     experts: bool = False
     rank_pattern: Pattern[int] = ()
     init: str = INITS[0]
+    merge_for: MergeFor = "none"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+    beside: int = 0  # parameters of the base that are trained beside the adapter
+    trains_head: bool = False  # whether the output head is one of them, whole
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
 
     @property
@@ -183,7 +189,9 @@ def adapted(shape: Shape, targets: Targets, layers: str, experts: bool = False) 
 def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
     """Return the adapted linear layers. Full fine-tuning has none, but keeps every input."""
     if not ask.trains_model:
-        return adapted(decoder, ask.targets, ask.layers, ask.experts)
+        on = adapted(decoder, ask.targets, ask.layers, ask.experts)
+        # The gradient goes down to the embedding, whatever is trained: a final norm alone is rare.
+        return replace(on, layers=decoder.layers) if ask.beside else on
     reads = frozenset(layer.reads for layer in decoder.linears().values())
     return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
 
@@ -195,7 +203,8 @@ def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
     """
     if adapter.method == FULL:
         return decoder.num_parameters
-    return _num_trained(decoder, adapter.method, *_rank_settings(adapter))
+    beside = adapter.beside if isinstance(adapter, Ask) else 0
+    return beside + _num_trained(decoder, adapter.method, *_rank_settings(adapter))
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
@@ -220,6 +229,31 @@ def mean_rank(decoder: Shape, ask: Ask) -> float:
         return ask.rank
     found = ranks(decoder, ask).values()
     return sum(found) / len(found)
+
+
+def num_beside(decoder: Shape, config: Config) -> int:
+    """Return how many parameters of the base are trained beside an adapter, as far as the shapes say it."""
+    adapter, matrices = config.adapter, decoder.modules()
+    if adapter.trains_model:
+        return 0
+    tables = _trained_tables(decoder, config)
+    whole = [module for module in adapter.train_modules if not _is_table(module)]
+    linear = [out * in_ for path, (out, in_) in matrices.items() if any(is_inside(path, module) for module in whole)]
+    norms = [module for module in whole if not any(is_inside(path, module) for path in matrices)]
+    vectors = sum(decoder.hidden * (decoder.layers if "layernorm" in module else 1) for module in norms)
+    rows = len({*adapter.train_rows, *(() if tables else config.data.new_tokens)})
+    both = 2 if decoder.head in matrices else 1
+    return decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors
+
+
+def _trained_tables(decoder: Shape, config: Config) -> int:
+    """Return how many of embedding and output head are trained whole; they count once if they are one."""
+    named = sum(map(_is_table, config.adapter.train_modules))
+    return named if decoder.head in decoder.modules() else min(named, 1)
+
+
+def _is_table(module: str) -> bool:
+    return is_embedding(f"{module}.weight") or is_head(f"{module}.weight")
 
 
 def num_scaled(decoder: Shape, ask: Ask) -> int:
@@ -317,6 +351,14 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     return MemoryPart("optimizer", (MASTER_BYTES + held) * n + state, formula)
 
 
+def merges(decoder: Shape, ask: Ask) -> MemoryPart:
+    """Return the rounded merges of adapter.merge_for, of which all layers keep one until their backward pass."""
+    shapes, c = adapted_by(decoder, ask).shapes, ask.item_bytes
+    n, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes), default=0)
+    formula = f"{n:,} weights × {c} B + {MERGE_ARRAYS} × {largest:,} × 4 B while one is rounded"
+    return MemoryPart("merges", c * n + MERGE_ARRAYS * 4 * largest, formula)
+
+
 def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:
     """Return how many weights are updated at a time: a chunk of them, or the largest tensor that is needed whole."""
     by_tensor, n = OPTIMIZERS[ask.optimizer].by_tensor, min(num_trained(decoder, ask), chunk)
@@ -390,7 +432,7 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    return Estimate(parts(decoder, ask))
+    return Estimate(parts(decoder, ask) + ((merges(decoder, ask),) if ask.merge_for != "none" else ()))
 
 
 def _formulas(backend: str) -> MemoryFormulas:
@@ -432,6 +474,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         experts=config.adapter.experts,
         rank_pattern=(*config.adapter.rank_pattern.items(),),
         init=config.adapter.init,
+        merge_for=config.adapter.merge_for,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,
@@ -439,6 +482,8 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
         optimizer=rule_of(config.train.optimizer, config.train.schedule),
         averages=config.train.average != "none",
+        beside=num_beside(decoder, config),
+        trains_head=_trained_tables(decoder, config) > 0,
         compares=config.looks_first,
     )
 

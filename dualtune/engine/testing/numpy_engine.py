@@ -41,7 +41,7 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache
 from dualtune.engine.testing.numpy_card import CARD
 from dualtune.model.adapter import AdapterSpec, Tensors, owner_of, tensor_name
-from dualtune.model.beside import Table, parameter_name, rows_name, trained_parameters, trained_rows
+from dualtune.model.beside import Table, parameter_name, rows_name, sizes_of, trained_parameters, trained_rows
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.methods.dora import LEAST_NORM, row_norms
 
@@ -120,6 +120,7 @@ class NumpyEngine:
             quantization="none",
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
+            trained_beside=sizes_of(self.adapter_shapes),
             trainable_parameters=sum(w.size for w in self._params.values())
             - sum(int(kept.sum()) for kept in self._kept.values()),
             layers_below_adapter=int("mixer" not in shapes and not any("head" not in name for name in self._beside)),

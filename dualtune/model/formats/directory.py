@@ -31,10 +31,10 @@ from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
 from dualtune.model.beside import parameter_name
-from dualtune.model.embeddings import is_embedding
 from dualtune.model.formats import canonical, mlx_lm, peft, stacks
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
+from dualtune.model.targets import is_embedding
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
@@ -62,11 +62,11 @@ class Adapter:
     layout: str = "dual"  # dual | peft | mlx: the layout it was read from
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
-    # The tokenizer with the tokens that the training added, by file name; empty: that of the base.
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     template: str | None = None  # the source of its training's chat template, if it is in the directory
     naming: Naming = PLAIN  # how other tools name the layers
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.model.formats.naming`
+    # The tokenizer with the tokens that the training added, by file name; empty: that of the base.
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
     @property
     def is_for_peft(self) -> bool:
@@ -183,8 +183,8 @@ def load(contents: Contents) -> Adapter:
         path = file_in(contents.directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
         template = template_in(contents.files[TEMPLATE_FILE], path)
     return Adapter(
-        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes,
-        tokenizer=_tokenizer(contents), template=template, naming=contents.naming, fan_in_fan_out=parts.fan_in_fan_out,
+        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes, template,
+        contents.naming, parts.fan_in_fan_out, _tokenizer(contents),
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ from dualtune.model.adapter import (
     within_stack,
 )
 from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
-from dualtune.model.embeddings import is_embedding
 from dualtune.model.experts import expert_of
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats import stacks
@@ -49,7 +48,7 @@ from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
 from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_target, position_of
+from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_target, position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

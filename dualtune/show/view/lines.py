@@ -159,6 +159,8 @@ def started(info: RunInfo) -> list[str]:
         share = weights["parameters"] / max(1, engine["num_parameters"])
         kind = f"; {engine['adapted_as']}" if engine.get("adapted_as") else ""
         lines.append(f"adapted     {weights['layers']} linear layers with {share:.0%} of the base's weights{kind}")
+    if beside := engine.get("trained_beside"):
+        lines.append("beside      " + ", ".join(f"{module}: {size:,} parameters" for module, size in beside.items()))
     if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
         bytes_each = weights["bytes"] / weights["parameters"]
         lines.append(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")

@@ -176,7 +176,7 @@ RULES: dict[str, Rule] = {
 
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
-    "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.rank_pattern",
+    "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "data.new_tokens",
     "data.dedup",
     "data.on_lost_text",

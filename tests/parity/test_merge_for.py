@@ -1,0 +1,167 @@
+"""adapter.merge_for: training sees the merge as a format rounds it, alike on both backends."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dualtune.base.errors import ConfigError
+from dualtune.config import parse_config
+from dualtune.engine.backend import LoadRequest
+from dualtune.engine.testing import tolerances
+from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.merge_rounding import ROUNDINGS
+from dualtune.model.optimizer import OptimizerSpec
+from dualtune.show.run import run
+from dualtune.train.hooks import Hook
+from dualtune.train.state.metrics import each_row
+from dualtune.train.state.run_dir import METRICS
+
+torch = pytest.importorskip("torch")
+mx = pytest.importorskip("mlx.core")
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+VOCAB = 46
+
+
+@pytest.fixture
+def weight():
+    """A weight with rows that are all zeros, all positive, and very unlike."""
+    w = np.random.default_rng(0).normal(0, 0.02, (16, 256)).astype(np.float32)
+    w[3], w[5], w[7, ::64] = 0, np.abs(w[5]), 3
+    return w
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_rounding_is_the_same_everywhere(weight, name):
+    round_ = ROUNDINGS[name]
+    expected = round_(weight, np)
+    assert expected.dtype == np.float32 and np.abs(expected - weight).max() > 0
+    assert np.array_equal(round_(torch.from_numpy(weight), torch).numpy(), expected)
+    assert np.array_equal(np.array(round_(mx.array(weight), mx)), expected)
+    odd = weight[:, :40]  # no whole groups
+    assert np.array_equal(round_(odd, np), odd)
+
+
+def test_a_rounding_is_that_of_the_format(weight):
+    gguf = pytest.importorskip("gguf")
+    for name in ("q4_0", "q8_0"):
+        kind = gguf.GGMLQuantizationType[name.upper()]
+        theirs = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+        assert np.array_equal(ROUNDINGS[name](weight, np), theirs)
+    for bits in (4, 8):
+        packed = mx.quantize(mx.array(weight), 64, bits)
+        theirs = np.array(mx.dequantize(*packed, group_size=64, bits=bits))
+        assert np.array_equal(ROUNDINGS[f"affine{bits}"](weight, np), theirs)
+    from dualtune_torch.weights import nf4
+
+    theirs = nf4.unpack(*nf4.quantize(torch.from_numpy(weight), torch.float32)).numpy()
+    largest = np.abs(weight).max()
+    assert np.abs(ROUNDINGS["nf4"](weight, np) - theirs).max() <= 0.02 * largest  # of its scales, in 8 bits
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(backends, tiny):
+    def load_(name, merge_for="none", model_dir=tiny.model_dir, **options):
+        spec = AdapterSpec(4, 6.0, 0.0, TARGETS, merge_for=merge_for)
+        request = LoadRequest(model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5, **options)
+        return backends[name].load(request)
+
+    return load_
+
+
+def rounded_base(model_dir, out, adapter, scale, name):
+    """Write the base whose merge with this adapter is the rounded one: Q(W + scale · B A) − scale · B A."""
+    out.mkdir()
+    for file in model_dir.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    weights = load_file(model_dir / "model.safetensors")
+    for key in [key for key in weights if key.removesuffix(".weight").endswith(TARGETS)]:
+        A, B = (adapter[tensor_name(key.removesuffix(".weight"), part)] for part in "AB")
+        change = (scale * (B @ A)).astype(np.float32)
+        weights[key] = ROUNDINGS[name](weights[key].astype(np.float32) + change, np) - change
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+@pytest.mark.parametrize("name", ["affine4", "q4_0"])
+def test_training_is_that_of_lora_on_the_rounded_base(load, tiny, tmp_path, backend, name):
+    """Loss, log-probabilities and gradient; evaluation and generation do not round."""
+    engine, batch = load(backend, name), random_batch([9, 7], VOCAB, seed=1)
+    state = random_adapter(engine.adapter_state())
+    rounded_base(tiny.model_dir, tmp_path / "base", state, 6.0 / 4, name)
+    plain, on_rounded = load(backend), load(backend, model_dir=tmp_path / "base")
+    for one in (engine, plain, on_rounded):
+        one.load_adapter_state(state)
+    in_training = engine.target_logprobs(batch, dropout=True)
+    assert np.abs(in_training - on_rounded.target_logprobs(batch)).max() <= tolerances.LOGPROBS
+    assert np.abs(in_training - plain.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
+    assert_close(gradient(engine, batch), gradient(on_rounded, batch), tolerances.GRADIENT)
+    for measure in ("target_logprobs", "logprobs"):
+        gap = np.abs(getattr(engine, measure)(batch) - getattr(plain, measure)(batch))
+        assert gap[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+
+
+class Stop(Hook):
+    def on_step(self, record):
+        if record.step == 5:
+            raise KeyboardInterrupt
+
+
+def test_both_backends_take_the_same_steps_and_a_run_moves(backends, tiny, tmp_path):
+    adapter = {"merge_for": "q4_0", "dropout": 0.0, "rank": 4}
+    train = {"steps": 8, "learning_rate": 1e-3}
+
+    def config(name):
+        return tiny.config(tmp_path / name, adapter=adapter, train=train, run={"save_every": 2})
+
+    results = [run(config(name), backends[name]) for name in ("torch", "mlx")]
+    with pytest.raises(KeyboardInterrupt):
+        run(config("moved"), backends["mlx"], [Stop()])
+    results.append(run(config("moved"), backends["torch"]))
+    first, *others = (
+        [row["loss"] for row in each_row(result.run_dir / METRICS) if "loss" in row] for result in results
+    )
+    # A weight at the border of two codes may get the other one, so this is wider than for LoRA.
+    for losses in others:
+        assert losses == pytest.approx(first, abs=2e-4)
+    spec = json.loads((results[0].adapter_dir / "adapter_config.json").read_text())
+    assert spec["r"] == 4 and spec["lora_alpha"] == 16.0  # plain LoRA in every file
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ("adapter: {merge_for: q4_0}", "adapter.merge_for"),  # with dropout, the default
+        ("adapter: {merge_for: q4_0, dropout: 0, method: dora}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0, dropout: 0, experts: true}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0, dropout: 0}\nmodel: {name: m, quantization: nf4}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0, dropout: 0}\nmemory: {resident_layers: 2}", "adapter.merge_for"),
+        ("adapter: {merge_for: q5_9, dropout: 0}", "adapter.merge_for"),
+    ],
+)
+def test_what_does_not_go_together(lines, key):
+    model = "" if "model:" in lines else "model: {name: m}\n"
+    with pytest.raises(ConfigError, match=key):
+        parse_config(f"{model}data: {{train: d.jsonl}}\n{lines}\n")
+
+
+def test_the_plan_counts_the_merges(tiny):
+    from dualtune.engine.memory.estimate import ask_of, estimate
+    from dualtune.engine.memory.shapes import decoder_of
+    from dualtune.model.config_file import read_config
+
+    decoder = decoder_of(read_config(tiny.model_dir))
+    plain = tiny.config(tiny.model_dir / "x", adapter={"dropout": 0.0})
+    rounds = tiny.config(tiny.model_dir / "x", adapter={"dropout": 0.0, "merge_for": "q4_0"})
+    before, after = (estimate(decoder, ask_of(config, decoder, "torch", "cpu")) for config in (plain, rounds))
+    shapes = [(layer.out, layer.in_) for layer in decoder.linears().values()]
+    expected = 4 * decoder.layers * sum(map(math.prod, shapes)) + 6 * 4 * max(map(math.prod, shapes))
+    assert after.total_bytes - before.total_bytes == after["merges"] == expected
