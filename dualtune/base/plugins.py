@@ -21,18 +21,7 @@ def installed(
     `fault_of` says what else is wrong with such an object; "" if nothing is. ConfigError if none is installed, or it
     cannot be used.
     """
-    points = {point.name: point for point in entry_points(group=group)}
-    if name not in points:
-        allowed = ", ".join([*others, *sorted(points)])
-        raise ConfigError(
-            f"{key}: got {fields.shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
-            f"registers one as an entry point of the group {group}: {page}"
-        )
-    origin = f"{key}: {name} ({points[name].value})"
-    try:
-        make: Any = points[name].load()
-    except Exception as error:  # foreign code
-        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+    make, origin = registered(group, name, key=key, others=others, page=page)
 
     def made_of(config: Any) -> Any:
         made = make(config)
@@ -45,3 +34,22 @@ def installed(
         return made
 
     return made_of
+
+
+def registered(group: str, name: str, *, key: str, others: Sequence[str], page: str) -> tuple[Any, str]:
+    """Return what a package has registered under this name of a group, and how messages call it.
+
+    The arguments and errors are those of `installed`.
+    """
+    points = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        allowed = ", ".join([*others, *sorted(points)])
+        raise ConfigError(
+            f"{key}: got {fields.shown(name)!r}, allowed: {allowed}. Install the package that has it; a package "
+            f"registers one as an entry point of the group {group}: {page}"
+        )
+    origin = f"{key}: {name} ({points[name].value})"
+    try:
+        return points[name].load(), origin
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
@@ -37,6 +38,7 @@ from dualtune.engine.memory.estimate import num_beside, num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
+from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
@@ -197,9 +199,11 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
 
 
 def _installed_rows(config: Config) -> Iterator[Check]:
-    """Check that the step policy and the objective of other packages that the config names can be used."""
+    """Check that step policy, optimizer and objective can be used, if the config names those of other packages."""
     if config.train.policy != "auto":
         yield _installed_row("policy", config.train.policy, lambda: policy_of(config))
+    if (name := config.train.optimizer) not in get_args(OptimizerName):
+        yield _installed_row("optimizer", name, lambda: OPTIMIZERS[name])
     if config.train.objective not in PREFERENCE_KEYS:
         yield _installed_row("objective", config.train.objective, lambda: configured_objective(config))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import Config, get_value
 from dualtune.config.schema import CheckpointedLayers
-from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE
+from dualtune.engine.card import INSTALLED, LAYERS, NAMES, NUMBER, SIZE
+from dualtune.model.optimizer import OptimizerName
 
 # Config keys that the engine has to honour. Keys that the core honours itself are not listed.
 BACKEND_KEYS = (
@@ -78,6 +79,7 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = SIZE if key == "memory.limit" and value != "auto" else value
     value = NUMBER if key in WITH_NUMBERS and value != WITH_NUMBERS[key] else value
     value = NAMES if key in WITH_NAMES and value else value
+    value = INSTALLED if key == "train.optimizer" and value not in get_args(OptimizerName) else value
     section, field = key.split(".")
     default = Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
     allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({default}))

@@ -71,6 +71,7 @@ KEEP_ALL = ActivationCheckpointing()
 # ----------------------------------------------------------------------------------------------------------------------
 SIZE = "a size such as 12GB"  # any size as the value of memory.limit
 NAMES = "a list of names"  # any list that is not empty as the value of a key in `WITH_NAMES`
+INSTALLED = "one of another package"  # the name of anything that its package has registered by an entry point
 NUMBER = "a number such as 2"  # any number as the value of a key in `WITH_NUMBERS`
 
 BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"

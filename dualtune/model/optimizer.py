@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from itertools import groupby
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from dualtune.base.errors import ConfigError
+from dualtune.base.plugins import registered
 from dualtune.model import update_rules
 from dualtune.model.update_rules import ResultRule, Settings, UpdateRule
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"]  # as train.optimizer has them
-RuleName = Literal[OptimizerName, "schedule_free"]  # as the table has them: train.schedule may choose another one
+# As the table has them: train.schedule may choose schedule_free, and other packages have entries too.
+RuleName = str
+OPTIMIZERS_GROUP = "dualtune.optimizers"  # of entry points
 SLOT_BYTES = 4.0  # slots are float32 whatever the model computes in, unless the entry says otherwise
 
 EIGHT_BIT_BYTES = 1 + 2 / 256  # a code for each value, and an int16 for each 256 values (`eight_bit.py`)
@@ -61,6 +64,9 @@ class Optimizer:
         """How many values of state there are for a weight at most: those of a vector. A matrix may have fewer."""
         return len(self.slots_of("vector", (1,)))
 
+
+_SLOT = re.compile(r"[a-z][a-z0-9_]{0,30}")  # a slot is the name of a file of the checkpoint
+OFFSET = "offset"  # the slot of an average: average − weights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which tensors are what.
@@ -100,7 +106,53 @@ SCHEDULE_FREE: Settings = {**ADAMW, "warmup_steps": 0.0}
 LION: Settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
 ADAFACTOR: Settings = {"decay_rate": 0.8, "eps": 1e-30, "clip_threshold": 1.0, "weight_decay": 0.0}
 MUON: Settings = {**ADAMW, "momentum": 0.95, "iterations": 5}
-OPTIMIZERS: Mapping[RuleName, Optimizer] = MappingProxyType(
+
+
+class _Table(Mapping[RuleName, Optimizer]):
+    """Our entries, and by name those of other packages, which are found when they are asked for, and not listed."""
+
+    def __init__(self, own: Mapping[RuleName, Optimizer]) -> None:
+        self._own = own
+        self._installed: dict[RuleName, Optimizer] = {}
+
+    def __getitem__(self, name: RuleName) -> Optimizer:
+        """Return an entry. ConfigError if there is none of this name, or if that of a package cannot be used."""
+        if name in self._own:
+            return self._own[name]
+        if name not in self._installed:
+            self._installed[name] = installed_optimizer(name)
+        return self._installed[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or any(point.name == name for point in entry_points(group=OPTIMIZERS_GROUP))
+
+    def __iter__(self) -> Iterator[RuleName]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def installed_optimizer(name: RuleName) -> Optimizer:
+    """Return the entry that a package has registered under this name: see docs/backends.md.
+
+    Its formula uses what numpy, torch and mlx.core have in common, so every backend runs it. ConfigError if there is
+    none, or if it cannot be used.
+    """
+    own = get_args(OptimizerName)
+    found, origin = registered(
+        OPTIMIZERS_GROUP, name, key="train.optimizer", others=own, page="docs/backends.md#optimizers"
+    )
+    if not isinstance(found, Optimizer):
+        raise ConfigError(f"{origin} is a {type(found).__name__}, it must be a dualtune.model.optimizer.Optimizer")
+    if wrong := [slot for slot in found.slots if not _SLOT.fullmatch(slot) or slot == OFFSET]:
+        raise ConfigError(f"{origin} has the slot {wrong[0]!r}; allowed: small letters, digits and _, but not {OFFSET}")
+    if "weight_decay" not in found.defaults:
+        raise ConfigError(f"{origin} has no weight_decay among its defaults, which train.weight_decay sets")
+    return found
+
+
+OPTIMIZERS: Mapping[RuleName, Optimizer] = _Table(
     {
         "adamw": Optimizer(update_rules.adamw, ("m", "v"), ADAMW),
         "adamw_8bit": Optimizer(update_rules.adamw_8bit, ("m", "root_v"), ADAMW, slot_bytes=EIGHT_BIT_BYTES),
@@ -237,7 +289,7 @@ class OptimizerSpec:
         return weights if self.average is None else weights + slots[OFFSET]
 
 
-def rule_of(optimizer: OptimizerName, schedule: str) -> RuleName:
+def rule_of(optimizer: str, schedule: str) -> RuleName:
     """Return the entry of the table that a config's train.optimizer and train.schedule choose together."""
     return "schedule_free" if schedule == "schedule_free" else optimizer
 
@@ -261,8 +313,6 @@ def slot_shapes(entry: Optimizer, shapes: Shapes, *, averages: bool) -> dict[str
 #
 # The average is kept as its offset from the weights, a slot that is zero before the first update: an engine adds one
 # line to its update, and training itself is bitwise what it is without.
-
-OFFSET = "offset"  # the slot: average − weights
 
 
 @dataclass(frozen=True, slots=True)

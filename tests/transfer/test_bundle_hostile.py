@@ -295,7 +295,9 @@ def test_the_list_is_complete_and_small(forge, refused):
     files = forge.table["files"]
     for name in files:
         left = {n: entry for n, entry in files.items() if n != name}
-        refused(forge.build(forge.table | {"files": left}), f"{name} is missing, which a bundle of kind")
+        # Lion keeps m alone, so a list without v is complete; but then the bundle has a file that it does not list.
+        fault = "not listed in" if "optimizer_v" in name else "missing, which a bundle of kind"
+        refused(forge.build(forge.table | {"files": left}), f"{name} is {fault}")
     weights = {WEIGHTS.format(i): {"bytes": 1 << 32, "sha256": "0" * 64} for i in range(40)}
     refused(forge.build(forge.table | {"files": weights}), "lists 40 files, allowed are 1 to 32")
     refused(forge.build(forge.table | {"files": dict([*weights.items()][:9])}), "lists 38654705664 bytes in all")

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.engine.card import (
+    INSTALLED,
+    LAYERS,
+    NAMES,
+    NUMBER,
+    SIZE,
+    Card,
+    Device,
+    Launch,
+    MemoryFormulas,
+    Package,
+    Twin,
+)
 from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.methods import INITS
 from dualtune_mlx.card import checks, counted, memory
@@ -30,7 +42,7 @@ CARD = Card(
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon", INSTALLED),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from dualtune.engine.card import LAYERS, NAMES, NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.engine.card import (
+    INSTALLED,
+    LAYERS,
+    NAMES,
+    NUMBER,
+    SIZE,
+    Card,
+    Device,
+    Launch,
+    MemoryFormulas,
+    Package,
+    Twin,
+)
 from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.methods import INITS
 from dualtune_torch.card import checks, counted, memory
@@ -46,7 +58,7 @@ CARD = Card(
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon", INSTALLED),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from dualtune.engine.card import NAMES, NUMBER, Card, Device
+from dualtune.engine.card import INSTALLED, NAMES, NUMBER, Card, Device
 from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OptimizerName
 
@@ -20,7 +20,7 @@ CARD = Card(
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
         "memory.offload": ("auto", "none"),
-        "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly
+        "train.optimizer": (*get_args(OptimizerName), INSTALLED),  # it uses the formulas of the table directly
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

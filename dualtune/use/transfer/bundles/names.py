@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", TEMPLATE,
 )  # fmt: skip
 
+_SLOT_FILE = re.compile(r"optimizer_[a-z][a-z0-9_]{0,30}\.safetensors")
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
 LISTINGS = (MANIFEST, "dualtune.json")  # of checkpoint and adapter: they also hold hashes of the other files
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
@@ -58,13 +59,18 @@ def is_allowed(name: str) -> bool:
 def step_of(name: str) -> int | None:
     """Return the step of a checkpoint file; None for any other name, and for a file that no checkpoint has."""
     match = _STEP.fullmatch(name)
-    is_ours = match and match[2] in CHECKPOINT_FILES | OPTIONAL_FILES and match[1] == f"{int(match[1]):08d}"
+    is_file = match and (match[2] in CHECKPOINT_FILES | OPTIONAL_FILES or _SLOT_FILE.fullmatch(match[2]))
+    is_ours = match and is_file and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
 
 
 def files_of_checkpoint(present: Collection[str]) -> frozenset[str]:
-    """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none."""
-    fitting = [slots for slots in OPTIMIZER_FILES if SLOT_FILES & {*present} <= slots] or [SLOT_FILES]
+    """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none.
+
+    Of the optimizer of another package only the checkpoint's own manifest says which slots it has.
+    """
+    own = {file for file in present if _SLOT_FILE.fullmatch(file)}
+    fitting = [slots for slots in OPTIMIZER_FILES if own <= slots] or [frozenset(own)]
     return CHECKPOINT_FILES | min(fitting, key=len)
 
 
