@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -39,10 +39,11 @@ from dualtune.config.values import (
     TokenRows,
     Trackers,
     dotted,
+    refuse,
 )
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS
-from dualtune.model.optimizer import OptimizerName
+from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS, DEFAULT_TARGETS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,6 +216,18 @@ class TrainConfig(Section):
     objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill"] | Name = "sft"
     """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
     one with a label; distill learns a teacher's distributions; else the name of an installed objective."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_is_there(cls, name: str) -> str:
+        """Refuse a name that is neither ours nor that of an installed package: it may be a slip of the pen."""
+        if name in OPTIMIZERS:
+            return name
+        from dualtune.config.advice import unknown_value
+
+        own = [*get_args(OptimizerName)]
+        text = f"got '{name}', allowed: {', '.join(own)}"
+        raise refuse(f"{text}. {unknown_value(name, own) or 'Or install the package that registers it'}")
 
 
 class PreferenceConfig(Section):

@@ -86,7 +86,7 @@ def test_what_cannot_be_used_is_refused():
     assert (new == 1.5).all() and after["m"] == pytest.approx(-0.1)
 
 
-@pytest.mark.parametrize(("name", "level"), [("signs", "ok"), ("sings", "fail")])
+@pytest.mark.parametrize(("name", "level"), [("signs", "ok"), ("number", "fail")])
 def test_check_config_looks_for_it(tmp_path, name, level):
     (tmp_path / "c.yaml").write_text("{model: {name: m}, data: {train: t}}")
     report = check_config(tmp_path / "c.yaml", [f"train.optimizer={name}"], platform="numpy")

@@ -240,6 +240,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Cha
         before = with_old_default(before) if section == "data" else before
         for name, value in table.items():
             key, default = f"{section}.{name}", sections()[section].model_fields[name].default
+            if isinstance(default, tuple):  # as JSON has it
+                default = list(cast("tuple[Any, ...]", default))
             rule = _rule(key, before.get(name, default), value)
             if name in before:
                 if before[name] != value:
