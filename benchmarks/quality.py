@@ -138,7 +138,7 @@ class Bench:
         """Measure the model before tuning, as this arm stores its weights."""
         config = self.folder / "base.json"
         config.write_text(json.dumps(self.config(arm, 1)))
-        return self._measured(config, "--base")
+        return self.measured(config, "--base")
 
     def run(self, arm: str, seed: int) -> dict[str, Any]:
         """Train a side and measure what it has learned."""
@@ -150,10 +150,10 @@ class Bench:
         run_dir = Path(settings["run"]["dir"])
         if arm in PEERS:
             losses = self._peer(arm, seed, run_dir)
-            return {"losses": losses} | self._measured(config, "--adapter", run_dir / "adapter")
+            return {"losses": losses} | self.measured(config, "--adapter", run_dir / "adapter")
         self._call(["train", config])
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return {"losses": [row["loss"] for row in rows if "loss" in row]} | self._measured(config)
+        return {"losses": [row["loss"] for row in rows if "loss" in row]} | self.measured(config)
 
     def _initial(self, seed: int) -> Path:
         """Return the adapter that all sides of a seed start from."""
@@ -181,7 +181,7 @@ class Bench:
         subprocess.run([python, SIDES, peer, run_dir / "job.json"], check=True, stdout=sys.stderr)
         return json.loads((run_dir / "result.json").read_text())["losses"]
 
-    def _measured(self, config: Path, *what: Any) -> dict[str, Any]:
+    def measured(self, config: Path, *what: Any) -> dict[str, Any]:
         options = ["--data", self.held_out, *self.task.options, "--no-leaks", "--json"]
         result = json.loads(self._call(["eval", config, *what, *options]))
         return {"loss": result["loss"], "right": result[self.task.right]}

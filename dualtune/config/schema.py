@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dualtune.base.text import closest, did_you_mean
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import (
     RULES,
@@ -223,11 +224,10 @@ class TrainConfig(Section):
         """Refuse a name that is neither ours nor that of an installed package: it may be a slip of the pen."""
         if name in OPTIMIZERS:
             return name
-        from dualtune.config.advice import unknown_value
-
-        own = [*get_args(OptimizerName)]
-        text = f"got '{name}', allowed: {', '.join(own)}"
-        raise refuse(f"{text}. {unknown_value(name, own) or 'Or install the package that registers it'}")
+        own = get_args(OptimizerName)
+        meant = closest(name.lower(), own)
+        advice = did_you_mean(meant) if meant else "Or install the package that registers it"
+        raise refuse(f"got '{name}', allowed: {', '.join(own)}. {advice}")
 
 
 class PreferenceConfig(Section):

@@ -7,7 +7,7 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import get_backend
 from dualtune.engine.capabilities import check_capabilities, check_value
-from dualtune.engine.card import Card, Device, card_of
+from dualtune.engine.card import INSTALLED, Card, Device, card_of
 from dualtune.model.optimizer import OptimizerName
 from dualtune.train.prepare import prepare
 
@@ -57,7 +57,7 @@ def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make
         check_capabilities(Card(name="mine", devices=(Device("cpu", "float32"),)), config)
     wording(str(caught.value))
     for name in ("numpy", "torch", "mlx"):
-        assert open_backend(name).capabilities()["train.optimizer"] == {*get_args(OptimizerName)}
+        assert open_backend(name).capabilities()["train.optimizer"] == {*get_args(OptimizerName), INSTALLED}
 
 
 def test_a_number_is_refused_by_a_backend_without_the_key(make_config):
