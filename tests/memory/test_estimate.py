@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -207,11 +206,15 @@ def test_the_longest_document_is_found_where_longer_ones_need_less(monkeypatch):
 
 
 def test_an_estimate_costs_next_to_nothing():
-    estimate(MISTRAL, H100)
-    began = time.process_time()
-    for length in range(100, 300):
-        estimate(MISTRAL, replace(H100, max_length=length))
-    assert (time.process_time() - began) / 200 < 1e-3  # 40 µs on an idle machine
+    """A plan asks for hundreds of them. 2,379 calls of functions take half a millisecond."""
+    estimate(MISTRAL, H100)  # fills what is kept of the shape
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code) if event == "call" else None)
+    try:
+        estimate(MISTRAL, replace(H100, max_length=123))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 4000
 
 
 def test_an_estimate_loads_neither_a_framework_nor_numpy():
