@@ -6,8 +6,7 @@ added to a float32 gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import mlx.core as mx
@@ -20,10 +19,10 @@ from dualtune.model.adapter import Tensors
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.host.places import stored_names
-from dualtune_mlx.methods import DropoutSeeds
+from dualtune_mlx.methods import Bound, DropoutSeeds
 
 
-class WholeModel:
+class WholeModel(Bound):
     """The parameters of a model by the names of the base's files: what `AdaptedLayers` is for an adapter."""
 
     def __init__(self, model: nn.Module, base: BaseWeights | None, dropout_seeds: DropoutSeeds) -> None:
@@ -60,16 +59,6 @@ class WholeModel:
         for name, array in params.items():
             owner, attribute = self._owners[name]
             owner[attribute] = array
-
-    @contextmanager
-    def binding(self, params: Mapping[str, mx.array]) -> Iterator[None]:
-        """Compute with these arrays for a while."""
-        outer = {name: self.bound[name] for name in params}
-        self.bind(params)
-        try:
-            yield
-        finally:
-            self.bind(outer)
 
     def trace(self, origins: Origins) -> None:
         """Do nothing: there are no adapters whose inputs could be made again."""

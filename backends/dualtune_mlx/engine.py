@@ -34,7 +34,7 @@ from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
-from dualtune.model.experts import expert_of, gathered, members, shapes_apart
+from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
 from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
@@ -138,9 +138,9 @@ class MlxEngine:
         self._update: Callable[..., Any] = self._updated if self._is_full else wrap(self._updated)
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._shapes()),
+            adapted_modules=None if self._is_full else len(shapes_of(self._layers)),
             adapted_as=adapted_as(
-                [*(names.get(path, path) for path in paths), *self._shapes()],
+                [*(names.get(path, path) for path in paths), *shapes_of(self._layers)],
                 request.adapter.targets,
                 experts=request.adapter.experts,
             ),
@@ -257,22 +257,7 @@ class MlxEngine:
         return self._initial(self._request.adapter.plain)
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
-        return adapter.initial(self._shapes(), self._request.seed, self._frozen) | self._beside.neutral()
-
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (out, in) of each adapted linear layer, those of experts one by one."""
-        return {
-            module: layer.shape
-            for path, layer in self._layers.items()
-            for module in (members(path, layer.count) if layer.count else [path])
-        }
-
-    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
-        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
-        expert = expert_of(module)
-        if expert is None or expert.stack not in self._layers:
-            return self._layers[module], None
-        return self._layers[expert.stack], int(expert.number)
+        return adapter.initial(shapes_of(self._layers), self._request.seed, self._frozen) | self._beside.neutral()
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -310,7 +295,7 @@ class MlxEngine:
         base, dtype, edits = merge_base(self._request), self.description.dtype, self._beside.edits(self.adapter_state())
 
         def delta(module: str) -> np.ndarray:
-            layer, number = self._layer_of(module)
+            layer, number = layer_of(self._layers, module)
             return np.array(layer.delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
@@ -441,7 +426,7 @@ class MlxEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        layer, number = self._layer_of(path)
+        layer, number = layer_of(self._layers, path)
         return np.array(layer.frozen(number))
 
 

@@ -82,7 +82,27 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
 
-class AdaptedLayers:
+class Bound:
+    """The arrays with which a model computes, by the name of what is trained."""
+
+    bound: dict[str, mx.array]
+
+    def bind(self, params: Mapping[str, mx.array]) -> None:
+        """Compute with these arrays: those of all names, or of some."""
+        raise NotImplementedError
+
+    @contextmanager
+    def binding(self, params: Mapping[str, mx.array]) -> Iterator[None]:
+        """Compute with these arrays for a while."""
+        outer = {name: self.bound[name] for name in params}
+        self.bind(params)
+        try:
+            yield
+        finally:
+            self.bind(outer)
+
+
+class AdaptedLayers(Bound):
     """The adapted layers of a model, what is trained beside them, and the arrays with which they compute, by name."""
 
     def __init__(
@@ -113,16 +133,6 @@ class AdaptedLayers:
                 self.layers[path].bind({part: params[name] for part, name in names.items()})
         for name in self._beside.keys() & params.keys():
             self._beside[name].bind(params[name])
-
-    @contextmanager
-    def binding(self, params: Mapping[str, mx.array]) -> Iterator[None]:
-        """Compute with these arrays for a while."""
-        outer = {name: self.bound[name] for name in params}
-        self.bind(params)
-        try:
-            yield
-        finally:
-            self.bind(outer)
 
     def trace(self, origins: Origins) -> None:
         """Make the inputs of all layers again in the backward pass, while their origins are kept."""

@@ -35,7 +35,7 @@ from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
-from dualtune.model.experts import expert_of, members
+from dualtune.model.experts import layer_of, members, shapes_of
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
@@ -121,8 +121,8 @@ class TorchEngine:
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(self._shapes()),
-            adapted_as=adapted_as(self._shapes(), request.adapter.targets, experts=request.adapter.experts),
+            adapted_modules=None if self._is_full else len(shapes_of(self._layers)),
+            adapted_as=adapted_as(shapes_of(self._layers), request.adapter.targets, experts=request.adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
@@ -281,23 +281,8 @@ class TorchEngine:
         return self._initial(self._request.adapter.plain)
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
-        initial = adapter.initial(self._shapes(), self._request.seed, self._frozen)
+        initial = adapter.initial(shapes_of(self._layers), self._request.seed, self._frozen)
         return initial | {name: values.copy() for name, values in self._beside.start.items()}
-
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (out, in) of each adapted linear layer, those of experts one by one."""
-        return {
-            module: layer.shape
-            for path, layer in self._layers.items()
-            for module in (members(path, layer.count) if layer.count else [path])
-        }
-
-    def _layer_of(self, module: str) -> tuple[AdaptedLayer, int | None]:
-        """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
-        expert = expert_of(module)
-        if expert is None or expert.stack not in self._layers:
-            return self._layers[module], None
-        return self._layers[expert.stack], int(expert.number)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
@@ -350,7 +335,7 @@ class TorchEngine:
         edits = self._beside.edits(lambda name: _numpy(self._adapter.masters[name]))
 
         def delta(module: str) -> np.ndarray:
-            layer, number = self._layer_of(module)
+            layer, number = layer_of(self._layers, module)
             return _numpy(layer.delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
@@ -389,7 +374,7 @@ class TorchEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
-        layer, number = self._layer_of(path)
+        layer, number = layer_of(self._layers, path)
         if self._streamed:
             self._streamed.bring(layer.base)
         with self._together(), whole(layer.base):

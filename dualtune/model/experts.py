@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from dualtune.base.errors import ConfigError
 
@@ -75,6 +75,36 @@ def stacks_of(modules: Iterable[str]) -> dict[str, list[str]]:
 def _number(module: str) -> int:
     expert = expert_of(module)
     return int(expert.number) if expert else -1
+
+
+class StackableLayer(Protocol):
+    """An adapted layer of a backend."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...  # (out, in); of a stack, that of each expert
+
+    @property
+    def count(self) -> int | None: ...  # how many experts it is a stack of; None: it is one layer
+
+
+Layer = TypeVar("Layer", bound=StackableLayer)
+
+
+def shapes_of(layers: Mapping[str, StackableLayer]) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of each adapted linear layer, those of experts one by one."""
+    return {
+        module: layer.shape
+        for path, layer in layers.items()
+        for module in (members(path, layer.count) if layer.count else [path])
+    }
+
+
+def layer_of(layers: Mapping[str, Layer], module: str) -> tuple[Layer, int | None]:
+    """Return the layer of an adapted module; if that is a stack, also the number of the expert."""
+    expert = expert_of(module)
+    if expert is None or expert.stack not in layers:
+        return layers[module], None
+    return layers[expert.stack], int(expert.number)
 
 
 def collapsed(modules: Iterable[str]) -> dict[str, str]:
