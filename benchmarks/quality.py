@@ -52,6 +52,7 @@ PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 th
     "hf_peft": hf(DOCUMENTS, "sdpa", dtype="float32"),
 }
 PREDICTIVE = {"enabled": True, "warmup_steps": 12, "full_steps": 8, "gate": "none"}  # for runs as short as these
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # What an arm changes in the config of equal settings.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {},
@@ -64,6 +65,23 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "conservative": {"hybrid": {**PREDICTIVE, "preset": "conservative"}},
     "balanced": {"hybrid": {**PREDICTIVE, "preset": "balanced"}},
     "aggressive": {"hybrid": {**PREDICTIVE, "preset": "aggressive"}},
+    "lora-3e-4": {"train": {"learning_rate": 3e-4}},
+    "lora-3e-3": {"train": {"learning_rate": 3e-3}},
+    "full-3e-4": {"adapter": {"method": "full"}, "train": {"learning_rate": 3e-4}},
+    # As many weights as seven modules of rank 16 have.
+    "attention": {"adapter": {"rank": 42, "alpha": 84, "targets": list(ATTENTION)}},
+    "rank-4": {"adapter": {"rank": 4, "alpha": 8}},
+    "rank-64": {"adapter": {"rank": 64, "alpha": 128}},
+    "rank_pattern": {  # as many weights as rank 16, at the same scale
+        "adapter": {
+            "rank_pattern": {name: 6 if name in ATTENTION else 22 for name in SPEC.targets},
+            "alpha_pattern": {name: 12 if name in ATTENTION else 44 for name in SPEC.targets},
+        }
+    },
+    "dora": {"adapter": {"method": "dora"}},
+    "pissa": {"adapter": {"init": "pissa"}},
+    "olora": {"adapter": {"init": "olora"}},
+    "lora_plus": {"train": {"learning_rate": 3e-4, "lora_plus_ratio": 16.0}},
 }
 
 
