@@ -16,6 +16,7 @@ from dualtune.model.gguf import model_from_gguf
 from dualtune.model.weight_files import weights_in
 from dualtune.show.run import run
 from dualtune.train.inference import load_model, stream_text
+from dualtune.train.sampling import Sampling
 
 YES, NO = "<|yes|>", "<|no|>"
 NEW = [YES, NO]
@@ -50,7 +51,7 @@ def config(model, data, place, **train):
 def answers(backend, model, adapter=None):
     loaded = load_model(backend, str(model), adapter, dtype="float32", template="none")
     prompts = [loaded.tokenizer.encode_text(f"{digit} even?") for digit in range(10)]
-    return ["".join(stream_text(loaded, prompt, max_tokens=2, temperature=0.0)) for prompt in prompts]
+    return ["".join(stream_text(loaded, prompt, Sampling(2))) for prompt in prompts]
 
 
 def logprobs(backend, model, adapter):
