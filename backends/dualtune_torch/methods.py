@@ -93,7 +93,8 @@ def add_layers(
         name: make(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
     }
     for name, layer in wrapped.items():
-        model.set_submodule(paths[name], layer if is_linear(linear[paths[name]]) else AdaptedRouter(layer, name, spec))
+        is_router = not is_linear(linear[paths[name]])
+        model.set_submodule(paths[name], AdaptedRouter(cast(Any, layer), name, spec) if is_router else layer)
     adapters = {}
     for stack, found in stacks_of(name for name in selected if name not in paths).items():
         projection = stacked[of_stacks[stack]]

@@ -131,12 +131,11 @@ def test_both_backends_have_the_gradient_through_the_weights_of_the_chosen(load,
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_a_router_is_recomputed_with_its_layer(load, models, name):
-    """Recomputed, with inputs of adapters made again, and without kernels: one gradient."""
+    """Recomputed, and without kernels: one gradient."""
     model, spec = models("deepseek_v3"), AdapterSpec(4, 6.0, 0.0, ("all-linear", "gate"), experts=True)
     expected = gradient(trained(load(name, model, spec)), BATCH)
     for options in (
         {"checkpointing": ActivationCheckpointing(layers=2)},
-        {"checkpointing": ActivationCheckpointing(adapter_inputs=True)},
         {"kernels": "reference"},
     ):
         assert_close(gradient(trained(load(name, model, spec, **options)), BATCH), expected, tolerances.GRADIENT)
