@@ -56,8 +56,8 @@ from dualtune_mlx.methods import (
     AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
+    adaptable_layers,
     add_layers,
-    linear_layers,
     storage,
 )
 from dualtune_mlx.model import DTYPES, load_base
@@ -79,7 +79,7 @@ class MlxEngine:
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths = linear_layers(model)
+        paths = adaptable_layers(model)
         places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
         of_stacks: dict[str, list[FilePlace]] = {}

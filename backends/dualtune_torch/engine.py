@@ -58,7 +58,7 @@ from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
-from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
@@ -446,7 +446,7 @@ def _placed_layers(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
     """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
     weights = request.base_weights()
-    shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
+    shapes = {path: shape_of(layer) for path, layer in adaptable_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
