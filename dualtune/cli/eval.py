@@ -141,7 +141,7 @@ class EvalRun:
             template_variables=self._settings.data.template_variables, system=self._settings.data.system,
             kernels=model.kernels,
             init="pretrained" if is_whole else model.init, seed=self._settings.run.seed,
-            new_tokens=self._settings.data.new_tokens,
+            new_tokens=self._settings.data.added_tokens,
         )  # fmt: skip
 
     def _base_of(self, model: LoadedModel) -> AbstractContextManager[LoadedModel]:

@@ -24,7 +24,7 @@ from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import resolve_model
-from dualtune.model.beside import beside_of
+from dualtune.model.beside import NewToken, beside_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
@@ -60,7 +60,7 @@ def load_model(
     init: str = "pretrained",
     seed: int = 0,
     spec: AdapterSpec | None = None,
-    new_tokens: Sequence[str] = (),
+    new_tokens: Sequence[NewToken] = (),
     shared_base: SharedBase | None = None,
 ) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
