@@ -2,10 +2,10 @@
 
     python scripts/trl_reference.py tests/train/data      (where trl==1.16.0 and torch are installed)
 
-trl_losses.json has those of preference training, trl_divergences.json the generalized JSD of distillation. It calls
-TRL's own code, the loss methods of its trainers. Around them stand a trainer that has only settings, and a
-model that answers with given log-probabilities: those of an answer's tokens are equal, so that the gradient with
-respect to their sum is all there is to record.
+trl_losses.json has those of preference training, trl_divergences.json the generalized JSD of distillation, and
+trl_policy.json those of GRPO's variants and RLOO on the same samples. It calls TRL's own code, the loss methods of its
+trainers. Around them stand a trainer that has only settings, and a model that answers with given log-probabilities.
+Those of the tokens of an answer to compare are equal, so that the gradient with respect to their sum is all there is.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import torch
 import trl
-from trl import DPOTrainer, KTOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
@@ -206,6 +206,57 @@ def record_divergence(beta):
     return {"beta": beta, **inputs, "value": loss.item(), "gradient": logits_NV.grad.tolist()}
 
 
+POLICY_CASES = [
+    ("grpo", {"loss_type": "grpo"}),
+    ("grpo", {"loss_type": "grpo", "beta": 0.3}),
+    ("dr_grpo", {"loss_type": "dr_grpo"}),
+    ("dapo", {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1}),
+    ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.04}),
+    ("cispo", {"loss_type": "cispo", "epsilon_high": 1.2}),
+    ("rloo", {}),
+]
+
+
+def record_policy(name, settings):
+    """The loss of six samples with up to nine tokens, each with a ratio of its own, and its slopes by token."""
+    random = np.random.default_rng(5)
+    lengths_N = random.integers(1, LONGEST + 1, NUM_UNITS)
+    logps_NT = -random.uniform(0.05, 2.0, (NUM_UNITS, LONGEST)).round(4)
+    old_NT = (logps_NT + random.normal(0, 0.2, logps_NT.shape)).round(4)
+    reference_NT = (logps_NT + random.normal(0, 0.4, logps_NT.shape)).round(4)
+    advantages_N = random.normal(0, 1, NUM_UNITS).round(4)
+    mask_NT = torch.arange(LONGEST) < torch.tensor(lengths_N)[:, None]
+    logps = torch.tensor(logps_NT, requires_grad=True)
+    options = {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token", **settings}
+    trainer = trainer_with(
+        **options, args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=12,
+        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
+    )  # fmt: skip
+    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, **_: x
+    inputs = {
+        "prompt_ids": torch.ones(NUM_UNITS, 1, dtype=torch.long), "prompt_mask": torch.ones(NUM_UNITS, 1),
+        "completion_ids": mask_NT.long(), "completion_mask": mask_NT.double(),
+        "advantages": torch.tensor(advantages_N), "old_per_token_logps": torch.tensor(old_NT),
+        "ref_per_token_logps": torch.tensor(reference_NT), "num_items_in_batch": torch.tensor(float(lengths_N.sum())),
+        "old_logps": (torch.tensor(old_NT) * mask_NT).sum(1),
+    }  # fmt: skip
+    kind = RLOOTrainer if name == "rloo" else GRPOTrainer
+    loss = kind._compute_loss(trainer, trainer.model, inputs)
+    loss.backward()
+
+    def flat(values_NT):
+        return np.asarray(values_NT)[mask_NT.numpy()].tolist()
+
+    return {
+        "objective": name, "settings": settings, "lengths": lengths_N.tolist(), "advantages": advantages_N.tolist(),
+        "logps": flat(logps_NT), "old": flat(old_NT), "reference": flat(reference_NT), "max_tokens": 12,
+        "value": loss.item(), "slopes": flat(logps.grad),
+        "metrics": {key: values[0] for key, values in trainer._metrics["train"].items()},
+    }  # fmt: skip
+
+
 def write(path, cases):
     lines = ",\n".join(json.dumps(case) for case in cases)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -222,6 +273,7 @@ def main():
     args.directory.mkdir(exist_ok=True)
     write(args.directory / "trl_losses.json", cases)
     write(args.directory / "trl_divergences.json", [record_divergence(beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)])
+    write(args.directory / "trl_policy.json", [record_policy(*case) for case in POLICY_CASES])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from dualtune.config.values import (
     Name,
     Names,
     NotNegative,
+    Numbers,
     PathText,
     Positive,
     Prompts,
@@ -37,6 +38,7 @@ from dualtune.config.values import (
     Section,
     Share,
     Size,
+    StopTexts,
     TokenRows,
     Trackers,
     dotted,
@@ -55,6 +57,9 @@ SHORT_FOR: Mapping[str, Mapping[str, str]] = {
     "schedule_free": {"schedule": "schedule_free"},
     "average": {"schedule": "constant", "average": "tail"},
 }
+# Objectives that learn from the model's own samples (`train/policy_gradient.py`).
+PolicyObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+POLICY_OBJECTIVES: tuple[str, ...] = get_args(PolicyObjectiveName)
 _NOTHING = {"auto", "balanced", "none"}  # values of the other keys of `hybrid` that ask for nothing
 
 
@@ -220,7 +225,7 @@ class TrainConfig(Section):
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
-    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill"] | Name = "sft"
+    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill"] | PolicyObjectiveName | Name = "sft"
     """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
     one with a label; distill learns a teacher's distributions; else the name of an installed objective."""
 
@@ -275,6 +280,40 @@ class DistillConfig(Section):
     @property
     def beta_or_default(self) -> float:
         return 0.5 if self.beta == "auto" else self.beta
+
+
+class RolloutsConfig(Section):
+    """Training on the model's own samples; auto is the value of the objective's paper."""
+
+    rewards: Names = ()
+    """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, or a Python function as
+    FILE.py:FUNCTION."""
+    weights: Numbers = ()
+    """The weight of each reward in their sum; empty is 1 for each."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """How many answers to each prompt a step draws."""
+    max_tokens: Count = 256
+    """The maximum number of tokens per answer."""
+    temperature: Positive = 1.0
+    """The temperature of the sampling; training computes log-probabilities at 1."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from this many most probable tokens; 0 is all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens at least this share as probable as the most probable one; 0 is all tokens."""
+    stop: StopTexts = ()
+    """Texts that end an answer."""
+    scale: Literal["auto", "group", "step", "none"] = "auto"
+    """What an advantage is divided by: the standard deviation of the rewards of its prompt, of the step, or nothing."""
+    clip_low: Literal["auto"] | NotNegative = "auto"
+    """How far below 1 the ratio of a token's probability to that when it was sampled counts."""
+    clip_high: Literal["auto"] | NotNegative = "auto"
+    """How far above 1 it counts."""
+    kl: NotNegative = 0.0
+    """The weight of the KL divergence from the base without the adapter."""
+    reward_timeout_s: Positive = 10.0
+    """How many seconds a Python function may take for an answer, which has no reward then."""
 
 
 class CheckpointedLayers(Section):
@@ -411,6 +450,7 @@ class Config(BaseModel):
     train: TrainConfig = TrainConfig()
     preference: PreferenceConfig = PreferenceConfig()
     distill: DistillConfig = DistillConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     memory: MemoryConfig = MemoryConfig()
     hybrid: HybridConfig = HybridConfig()
     guards: GuardsConfig = GuardsConfig()
@@ -452,6 +492,7 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "simpo": ("beta", "gamma", "sft_weight"),
     "cpo": ("beta", "label_smoothing", "sft_weight"),
     "kto": ("beta", "desirable_weight", "undesirable_weight", "reference"),
+    **dict.fromkeys(POLICY_OBJECTIVES, ()),
 }
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
@@ -500,6 +541,7 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         yield from _impossible_with_cache(config)
     yield from _impossible_preference(config)
     yield from _impossible_distillation(config)
+    yield from _impossible_rollouts(config)
     if config.adapter.merge_for != "none":
         yield from _impossible_with_merges(config)
     if config.adapter.trains_model:
@@ -569,7 +611,7 @@ def _impossible_preference(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
     if name == "sft":
         return
     if name != "distill" and config.data.loss_on == "all":
-        rule = f"but train.objective: {name} compares answers, not prompts; allowed: assistant, last"
+        rule = f"but train.objective: {name} learns from answers, not from prompts; allowed: assistant, last"
         yield ("data", "loss_on"), objective, f"got all, {rule}"
     if config.hybrid.enabled:
         rule = f"but predictive training judges its steps by the loss of sft, and train.objective is {name}"
@@ -594,6 +636,39 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
     if distill.divergence == "forward_kl" and distill.beta != "auto":
         rule = "but distill.divergence: forward_kl has no beta; remove it, or set divergence: jsd"
         yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
+
+
+def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield keys of `rollouts` that are missing or not used, and what does not go with samples of the model."""
+    rollouts, name, adapter = config.rollouts, config.train.objective, config.adapter
+    objective: KeyPath = ("train", "objective")
+    if name not in POLICY_OBJECTIVES:
+        for key, field in type(rollouts).model_fields.items():
+            if (value := getattr(rollouts, key)) != field.default:
+                rule = f"but train.objective: {name} does not use it; remove it, or choose one of"
+                yield ("rollouts", key), objective, f"got {value}, {rule} {', '.join(POLICY_OBJECTIVES)}"
+        return
+    if not rollouts.rewards:
+        rule = f"got none, but train.objective: {name} needs what rewards an answer, such as exact or rewards.py:name"
+        yield ("rollouts", "rewards"), objective, rule
+    if rollouts.weights and len(rollouts.weights) != len(rollouts.rewards):
+        rule = f"must be one for each of the {len(rollouts.rewards)} rewards, or none"
+        yield ("rollouts", "weights"), ("rollouts", "rewards"), f"got {len(rollouts.weights)}, {rule}"
+    if adapter.dropout and not adapter.trains_model:
+        rule = "but samples are drawn without dropout, and their ratios would be noise; set adapter.dropout: 0"
+        yield ("adapter", "dropout"), objective, f"got {adapter.dropout:g}, {rule}"
+    if rollouts.kl and adapter.trains_model:
+        rule = "but with adapter.method: full no base is left to compare with; allowed: 0"
+        yield ("rollouts", "kl"), ("adapter", "method"), f"got {rollouts.kl:g}, {rule}"
+    if name == "rloo" and rollouts.scale not in ("auto", "none"):
+        rule = "but rloo compares with the other samples and divides by nothing; allowed: auto, none"
+        yield ("rollouts", "scale"), objective, f"got {rollouts.scale}, {rule}"
+    if config.train.activation_cache != "none":
+        rule = f"but train.objective: {name} draws new documents in every step; allowed: none"
+        yield ("train", "activation_cache"), objective, f"got {config.train.activation_cache}, {rule}"
+    if config.memory.sharding == "full":
+        rule = "but the processes of a sharded base cannot draw samples together; allowed: none"
+        yield ("memory", "sharding"), objective, f"got full, {rule}"
 
 
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

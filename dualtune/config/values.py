@@ -173,7 +173,17 @@ Template = Annotated[
     Literal["auto", "none"] | TemplateName | PathText,
     BeforeValidator(lambda value: NEWEST_TEMPLATES.get(value, value) if isinstance(value, str) else value),
 ]
-MULTILINE = ("sample_prompts",)  # keys whose texts may have line breaks and tabs
+MULTILINE = ("sample_prompts", "stop")  # keys whose texts may have line breaks and tabs
+Numbers = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    Field(strict=False, json_schema_extra={"format": "numbers"}),
+    BeforeValidator(as_list),
+]
+StopTexts = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+    Field(strict=False, max_length=8, json_schema_extra={"format": "stop texts"}),
+    BeforeValidator(as_list),
+]
 Prompts = Annotated[
     tuple[Annotated[str, Field(pattern=r"\S", max_length=4000, json_schema_extra={"format": "prompt"})], ...],
     Field(strict=False),

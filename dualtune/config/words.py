@@ -23,6 +23,8 @@ _FORMATS = {
     "path": "a path",
     "prompt": "a text of at most 4000 characters",
     "prompts": "a list of at most 8 texts",
+    "stop texts": "a list of at most 8 texts",
+    "numbers": "a list of numbers",
     "roles": "a mapping from names to system, user, assistant or tool, such as {critic: user}",
     "sources": "a list of these",
     "texts": "a list of different texts, which may be empty",

@@ -18,6 +18,7 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
+from dualtune.config.schema import POLICY_OBJECTIVES
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.chat.row_values import Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
@@ -250,11 +251,13 @@ LABELLED = "answers with a label (data.format: unpaired_preference)"
 NEEDED = {
     "sft": (PLAIN,),
     "distill": (PLAIN,),
+    **dict.fromkeys(POLICY_OBJECTIVES, (PLAIN,)),
     **dict.fromkeys(("dpo", "orpo", "simpo", "cpo"), (PAIR,)),
     "kto": (LABELLED, PAIR),
 }
 _ADVICE = {
-    PLAIN: "sft and distill learn them", PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them"
+    PLAIN: "sft and distill learn them, grpo and its variants draw others to their prompts",
+    PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them",
 }  # fmt: skip
 _FOR_SFT = {
     PAIR: ". For sft on the chosen answers alone set data.columns: {rejected: null}",

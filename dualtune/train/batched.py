@@ -131,19 +131,20 @@ def sample_all(
     num_samples: int = 1,
     *,
     stops: Sequence[str] = (),
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[Sequence[int]] | None = None,
     bounds: Bounds | None = None,
     is_shortage: Callable[[BaseException], bool] = lambda error: False,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Generator[Completion]:
     """Yield `num_samples` continuations of each prompt (token ids [T]) as they end.
 
-    `stops`: texts with which a continuation ends as soon as they are complete. The rest is as in `continue_all`.
+    `stops`: texts with which a continuation ends as soon as they are complete. `numbers`: of each prompt, on which its
+    random numbers depend; by default its index. The rest is as in `continue_all`.
     """
-    numbers = range(len(prompts)) if numbers is None else numbers
+    numbers = [(index,) for index in range(len(prompts))] if numbers is None else numbers
     rows = [
-        prompted_row(model, index, prompt, sampling, draws=number, stops=stops, sample=sample, keeps_logprobs=True)
-        for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+        prompted_row(model, index, prompt, sampling, draws=draws, stops=stops, sample=sample, keeps_logprobs=True)
+        for index, (draws, prompt) in enumerate(zip(numbers, prompts, strict=True))
         for sample in range(num_samples)
     ]
     for row, continuation in _continued(model, rows, bounds, is_shortage, tell):
@@ -154,16 +155,16 @@ def sample_all(
 
 
 def prompted_row(
-    model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: int | None = None,
+    model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: Sequence[int] | None = None,
     stops: Sequence[str] = (), sample: int = 0, keeps_logprobs: bool = False,
 ) -> PromptedRow:  # fmt: skip
     """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
 
-    `draws`: another number than its own, on which its random numbers depend. ConfigError for a prompt that cannot be
+    `draws`: other numbers than its own, on which its random numbers depend. ConfigError for a prompt that cannot be
     continued.
     """
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
-    numbers = (number if draws is None else draws, sample)
+    numbers = (*((number,) if draws is None else draws), sample)
     choose = Chooser(
         replace(sampling, max_tokens=limit), model.tokenizer.stop_ids, numbers=numbers, keeps_logprobs=keeps_logprobs
     )

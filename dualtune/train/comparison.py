@@ -22,7 +22,7 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import cache_dir, new_file
 from dualtune.base.untrusted import open_file, parse_object
 from dualtune.config import Config
-from dualtune.config.schema import PREFERENCE_KEYS
+from dualtune.config.schema import POLICY_OBJECTIVES, PREFERENCE_KEYS
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
@@ -40,7 +40,7 @@ REFERENCE = "the log-probabilities of the reference"  # as `show` names them
 def configured_objective(config: Config) -> Objective | None:
     """Return the objective of preference training that a config chooses; None for one that compares no answers."""
     name = config.train.objective
-    if name in ("sft", "distill"):
+    if name in ("sft", "distill", *POLICY_OBJECTIVES):
         return None
     if name not in OBJECTIVES:
         return installed_objective(name)(config)
@@ -66,20 +66,22 @@ def answer_sums(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, float]:
     if (weights_BT := batch.target_weights_BT) is not None:
         logprobs_BT *= weights_BT
     is_target_BT = batch.labels_BT != IGNORE_INDEX
-    return {document: float(logprobs_BT[b][own_T & is_target_BT[b]].sum()) for document, b, own_T in _places(batch)}
+    return {
+        document: float(logprobs_BT[b][own_T & is_target_BT[b]].sum()) for document, b, own_T in document_places(batch)
+    }
 
 
 def with_slopes(batch: Batch, slopes: Mapping[int, float]) -> Batch:
     """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight."""
     factors_BT = np.zeros(batch.tokens_BT.shape)
-    for document, b, own_T in _places(batch):
+    for document, b, own_T in document_places(batch):
         factors_BT[b][own_T] = -slopes[document]
     # The label of a position belongs to its own document: that of the last token has none.
     weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
     return replace(batch, weights_BT=weights_BT.astype(np.float32))
 
 
-def _places(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
+def document_places(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield each document of a micro-batch, its row, and which positions of that are its own, bool [T]."""
     for b, row in enumerate(batch.documents):
         for segment, document in enumerate(row, start=1):

@@ -43,6 +43,7 @@ from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, r
 from dualtune.train.objective import optimizer_spec, with_intervals
 from dualtune.train.policies import MakePolicy, policy_of
 from dualtune.train.preference import Objective
+from dualtune.train.rollouts import Rollouts, policy_objective
 from dualtune.train.samples import check_samples
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import (
@@ -83,11 +84,12 @@ class TrainingData:
     order: Order
     layout: SequenceLayout
     probes: list[int]  # the training documents that no step uses, because the policy evaluates on them
+    sampled: int = 0  # the most tokens that a step may add to a document
 
     @property
     def longest(self) -> int:
         """The tokens of the longest document."""
-        return max(self.train.longest, self.eval.longest)
+        return max(self.train.longest, self.eval.longest) + self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class Prepared:
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     objective: Objective | None  # of preference training; None: no answers are compared
     distillation: Distillation | None  # None: there is no teacher
+    rollouts: Rollouts | None  # None: the run learns from its data, not from samples
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
@@ -187,6 +190,11 @@ def prepare(
         objective = configured_objective(settled)
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
+        policy_loss = policy_objective(settled)
+        if policy_loss is not None and team.size > 1:
+            raise ConfigError(
+                f"train.objective: {policy_loss.name} trains in one process, and this run has {team.size}. Start one"
+            )
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -197,7 +205,8 @@ def prepare(
         planned = with_tokens(settled, order.tokens_per_step)
         planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
         _check_steps(planned, order.num_steps)
-        data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes)
+        sampled = planned.rollouts.max_tokens if policy_loss else 0
+        data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes, sampled)
 
         # Config and data are in order, so the weights are worth their download.
         model_dir = resolve_model(planned.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
@@ -218,9 +227,10 @@ def prepare(
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since
         spec = _spec(planned, start, model)
+        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions) if policy_loss else None
     return Prepared(
-        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, resumed, fingerprints,
-        memory, system,
+        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, rollouts, resumed,
+        fingerprints, memory, system,
     )  # fmt: skip
 
 

@@ -57,14 +57,17 @@ from dualtune.train.result import (
     verdict_of,
     write_result,
 )
+from dualtune.train.rollouts import RolloutFile
 from dualtune.train.samples import Samples, check_not_sharded
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.start import load_comparison, load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
-from dualtune.train.state.run_dir import METRICS, REPORT, SAMPLES, TIMELINE, RunDir, open_together
+from dualtune.train.state.run_dir import METRICS, REPORT, ROLLOUTS, SAMPLES, TIMELINE, RunDir, open_together
 from dualtune.train.step import TrainingStep
 from dualtune.train.team import PeerFailed, Team
+
+MOST_FAILURES = 3  # of rewards, that are told of a step
 
 
 class Display:
@@ -150,7 +153,7 @@ def execute(
         job.tell_start()
         if restart is not None:
             resume_smaller(restart, job.recovery, prepared, first_step, job.log)
-        with Ahead(lambda step: prepared.batches(step, job.recovery.layout), num_steps) as batches:
+        with Ahead(job.data_batches, num_steps) as batches:
             job.batches, job.recovery.on_change = batches, batches.drop
             num_steps = fit(job)
 
@@ -201,8 +204,13 @@ class Job:
         self.recovery = recovery_of(prepared, engine, self.log)
         self.saver = Saver(self)
         self.samples = _samples(prepared, engine, run_dir.path / SAMPLES, self.first_step)
+        self.rollouts = RolloutFile(run_dir.path / ROLLOUTS, self.first_step) if prepared.rollouts else None
         # The micro-batches of a step, counted from 0.
-        self.batches: Callable[[int], list[Batch]] = prepared.batches
+        self.batches: Callable[[int], list[Batch]] = self.data_batches
+
+    def data_batches(self, step: int) -> list[Batch]:
+        """Return the micro-batches of a step's documents. A step that draws samples has others, which it makes."""
+        return [] if self.prepared.rollouts else self.prepared.batches(step, self.recovery.layout)
 
     def tell_start(self) -> None:
         """Tell the hooks that the run starts, and what is known of it by now."""
@@ -228,6 +236,8 @@ class Job:
         self.watchers.end()
         self.log.close()
         self.saver.close()
+        if self.prepared.rollouts is not None:
+            self.prepared.rollouts.close()
 
     def _rows_of_step(self, step: int) -> list[str]:
         """Return the data rows of a step, counted from 1, as path:line."""
@@ -280,6 +290,10 @@ def _take_step(job: Job, step: int) -> int:
             job.saver.save(_settle(job, step))
         raise
     faults.reach("step")
+    if job.rollouts is not None and taking.samples is not None:
+        job.rollouts.write(taking.samples)
+        for failure in taking.samples.failures[:MOST_FAILURES]:
+            job.log.event(Event(step + 1, "reward_failed", failure))
     if not 1 <= outcome.num_steps <= max_steps:
         raise ValueError(f"step policy {job.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
     step += outcome.num_steps
@@ -370,6 +384,8 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         measure = partial(evaluate_answers, comparison=job.comparison)
     elif prepared.distillation is not None:
         measure = prepared.distillation.evaluate
+    elif prepared.rollouts is not None:
+        measure = prepared.rollouts.evaluate
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):

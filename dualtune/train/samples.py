@@ -68,7 +68,7 @@ class Samples:
         self._model, self._optimizer, self._path = model, optimizer, path
         self._prompts = [(prompt, model.tokenizer.encode_prompt(prompt, system)) for prompt in prompts]
         self._has_failed = False
-        _keep_rows(path, first_step)
+        keep_rows(path, first_step)
 
     def take(self, step: int, tell: Callable[[SampleRecord], None], report: Callable[[Event], None]) -> None:
         """Answer every prompt. A failure is reported, ends the samples, and not the run.
@@ -102,7 +102,7 @@ class Samples:
             file.write((json.dumps(row) + "\n").encode())
 
 
-def _keep_rows(path: Path, first_step: int) -> None:
+def keep_rows(path: Path, first_step: int) -> None:
     """Drop the rows of steps that a resumed run repeats, and those that were truncated."""
     if not os.path.lexists(path):
         return

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from dualtune.data.batches import micro_batches
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
 from dualtune.train.comparison import AnswerComparison, answer_sums, with_slopes
@@ -20,13 +21,16 @@ from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
 from dualtune.train.policy import Update
+from dualtune.train.policy_gradient import PolicyLoss
 from dualtune.train.preference import Loss, Objective
 from dualtune.train.recovery import Recovery
+from dualtune.train.rollouts import Rollouts, StepSamples, token_logprobs, with_token_slopes
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
 
-DATA, GRADIENT, OPTIMIZER, PROBE = "data", "micro-batch", "optimizer", "probe"  # the phases of a step
+# The phases of a step.
+DATA, SAMPLING, GRADIENT, OPTIMIZER, PROBE = "data", "sampling", "micro-batch", "optimizer", "probe"
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 
@@ -56,7 +60,8 @@ class TrainingStep:
         self._make_batches, self._phase, self._watch = make_batches, phase, watch
         self._show = show
         self._comparison = comparison
-        self._loss: Loss | None = None  # of the comparison
+        self._loss: Loss | PolicyLoss | None = None  # of the comparison, or of the samples
+        self._samples: StepSamples | None = None  # drawn on first use, and kept if memory runs out after it
         self._distilled = 0.0  # the loss of a distillation, less what the engine knows of it, in this process
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
@@ -68,9 +73,26 @@ class TrainingStep:
     def batches(self) -> list[Batch]:
         """The micro-batches of this step for this process. They are created on first use."""
         if self._batches is None:
+            samples = self.samples
             with self._phase(DATA):
-                self._batches = self._make_batches(self.index)
+                self._batches = self._make_batches(self.index) if samples is None else self._batches_of(samples)
         return self._batches
+
+    @property
+    def samples(self) -> StepSamples | None:
+        """What the step has drawn of its prompts; None for a run that learns from its data."""
+        rollouts = self._prepared.rollouts
+        if self._samples is None and rollouts is not None:
+            ids: list[int] = self._prepared.data.order.step(self.index).documents.tolist()
+            with self._phase(SAMPLING):
+                self._samples = rollouts.draw(self.engine, self._prepared.data.train, ids, self.index)
+        return self._samples
+
+    def _batches_of(self, samples: StepSamples) -> list[Batch]:
+        return micro_batches(
+            samples.documents, samples.trained, self._recovery.layout, seed=self._prepared.config.run.seed,
+            step=self.index,
+        )  # fmt: skip
 
     @property
     def probe_documents(self) -> Sequence[int]:
@@ -95,7 +117,8 @@ class TrainingStep:
         """Add the gradient of the step's loss, micro-batch by micro-batch.
 
         That of sft is the (weighted) mean over the step's targets, and so is that of distillation. An objective that
-        compares answers needs what the model says of all of them first: it decides the weight of each.
+        compares answers, or learns from samples, needs what the model says of all of them first: it decides the weight
+        of each.
         """
         self._has_gradient = False
         while not self._has_gradient:
@@ -105,6 +128,10 @@ class TrainingStep:
                     self._distilled = 0.0
                     add = partial(self._add_distilled, distillation, weight)
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
+                elif (samples := self.samples) is not None:
+                    if (token_slopes := self._slopes_of(samples)) is not None:
+                        add = partial(self._add_sampled, token_slopes)
+                        self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif self._comparison is None:
                     add = partial(self.engine.forward_backward, divisor=weight)
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
@@ -121,6 +148,22 @@ class TrainingStep:
         totals = self._team.totals([sums.get(i, 0.0) for i in ids])
         self._loss = comparison.objective(comparison.scores(data.train, ids, totals, comparison.train))
         return dict(zip(ids, self._loss.slopes_NA.ravel().tolist(), strict=True))
+
+    def _slopes_of(self, samples: StepSamples) -> dict[int, np.ndarray] | None:
+        """Return ∂loss/∂(log p) of the tokens of each sample. None if memory ran out: try again, smaller."""
+        logps = dict[int, np.ndarray]()
+
+        def add(batch: Batch) -> None:
+            logps.update(token_logprobs(self.engine.target_logprobs(batch, dropout=True), batch))
+
+        if not self._attempt(self.batches, add):
+            return None
+        rollouts = cast(Rollouts, self._prepared.rollouts)
+        self._loss, slopes = samples.loss(logps, rollouts.objective, rollouts.max_tokens)
+        return slopes
+
+    def _add_sampled(self, slopes: Mapping[int, np.ndarray], batch: Batch) -> None:
+        self.engine.forward_backward(with_token_slopes(batch, slopes), divisor=1.0)
 
     def _trained_batches(self, objective: Objective) -> list[Batch]:
         """Return the micro-batches of the answers that have slopes."""

@@ -114,7 +114,7 @@ def test_samples_are_a_function_of_seed_prompt_sample_and_position(model):
     for options in ({"bounds": Bounds(rows=2)}, {"bounds": Bounds(rows=5)}):
         for key, each in samples(model, **options).items():
             np.testing.assert_array_equal(each.tokens, whole[key].tokens)
-    only = list(sample_all(model, prompts_of(model)[1:2], HOT, 3, numbers=[1]))
+    only = list(sample_all(model, prompts_of(model)[1:2], HOT, 3, numbers=[(1,)]))
     for each in only:
         np.testing.assert_array_equal(each.tokens, whole[1, each.number].tokens)
     shorter = samples(model, replace(HOT, max_tokens=2))

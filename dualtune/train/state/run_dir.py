@@ -72,6 +72,7 @@ TIMELINE = "memory.csv"
 REPORT = "report.html"
 PREDICTIONS = "predictions.jsonl"
 SAMPLES = "samples.jsonl"
+ROLLOUTS = "rollouts.jsonl"  # of a run that learns from its own samples
 BASE_FORMATS = "base_formats.json"  # what `dualtune quantize --compare` has measured
 LOG = "log.txt"
 CONFIG = "config.yaml"
@@ -80,8 +81,8 @@ CHECKPOINT_NOW = "checkpoint-now"
 TEMPLATE = "chat_template.jinja"
 FOLDERS = (CHECKPOINTS, ADAPTER, MODEL)
 FILES = (
-    LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, LOG, CONFIG, ENVIRONMENT, TEMPLATE,
-    BASE_FORMATS,
+    LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, ROLLOUTS, LOG, CONFIG, ENVIRONMENT,
+    TEMPLATE, BASE_FORMATS,
 )  # fmt: skip
 RESUME = "auto, never, or the path of a checkpoint or a run directory"
 

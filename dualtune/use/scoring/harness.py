@@ -122,7 +122,9 @@ class HarnessModel:
             room = max(1, self._max_tokens - request.sampling.max_tokens)
             ids = self._model.tokenizer.encode_text(request.context)[-room:]
             ids = ids if len(ids) else self._prefix
-            rows.append(prompted_row(self._model, i, ids, request.sampling, draws=times[request], stops=request.stops))
+            rows.append(
+                prompted_row(self._model, i, ids, request.sampling, draws=(times[request],), stops=request.stops)
+            )
             times[request] += 1
         rows.sort(key=lambda row: -len(row.prompt))
         answers = [""] * len(rows)

@@ -1,0 +1,252 @@
+"""Training on the model's own samples: what a step draws, how it is rewarded, and what it adds to the gradient.
+
+A row of data is a prompt with an answer, which is what rewards compare with. A step draws several samples of each of
+its prompts, with the weights that it has, and each sample is a document: the prompt, and the sampled tokens as targets.
+All that is random is a function of (run.seed, step, document, sample, position), so a step that is repeated after a
+stop, on either backend, draws the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.base.files import open_own
+from dualtune.config import Config
+from dualtune.data.documents import Documents, units_in_memory
+from dualtune.data.tokens.store import Document
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
+from dualtune.train.activation_cache import each_alone
+from dualtune.train.batched import Completion, sample_all
+from dualtune.train.comparison import document_places
+from dualtune.train.evaluation import using
+from dualtune.train.hooks import EvalRecord
+from dualtune.train.inference import LoadedModel
+from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
+from dualtune.train.recovery import Recovery
+from dualtune.train.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
+from dualtune.train.samples import keep_rows
+from dualtune.train.sampling import Sampling
+from dualtune.train.team import Team
+
+
+def policy_objective(config: Config) -> PolicyObjective | None:
+    """Return the objective of a config that trains on samples, with its constants; None for any other."""
+    objective, rollouts = OBJECTIVES.get(config.train.objective), config.rollouts
+    if objective is None:
+        return None
+    chosen = {key: value for key in ("scale", "clip_low", "clip_high") if (value := getattr(rollouts, key)) != "auto"}
+    return replace(objective, kl=rollouts.kl, **chosen)
+
+
+def question_of(document: Document) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens before the last answer of a document, and those of the answer, int32 [T] each."""
+    targets = np.flatnonzero(document.loss_mask)
+    start = int(targets[np.flatnonzero(np.diff(targets, prepend=-2) > 1)[-1]])
+    return document.tokens[:start], document.tokens[start : int(targets[-1]) + 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a step has drawn.
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a step, one after another, those of a prompt together: `documents` has them as units."""
+
+    documents: Documents
+    old: Sequence[np.ndarray]  # of each sample, float32 [T]: log p of its tokens when they were drawn
+    advantages_N: np.ndarray
+    reference: Mapping[int, np.ndarray] | None  # by document, as `old`; None: the loss has no divergence
+    reward: float  # the mean of the samples whose rewards are known
+    metrics: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]]  # of rollouts.jsonl
+    failures: Sequence[str]  # of rewards
+
+    @property
+    def trained(self) -> list[int]:
+        """The documents that add to the gradient. The first one if none does: there is always a gradient."""
+        if self.reference is not None:
+            return list(range(len(self.documents)))
+        return np.flatnonzero(self.advantages_N).tolist() or [0]
+
+    def loss(
+        self, logps: Mapping[int, np.ndarray], objective: PolicyObjective, max_tokens: int
+    ) -> tuple[PolicyLoss, dict[int, np.ndarray]]:
+        """Return the loss of the step, and its slopes ∂loss/∂(log p) of the tokens of each trained document.
+
+        `logps`: of the trained documents, now. The value is −reward, of which the slopes are an estimate: that of the
+        objective itself is near 0 whatever the model does, and stands in the metrics as `surrogate`.
+        """
+        trained, lengths_N = self.trained, np.array([len(each) for each in self.old])
+        tokens = SampledTokens(
+            np.concatenate([logps[n] for n in trained]),
+            np.concatenate([self.old[n] for n in trained]).astype(np.float64),
+            lengths_N[trained],
+            self.advantages_N[trained],
+            None if self.reference is None else np.concatenate([self.reference[n] for n in trained]),
+        )
+        surrogate = objective(tokens, max_tokens, int(lengths_N.sum()), len(lengths_N))
+        slopes = dict(zip(trained, np.split(surrogate.slopes_M, np.cumsum(tokens.lengths_N)[:-1]), strict=True))
+        metrics = {**self.metrics, "surrogate": surrogate.value, **surrogate.metrics}
+        value = -self.reward + objective.kl * metrics.get("kl", 0.0)
+        return replace(surrogate, value=value, metrics=metrics), slopes
+
+
+def token_logprobs(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
+    """Return log p of the targets of each document of a micro-batch, float64 [T]."""
+    is_target_BT = batch.labels_BT != IGNORE_INDEX
+    return {
+        document: logprobs_BT[b][own_T & is_target_BT[b]].astype(np.float64)
+        for document, b, own_T in document_places(batch)
+    }
+
+
+def with_token_slopes(batch: Batch, slopes: Mapping[int, np.ndarray]) -> Batch:
+    """Return the micro-batch with the weight −slope for each target."""
+    is_target_BT = batch.labels_BT != IGNORE_INDEX
+    weights_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    for document, b, own_T in document_places(batch):
+        weights_BT[b, own_T & is_target_BT[b]] = -slopes[document]
+    return replace(batch, weights_BT=weights_BT)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Drawing.
+
+
+class Rollouts:
+    """Draws and rewards the samples of a run."""
+
+    def __init__(
+        self, config: Config, backend: Backend, objective: PolicyObjective, tokenizer: Tokenizer, positions: int | None
+    ) -> None:
+        """Raise ConfigError for a reward that is not there. `positions`: the size of the position table."""
+        settings = config.rollouts
+        self.objective, self.max_tokens = objective, settings.max_tokens
+        self._backend, self._num_samples = backend, settings.samples
+        self._tokenizer, self._positions, self._stops = tokenizer, positions, settings.stop
+        self._sampling = Sampling(
+            settings.max_tokens, settings.temperature, settings.top_p, config.run.seed, settings.top_k, settings.min_p
+        )
+        self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
+
+    def close(self) -> None:
+        self._rewards.close()
+
+    def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> StepSamples:
+        """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
+        questions = [question_of(data[i]) for i in ids]
+        drawn = self._completions(engine, questions, self._sampling, self._num_samples, [(step, i) for i in ids])
+        judged = self._judged(questions, drawn)
+        rewards_PG = judged.totals_N.reshape(len(ids), -1)
+        documents = units_in_memory(
+            [_document(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
+            for place in range(len(ids))
+        )
+        documents.shares = data.shares
+        reference = self._reference(engine, documents) if self.objective.kl else None
+        metrics = self._metrics(judged, drawn)
+        if reference is not None and self.objective.kl_in_reward:
+            moved_N = np.array([(each.logprobs - reference[n]).sum() for n, each in enumerate(drawn)])
+            rewards_PG = rewards_PG - self.objective.kl * moved_N.reshape(rewards_PG.shape)
+            metrics["kl"], reference = float(moved_N.mean()), None
+        advantages_N = self.objective.advantages(rewards_PG)
+        rows = [
+            {
+                "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
+                "prompt": self._tokenizer.decode(questions[each.prompt][0]), "completion": each.text,
+                "rewards": dict(zip(self._rewards.names, _json_numbers(values_R), strict=True)),
+                "advantage": float(advantage), "tokens": len(each.tokens), "is_whole": each.is_whole,
+            }
+            for each, values_R, advantage in zip(drawn, judged.values_NR, advantages_N, strict=True)
+        ]  # fmt: skip
+        return StepSamples(
+            documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
+            {**metrics, "equal_groups": float((np.ptp(rewards_PG, axis=1) == 0).mean())}, rows, judged.failures,
+        )  # fmt: skip
+
+    def evaluate(
+        self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
+        show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
+    ) -> EvalRecord:  # fmt: skip
+        """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
+        questions, drawn = [question_of(documents[i]) for i in range(len(documents))], list[Completion]()
+        for each in self._drawing(engine, questions, replace(self._sampling, temperature=0.0), 1, None):
+            drawn.append(each)
+            show(len(drawn), len(questions))
+        metrics = self._metrics(self._judged(questions, drawn), drawn)
+        num_tokens = sum(len(each.tokens) for each in drawn)
+        return EvalRecord(
+            step=step, eval_loss=-metrics["reward"], eval_targets=num_tokens,
+            metrics={f"eval_{name}": value for name, value in metrics.items()},
+        )  # fmt: skip
+
+    def _drawing(
+        self, engine: Engine, questions: Sequence[tuple[np.ndarray, np.ndarray]], sampling: Sampling, num_samples: int,
+        numbers: Sequence[tuple[int, ...]] | None,
+    ) -> Iterator[Completion]:  # fmt: skip
+        return sample_all(
+            LoadedModel(engine, self._tokenizer, positions=self._positions), [prompt for prompt, _ in questions],
+            sampling, num_samples, numbers=numbers, stops=self._stops, is_shortage=self._backend.is_out_of_memory,
+        )  # fmt: skip
+
+    def _completions(self, *what: Any) -> list[Completion]:
+        return sorted(self._drawing(*what), key=lambda each: (each.prompt, each.number))
+
+    def _judged(self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]) -> JudgedAnswers:
+        prompts, expected = (
+            [self._tokenizer.decode(tokens) for tokens in each] for each in zip(*questions, strict=True)
+        )
+        return self._rewards.judge(
+            [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
+        )
+
+    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Completion]) -> dict[str, float]:
+        known_N = np.isfinite(judged.totals_N)
+        metrics = {
+            "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
+            "completion_tokens": float(np.mean([len(each.tokens) for each in drawn])),
+            "cut": float(np.mean([not each.is_whole for each in drawn])),
+        }
+        if len(self._rewards.names) > 1:
+            for name, values_N in zip(self._rewards.names, judged.values_NR.T, strict=True):
+                if np.isfinite(values_N).any():
+                    metrics[f"reward_{short_name(name)}"] = float(np.nanmean(values_N))
+        return metrics if known_N.all() else {**metrics, "failed_rewards": float(1 - known_N.mean())}
+
+    def _reference(self, engine: Engine, documents: Documents) -> dict[int, np.ndarray]:
+        """Return log p of the tokens of each sample by the base without its adapter."""
+        logps = dict[int, np.ndarray]()
+        with using(engine, engine.neutral_state()):
+            for batch in each_alone(documents):
+                logps |= token_logprobs(engine.target_logprobs(batch), batch)
+        return logps
+
+
+def _document(prompt: np.ndarray, completion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([prompt, completion]), np.arange(len(prompt) + len(completion)) >= len(prompt)
+
+
+def _json_numbers(values_R: np.ndarray) -> list[float | None]:
+    return [float(value) if math.isfinite(value) else None for value in values_R]
+
+
+class RolloutFile:
+    """The samples of a run with their rewards, as lines of JSON. A resumed run drops those of steps that it repeats."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path = path
+        keep_rows(path, first_step)
+
+    def write(self, samples: StepSamples) -> None:
+        with os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in samples.rows).encode())

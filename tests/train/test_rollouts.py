@@ -1,0 +1,194 @@
+"""Runs that learn from their own samples: what they learn, what they repeat bit for bit, and what goes wrong."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.base.errors import ConfigError, Paused
+from dualtune.config import parse_config
+from dualtune.data.documents import in_memory
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.train import step as step_module
+from dualtune.train.prepare import prepare
+from dualtune.train.rollouts import Rollouts, question_of
+from dualtune.train.run import load_engine, run
+from dualtune.train.step import TrainingStep
+
+ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(16)]
+SOURCE = """
+def low(completion):
+    return sum(c < "m" for c in completion) / max(1, len(completion))
+def partly(completion):
+    if len(completion) % 3 == 0:
+        raise ValueError("no good")
+    return len(completion)
+"""
+RL = {"train__objective": "grpo", "train__steps": 4, "train__documents_per_step": 3, "adapter__dropout": 0.0,
+      "rollouts__samples": 4, "rollouts__max_tokens": 6, "data__eval": 0.25, "run__save_every": 1,
+      "run__eval_every": 2, "train__learning_rate": 1e-2, "run__report": False}  # fmt: skip
+
+
+@pytest.fixture
+def sampling_lab(lab, write_rows, tmp_path):
+    """The lab with prompts, and a reward of its own."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return replace(lab, data=write_rows(ROWS, "asked.jsonl"))
+
+
+def settings(lab, **changes):
+    return {**RL, "rollouts__rewards": [f"{lab.tmp_path / 'mine.py'}:low"], **changes}
+
+
+def rollouts_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of):
+    options = {"train__steps": 10, "train__learning_rate": 0.3, "rollouts__samples": 16, "train__schedule": "constant"}
+    result = sampling_lab.run(**settings(sampling_lab, **options))
+    steps, evals = rows_of(result.run_dir)
+    assert np.mean([row["reward"] for row in steps[-3:]]) > steps[0]["reward"] + 0.1
+    assert all(row["loss"] == pytest.approx(-row["reward"]) for row in steps)
+    assert [row["eval_loss"] for row in evals] == [-row["eval_reward"] for row in evals]
+    assert all(row["logprob_gap"] < 1e-4 for row in steps)
+    kept = rollouts_of(result.run_dir)
+    assert len(kept) == 10 * 3 * 16
+    for number, row in enumerate(steps, start=1):
+        rewards = [next(iter(each["rewards"].values())) for each in kept if each["step"] == number]
+        assert np.mean(rewards) == pytest.approx(row["reward"])
+    assert all(any(row["prompt"] in each["prompt"] for row in ROWS) for each in kept)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_a_resumed_run_draws_what_the_straight_run_draws(sampling_lab, weights_of, objective):
+    options = settings(sampling_lab, train__objective=objective, rollouts__kl=0.1)
+    straight = sampling_lab.run("straight", **options)
+    config = sampling_lab.config("stopped", **options)
+    with pytest.raises(Paused):
+        run(config, sampling_lab.backend, pause_after=2)
+    resumed = run(config, sampling_lab.backend)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    texts = [[row["completion"] for row in rollouts_of(each.run_dir)] for each in (straight, resumed)]
+    assert texts[0] == texts[1] and len({*texts[0]}) > 8
+
+
+def test_a_run_is_one_on_both_backends_and_moves_between_them(
+    open_backend, tiny_llama, make_config, write_rows, tmp_path, rows_of
+):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    data = write_rows(ROWS, "asked.jsonl")
+    options = {key.replace("__", "."): value for key, value in RL.items()}
+    options |= {"rollouts.rewards": [f"{tmp_path / 'mine.py'}:low"], "model.dtype": "float32"}
+
+    def config(name):
+        return make_config(data, {**options, "run.dir": tmp_path / name}, tiny_llama)
+
+    torch, mlx = open_backend("torch"), open_backend("mlx")
+    runs = [run(config("torch"), torch), run(config("mlx"), mlx)]
+    with pytest.raises(Paused):
+        run(config("moved"), mlx, pause_after=2)
+    runs.append(run(config("moved"), torch))
+    first, *others = runs
+    for other in others:
+        losses, expected = ([row["loss"] for row in rows_of(each.run_dir)[0]] for each in (other, first))
+        assert losses == pytest.approx(expected, abs=RESUMED_LOSS)
+        assert [row["completion"] for row in rollouts_of(other.run_dir)] == [
+            row["completion"] for row in rollouts_of(first.run_dir)
+        ]
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "gspo", "rloo"])
+def test_the_gradient_is_that_of_the_loss(sampling_lab, objective):
+    """Against finite differences of the loss of the drawn samples, in one direction of every tensor together."""
+    config = sampling_lab.config(
+        **settings(
+            sampling_lab, train__objective=objective, rollouts__kl=0.2, rollouts__clip_low=0.5, rollouts__clip_high=0.5
+        )
+    )
+    prepared = prepare(config, sampling_lab.backend)
+    engine = load_engine(prepared)
+    engine.load_adapter_state(random_adapter(engine.adapter_state(), 2))
+    start = engine.adapter_state()
+    step = TrainingStep(prepared, engine, 0, prepared.batches)
+    step.add_gradients()
+    gradient, samples = engine.gradient(), step.samples
+
+    def value(state):
+        engine.load_adapter_state(state)
+        logps = {}
+        for batch in step.batches:
+            logps |= step_module.token_logprobs(engine.target_logprobs(batch), batch)
+        loss, _ = samples.loss(logps, prepared.rollouts.objective, prepared.rollouts.max_tokens)
+        return loss.metrics["surrogate"]
+
+    rng = np.random.default_rng(0)
+    direction = {name: rng.normal(size=x.shape).astype(np.float32) * 2e-3 for name, x in start.items()}
+    up, down = (value({name: start[name] + sign * direction[name] for name in start}) for sign in (1, -1))
+    expected = sum(float((gradient[name] * direction[name]).sum()) for name in start)
+    assert expected == pytest.approx((up - down) / 2, rel=0.03, abs=1e-6) and abs(expected) > 1e-5
+    prepared.rollouts.close()
+
+
+def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, monkeypatch, weights_of):
+    """The step is computed again, in smaller micro-batches, of the same samples."""
+    straight = sampling_lab.run("straight", **settings(sampling_lab))
+    draws, failed = [], []
+    draw, slopes = Rollouts.draw, step_module.with_token_slopes
+    monkeypatch.setattr(Rollouts, "draw", lambda self, *a: draws.append(a[-1]) or draw(self, *a))
+
+    def short(batch, values):
+        if not failed:
+            failed.append(1)
+            raise MemoryError("no room")
+        return slopes(batch, values)
+
+    monkeypatch.setattr(step_module, "with_token_slopes", short)
+    monkeypatch.setattr(sampling_lab.backend, "is_out_of_memory", lambda error: isinstance(error, MemoryError))
+    result = sampling_lab.run("short", **settings(sampling_lab, train__micro_batch_tokens=256))
+    assert draws == [0, 1, 2, 3] and failed
+    assert [row["completion"] for row in rollouts_of(result.run_dir)][:12] == [
+        row["completion"] for row in rollouts_of(straight.run_dir)
+    ][:12]
+
+
+def test_a_reward_that_fails_costs_its_sample_and_is_said(sampling_lab, rows_of):
+    file = sampling_lab.tmp_path / "mine.py"
+    result = sampling_lab.run(**settings(sampling_lab, rollouts__rewards=[f"{file}:partly"], rollouts__samples=12))
+    kept = rollouts_of(result.run_dir)
+    failed = [row for row in kept if len(row["completion"]) % 3 == 0]
+    assert failed and all(row["rewards"] == {f"{file}:partly": None} and row["advantage"] == 0 for row in failed)
+    assert any(row["advantage"] for row in kept)
+    events = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    messages = [row["message"] for row in events if row.get("event") == "reward_failed"]
+    assert messages and {*messages} == {f"{file}:partly: ValueError: no good"}
+    share = [row["failed_rewards"] for row in rows_of(result.run_dir)[0] if "failed_rewards" in row]
+    assert sum(share) * 36 == pytest.approx(len(failed))
+
+
+def test_a_question_is_all_before_the_last_answer():
+    tokens, mask = np.arange(10, 20, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0], bool)
+    prompt, answer = question_of(in_memory([(tokens, mask)])[0])
+    assert (prompt.tolist(), answer.tolist()) == ([10, 11, 12, 13, 14, 15], [16, 17, 18])
+
+
+@pytest.mark.parametrize("changes", [
+    {"rollouts.rewards": []}, {"rollouts.weights": [1.0, 2.0]}, {"adapter.dropout": 0.1},
+    {"train.objective": "rloo", "rollouts.scale": "group"}, {"train.objective": "sft"}, {"hybrid.enabled": True},
+    {"adapter.method": "full", "rollouts.kl": 0.1}, {"data.loss_on": "all"}, {"memory.sharding": "full"},
+    {"rollouts.samples": 1}, {"train.activation_cache": "disk", "adapter.layers": "last 1"},
+])  # fmt: skip
+def test_what_does_not_go_with_samples_is_refused(changes, wording):
+    config = {"model": {"name": "m"}, "adapter": {"dropout": 0.0}, "data": {"train": "x.jsonl"},
+              "train": {"objective": "grpo"}, "rollouts": {"rewards": ["exact"]}}  # fmt: skip
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config.setdefault(section, {})[name] = value
+    if changes.get("adapter.method"):
+        config["adapter"].pop("dropout")
+    with pytest.raises(ConfigError) as error:
+        parse_config(json.dumps(config))
+    wording(str(error.value))
