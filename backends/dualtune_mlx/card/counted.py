@@ -88,13 +88,12 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
         masks = 2 * sum(linear.sent * linear.in_ for linear in on) - read if ask.kernels == "reference" else read
-    if ask.scales_outputs:
-        masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
+    scaled = sum(linear.out for linear in on) * ask.scales_outputs
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     of_modules = ranks(counted, ask)
     made = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
-    return saved.token + scores + c * (made + read + masks)
+    return saved.token + scores + c * (made + read + masks + scaled)
 
 
 def _row(ask: Ask) -> int:

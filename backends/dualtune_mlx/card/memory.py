@@ -162,8 +162,7 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     numbers += math.ceil(mean_rank(decoder, ask) * len(inputs))
-    if ask.scales_outputs:  # and with dropout a mask for each module
-        numbers += sum(layer.out for layer in linears) + sum(inputs) * ask.dropout
+    numbers += sum(layer.out for layer in linears) * ask.scales_outputs
     if (
         ask.checkpointing.adapter_inputs
     ):  # norms and gated activations keep what these inputs are made of, masks are made too

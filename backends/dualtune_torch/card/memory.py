@@ -223,8 +223,6 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     token_bytes = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
-    if ask.adapts_alone:
-        reads, token_bytes = frozenset[str | int](), token_bytes + _dropped_alone(decoder, ask)
     if not _norms_are_recomputed(decoder, ask):
         token_bytes += (
             c * d * (("before attention" in reads) + ("before feed-forward" in reads))

@@ -109,11 +109,6 @@ class Ask:
         return not self.trains_model and "m" in METHODS[self.method].parts
 
     @property
-    def adapts_alone(self) -> bool:
-        """Whether each adapter is computed for itself, by the plain code: where it is asked for, and DoRA's dropout."""
-        return self.kernels == "reference" or (self.scales_outputs and self.dropout)
-
-    @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 

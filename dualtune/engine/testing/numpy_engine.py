@@ -159,53 +159,51 @@ class NumpyEngine:
         scale = self._request.adapter.scale_of(module)
         return row_norms(self._weights[f"{module}.weight"] + scale * parts["B"] @ parts["A"]).clip(LEAST_NORM)
 
-    def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return W x + (g - 1) ∘ W x̃ + g ∘ scale · B (A x̃), and x̃, which is x after dropout. For LoRA g is 1."""
-        W_OI = self._weight(module)
-        y_NO = x_ND @ W_OI.T
+    def _linear(self, module: str, x_NI: np.ndarray, seeds_N: np.ndarray | None) -> np.ndarray:
+        """Return g ∘ z, where z = W x + scale · B (A x̃) and x̃ is x after dropout. For LoRA g is 1."""
+        z_NO = x_NI @ self._weight(module).T
         if module not in self._keys:
-            return y_NO, x_ND
-        spec, parts = self._request.adapter, self._parts(module)
-        scale = spec.scale_of(module)
-        if seeds_N is not None and spec.dropout:
-            x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        u_NO = scale * (x_ND @ parts["A"].T) @ parts["B"].T
-        h_O = parts.get("m", 1.0) / self._norms(module, parts) - 1
-        return y_NO + u_NO + h_O * (x_ND @ W_OI.T + u_NO), x_ND
+            return z_NO
+        parts, scale = self._parts(module), self._request.adapter.scale_of(module)
+        z_NO = z_NO + scale * (self._after_dropout(module, x_NI, seeds_N) @ parts["A"].T) @ parts["B"].T
+        return z_NO * (parts.get("m", 1.0) / self._norms(module, parts))
 
-    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
+    def _linear_backward(
+        self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray | None
+    ) -> np.ndarray:
         """Add the gradients of the parts for the output gradient g, and return the gradient of the layer's input."""
         W_OI = self._weight(module)
-        g_NI = g_NO @ W_OI
         if module not in self._keys:
             self._add_slope(module, g_NO.T @ x_NI)
-            return g_NI
-        spec, parts = self._request.adapter, self._parts(module)
-        scale = spec.scale_of(module)
-        norms = self._norms(module, parts)
-        h_O = parts.get("m", 1.0) / norms - 1
-        u_Nr, v_Nr = x_NI @ parts["A"].T, scale * ((1 + h_O) * g_NO) @ parts["B"]
-        slopes = {"A": v_Nr.T @ x_NI, "B": scale * ((1 + h_O) * g_NO).T @ u_Nr}
+            return g_NO @ W_OI
+        spec, parts, slopes = self._request.adapter, self._parts(module), {}
+        scale, dropped_NI = spec.scale_of(module), self._after_dropout(module, x_NI, seeds_N)
+        u_Nr = dropped_NI @ parts["A"].T
         if "m" in parts:
-            slopes["m"] = (g_NO * (x_NI @ W_OI.T + scale * u_Nr @ parts["B"].T)).sum(0) / norms
+            norms_O = self._norms(module, parts)
+            slopes["m"] = (g_NO * (x_NI @ W_OI.T + scale * u_Nr @ parts["B"].T)).sum(0) / norms_O
+            g_NO = g_NO * (parts["m"] / norms_O)
+        v_Nr = scale * g_NO @ parts["B"]
+        slopes |= {"A": v_Nr.T @ dropped_NI, "B": scale * g_NO.T @ u_Nr}
         for part, slope in slopes.items():
             self._grads[tensor_name(module, part, spec.method)] += slope
-        through_dropout = (h_O * g_NO) @ W_OI + v_Nr @ parts["A"]
-        if spec.dropout:
-            through_dropout *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        return g_NI + through_dropout
+        return g_NO @ W_OI + self._after_dropout(module, v_Nr @ parts["A"], seeds_N)
+
+    def _after_dropout(self, module: str, x_NI: np.ndarray, seeds_N: np.ndarray | None) -> np.ndarray:
+        p = self._request.adapter.dropout
+        if seeds_N is None or not p:
+            return x_NI
+        return x_NI * keep_mask(seeds_N, self._keys[module], p) / (1 - p)
 
     def _forward(
         self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         x = self._weight("embedding")[tokens_N]
         if hidden_ND is None:
-            mixed, x = self._linear("mixer", x, seeds_N)
-            hidden_ND = np.tanh(mixed)
-        h = hidden_ND
-        logits, h_dropped = self._linear("head", h, seeds_N)
+            hidden_ND = np.tanh(self._linear("mixer", x, seeds_N))
+        logits = self._linear("head", hidden_ND, seeds_N)
         logits = logits - logits.max(-1, keepdims=True)
-        return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
+        return {"x": x, "h": hidden_ND, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
@@ -236,7 +234,7 @@ class NumpyEngine:
         g_NV = np.exp(f["logp"]) * weights_NK.sum(-1, keepdims=True)
         np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
         g_NV /= divisor
-        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
+        g_ND = self._linear_backward("head", g_NV, f["h"], seeds_N)
         g_ND = self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
         slope_VD = np.zeros_like(self._weights["embedding.weight"])
         np.add.at(slope_VD, tokens_N, g_ND)
