@@ -257,7 +257,7 @@ def _base_products(step: _Step) -> Iterator[Piece]:
     stored = step.ask.quantization != "none" and step.ask.quantization not in step.costs.unpacking
     weight_bytes = _stored_bytes(step.ask) if stored else c
     for is_backward, layers in enumerate(step.layers):
-        for name, linear in step.decoder.linears().items():
+        for linear in step.decoder.linears().values():
             first = is_backward and linear.reads == "before attention" and _below_lowest(step)
             times = layers - bool(first)
             size = linear.out * linear.in_

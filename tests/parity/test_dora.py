@@ -90,7 +90,7 @@ def test_each_step_is_that_of_peft(load, tiny):
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_with_dropout_only_the_update_reads_the_dropped_input(load, gpt2, name):
-    """The output and its gradients by the equation of mlx-lm's layer in float64, with biases, against plain autograd."""
+    """The gradients are those of the equation of mlx-lm's layer by autograd in float64, with biases."""
     spec = replace(SPEC, targets=("c_attn", "c_fc"), dropout=0.3)
     engine = load(name, spec, model_dir=gpt2.model_dir)
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
