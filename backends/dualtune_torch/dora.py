@@ -47,7 +47,7 @@ class DoRALinear(LoRALinear):
         return self.lora_m / self._norms_O - 1
 
     def _norms_of_sum(self, weight_OI: Tensor) -> Tensor:
-        A_rI, B_Or, s = self.lora_A, self.lora_B, self.scale
+        (A_rI, B_Or), s = self.factors(), self.scale
         product_Or = (weight_OI @ A_rI.T.to(weight_OI.dtype)).float()
         change_O = (B_Or * (2 * s * product_Or + s**2 * (B_Or @ (A_rI @ A_rI.T)))).sum(1)
         return (self.squares_O + change_O).maximum(LEAST_SHARE * self.squares_O).sqrt_().clamp_min_(LEAST_NORM)

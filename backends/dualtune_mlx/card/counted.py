@@ -14,6 +14,7 @@ from dualtune.engine.memory.estimate import (
     MemoryPart,
     adapted_by,
     has_plain_loss,
+    num_kept,
     num_scaled,
     num_trained,
     optimizer,
@@ -66,7 +67,9 @@ def adapter(counted: Counted, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
+    kept = num_kept(counted, ask)
+    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
+    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
 
 
 def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:

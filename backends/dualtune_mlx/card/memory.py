@@ -25,6 +25,7 @@ from dualtune.engine.memory.estimate import (
     int8_weights,
     largest_update,
     mean_rank,
+    num_kept,
     num_scaled,
     num_trained,
     optimizer,
@@ -125,7 +126,9 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
+    kept = num_kept(decoder, ask)
+    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
+    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
 
 
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:

@@ -48,6 +48,7 @@ class LoRAGroup:
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.ranks = [B_Or.shape[1] for B_Or in self.B_Or]
+        self.trained = [dB_Or.shape[1] for dB_Or in self.dB_Or]  # of these ranks the first ones; the start has the rest
         self.maybe_compile = maybe_compile
         self.gpu = gpu  # Triton kernels in place of some of the code below
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
@@ -148,17 +149,23 @@ class _GroupedLoRA(torch.autograd.Function):
             group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
         ):
             g_MO = g_BTO.reshape(len(kept_MI), -1)
-            (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
+            if layer.start is None:
+                (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
+            else:
+                back_g(g_MO, B_Or, u_Mr[:, : dB_Or.shape[1]], layer.scale, v_Mr, dB_Or)
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
+        moved_MS = v_MS
+        if group.trained != group.ranks:
+            moved_MS = torch.cat([v_Mr[:, :r] for v_Mr, r in zip(v, group.trained, strict=True)], 1)
         if seeds_M is None or group.gpu.add_dA is None:
-            add_product(group.dA_SI, v_MS.T, kept_MI)
+            add_product(group.dA_SI, moved_MS.T, kept_MI)
         else:
-            group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
+            group.gpu.add_dA(group.dA_SI, moved_MS, kept_MI, *_mask(group, seeds_M))
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:

@@ -106,9 +106,8 @@ class NumpyEngine:
         self._shapes = shapes = request.adapter.select(available)
         self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
-        self._params = self._initial(request.adapter)
-        self._kept = request.adapter.kept(self.adapter_shapes) or {}
-        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._params, self._start = request.adapter.split(self._initial(request.adapter))
+        slots = request.optimizer.slot_shapes(self._trained_shapes)
         self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
@@ -121,8 +120,7 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trained_beside=sizes_of(self.adapter_shapes),
-            trainable_parameters=sum(w.size for w in self._params.values())
-            - sum(int(kept.sum()) for kept in self._kept.values()),
+            trainable_parameters=sum(w.size for w in self._params.values()),
             layers_below_adapter=int("mixer" not in shapes and not any("head" not in name for name in self._beside)),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
@@ -148,9 +146,14 @@ class NumpyEngine:
                 self._grads[name] += slope[self._beside[name]]
 
     def _parts(self, module: str) -> dict[str, np.ndarray]:
-        """Return the trained parts of a module, float64."""
+        """Return the parts of a module, float64, with a start that is kept."""
         parts, method = self._request.adapter.method_spec.parts, self._request.adapter.method
-        return {part: self._params[tensor_name(module, part, method)].astype(np.float64) for part in parts}
+        names = {part: tensor_name(module, part, method) for part in parts}
+        own, start = (
+            {n: tensors[n] for n in names.values() if n in tensors} for tensors in (self._params, self._start)
+        )
+        state = self._request.adapter.joined(own, start)
+        return {part: state[name].astype(np.float64) for part, name in names.items()}
 
     def _norms(self, module: str, parts: dict[str, np.ndarray]) -> np.ndarray | float:
         """Return DoRA's divisor of the magnitudes; for LoRA, whose magnitudes are 1, also 1."""
@@ -185,8 +188,9 @@ class NumpyEngine:
             g_NO = g_NO * (parts["m"] / norms_O)
         v_Nr = scale * g_NO @ parts["B"]
         slopes |= {"A": v_Nr.T @ dropped_NI, "B": scale * g_NO.T @ u_Nr}
-        for part, slope in slopes.items():
-            self._grads[tensor_name(module, part, spec.method)] += slope
+        trained, _ = spec.split({tensor_name(module, part, spec.method): slope for part, slope in slopes.items()})
+        for name, slope in trained.items():
+            self._grads[name] += slope
         return g_NO @ W_OI + self._after_dropout(module, v_Nr @ parts["A"], seeds_N)
 
     def _after_dropout(self, module: str, x_NI: np.ndarray, seeds_N: np.ndarray | None) -> np.ndarray:
@@ -241,12 +245,7 @@ class NumpyEngine:
         self._add_slope("embedding", slope_VD)
 
     def gradient(self) -> Tensors:
-        self._drop_kept(self._grads)
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
-
-    def _drop_kept(self, tensors: Tensors) -> None:
-        for name, where in self._kept.items():
-            tensors[name][where] = 0
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
@@ -255,7 +254,6 @@ class NumpyEngine:
     # --- optimizer ------------------------------------------------------------------------------------------------
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        self._drop_kept(self._grads)
         norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
         loss, self._loss = self._loss, 0.0
@@ -270,8 +268,7 @@ class NumpyEngine:
             g[:] = 0
 
     def _update(self, lr: float, clip: float) -> None:
-        optimizer, before = self._request.optimizer, {name: self._params[name].copy() for name in self._kept}
-        self._drop_kept(self._params)  # zeros with a gradient of zero stay so in every rule, with all of its slots
+        optimizer = self._request.optimizer
         self._step += 1
         for name, w in self._params.items():
             slots = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
@@ -280,8 +277,6 @@ class NumpyEngine:
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)
-        for name, where in self._kept.items():
-            self._params[name][where] = before[name][where]
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if checkpointing != KEEP_ALL:
@@ -291,10 +286,15 @@ class NumpyEngine:
 
     @property
     def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._request.adapter.state_shapes(self._trained_shapes)
+
+    @property
+    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: w.shape for name, w in self._params.items()}
 
     def adapter_state(self) -> Tensors:
-        return {n: w.copy() for n, w in self._params.items()}
+        state = self._request.adapter.joined(self._params, self._start)
+        return {name: w.copy() for name, w in state.items()}
 
     def neutral_state(self) -> Tensors:
         return self._initial(self._request.adapter.plain)
@@ -311,13 +311,13 @@ class NumpyEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = {n: state[n].copy() for n in self._params}
+        self._params, self._start = self._request.adapter.split({n: state[n].copy() for n in self._params})
 
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._trained_shapes, state)
         self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}
 
     # --- use ------------------------------------------------------------------------------------------------------
