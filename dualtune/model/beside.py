@@ -50,6 +50,13 @@ class BesideAdapter:
 NOTHING = BesideAdapter()
 
 
+class NewToken(NamedTuple):
+    """A token that a run adds to the tokenizer. It stands for exactly its text, and its rows are trained."""
+
+    text: str
+    special: bool = False  # a control token: it is left out where text is shown
+
+
 class Table(NamedTuple):
     """The embedding or the output head of a model, by canonical path, and its number of rows."""
 

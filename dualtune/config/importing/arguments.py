@@ -63,9 +63,9 @@ def dora(file: ForeignFile, switch: str) -> Settings:
 
 
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
-    """Translate the learning rate of B over that of A. LoRA+ has one for embeddings too, which are not trained here."""
+    """Translate the learning rate of B over that of A. LoRA+ has one for adapters of embeddings, which are not here."""
     if embedding in file:
-        file.skip(embedding, "no embedding is trained")
+        file.skip(embedding, "no embedding has an adapter")
     return {"train.lora_plus_ratio": file.note(file.number(ratio), ratio)} if ratio in file else {}
 
 
@@ -296,11 +296,26 @@ def listed(file: ForeignFile, name: str, key: str) -> Settings:
 
 
 def token_rows(file: ForeignFile, name: str) -> Settings:
-    """Translate PEFT's trainable_token_indices: a list of token ids. PEFT trains only the rows of the embedding."""
-    if isinstance(file.get(name), dict):
-        file.lose(name, "rows are those of embedding and output head; write the ids as a list")
+    """Translate PEFT's trainable_token_indices: a list of token ids, or one for each module, if all are equal."""
+    value = file.get(name)
+    if not isinstance(value, dict):  # PEFT trains only the rows of the embedding
+        return listed(file, name, "adapter.train_rows")
+    lists = [*cast(dict[Any, Any], value).values()]
+    if not lists or any(ids != lists[0] for ids in lists) or not isinstance(lists[0], list):
+        file.lose(name, "a row is trained in embedding and output head alike: adapter.train_rows is one list for both")
         return {}
-    return listed(file, name, "adapter.train_rows")
+    return {"adapter.train_rows": file.note(lists[0], name)}
+
+
+_IN_TEXT = "in the text of rows it is plain text, unless data.special_tokens_in_text is allow"
+
+
+def special_tokens(file: ForeignFile, name: str) -> Settings:
+    """Translate a list of control tokens that the other trainer adds, and reads in any text."""
+    return {
+        key: Note(note.value, f"{note.comment}; {_IN_TEXT}")
+        for key, note in listed(file, name, "data.new_special_tokens").items()
+    }
 
 
 # The parameters in which transformers stacks experts, and the projections that they hold.

@@ -426,6 +426,12 @@ def _check_together(engine: Engine, vocab: int) -> None:
         _check_logits(engine, new, decoding.enter(new))
         texts.extend(new)
 
+    def enter_copies(lengths: Sequence[int], text_of: Sequence[int]) -> None:
+        new = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
+        rows = [new[i] for i in text_of]
+        _check_logits(engine, rows, decoding.enter(new, text_of))
+        texts.extend(rows)
+
     def advance() -> None:
         append(rng.integers(3, vocab, len(texts)).astype(np.int32))
 
@@ -458,8 +464,12 @@ def _check_together(engine: Engine, vocab: int) -> None:
     leave(0, 2, 3)
     advance()
     leave()
-    enter(1)
+    enter_copies((3, 7), (0, 1, 1, 0, 1))
     advance()
+    go_on()
+    enter_copies((9,), (0, 0))
+    advance()
+    leave(5, 1, 2)
     go_on()
 
 

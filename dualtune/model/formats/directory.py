@@ -30,7 +30,7 @@ from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, w
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
-from dualtune.model.beside import parameter_name
+from dualtune.model.beside import NewToken, parameter_name
 from dualtune.model.formats import canonical, mlx_lm, peft, stacks
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
@@ -38,7 +38,7 @@ from dualtune.model.targets import is_embedding
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
-NEW_TOKENS = "new_tokens"  # a key there
+NEW_TOKENS, SPECIAL_TOKENS = "new_tokens", "special_tokens"  # keys there: texts, and which of them are special
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of an adapter with new tokens
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
 # Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
@@ -73,9 +73,11 @@ class Adapter:
         return self.layout != "mlx"
 
     @property
-    def new_tokens(self) -> tuple[str, ...]:
-        """The tokens that its training added to those of the base."""
-        return tuple(fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ())
+    def new_tokens(self) -> tuple[NewToken, ...]:
+        """The tokens that its training added to those of the base, in the order of their ids."""
+        special = fields.texts(self.metadata, SPECIAL_TOKENS, MANIFEST_FILE) or ()
+        texts = fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ()
+        return tuple(NewToken(text, text in special) for text in texts)
 
     @property
     def template_hash(self) -> str | None:
