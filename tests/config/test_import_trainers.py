@@ -149,6 +149,7 @@ def lost(imported):
         ("axolotl-rs", {"adapter": "lora", "quantization": None}, {"model.quantization": "auto"}),
         ("axolotl-rs", {"lora": {"use_dora": True}}, {"adapter.method": "dora"}),
         ("LLaMA-Factory", {"use_dora": True}, {"adapter.method": "dora"}),
+        ("LLaMA-Factory", {"use_muon": True, "optim": "adamw_8bit"}, {"train.optimizer": "muon"}),
         ("LLaMA-Factory", {"pissa_init": True, "pissa_convert": True}, {"adapter.init": "pissa"}),
         ("LLaMA-Factory", {"add_tokens": "<tool>", "add_special_tokens": "<a>, <b>", "resize_vocab": True},
          {"data.new_tokens": ["<tool>"], "data.new_special_tokens": ["<a>", "<b>"]}),

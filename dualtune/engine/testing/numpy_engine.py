@@ -179,7 +179,8 @@ class NumpyEngine:
         if module not in self._keys:
             self._add_slope(module, g_NO.T @ x_NI)
             return g_NO @ W_OI
-        spec, parts, slopes = self._request.adapter, self._parts(module), {}
+        spec, parts = self._request.adapter, self._parts(module)
+        slopes: dict[str, np.ndarray] = {}
         scale, dropped_NI = spec.scale_of(module), self._after_dropout(module, x_NI, seeds_N)
         u_Nr = dropped_NI @ parts["A"].T
         if "m" in parts:
