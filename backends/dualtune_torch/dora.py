@@ -81,7 +81,10 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, g_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z_BTO, h_O, bias_O = ctx.saved_tensors
         dh_O = (g_BTO * _without(z_BTO, bias_O)).flatten(0, -2).sum(0, dtype=h_O.dtype)
-        return torch.addcmul(g_BTO, g_BTO, h_O.to(g_BTO.dtype)), dh_O, None
+        dbias_O = None
+        if ctx.needs_input_grad[2]:  # what it has through z is z's
+            dbias_O = (-h_O * g_BTO.flatten(0, -2).sum(0, dtype=h_O.dtype)).to(g_BTO.dtype)
+        return torch.addcmul(g_BTO, g_BTO, h_O.to(g_BTO.dtype)), dh_O, dbias_O
 
 
 def _without(z_BTO: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -86,6 +86,7 @@ FOREIGN_KEYS = {
         "adapter.method": "dora fine_tune_type peft_type use_dora",
         "adapter.scaling": "rslora use_rslora",
         "adapter.dropout": "lora_dropout",
+        "adapter.bias": "biases train_bias",
         "adapter.init": "init_lora_weights peft_init_lora_weights",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
         "adapter.layers": "layers_to_transform lora_layers num_layers peft_layers_to_transform",

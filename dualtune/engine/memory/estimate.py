@@ -244,7 +244,21 @@ def num_beside(decoder: Shape, config: Config) -> int:
     vectors = sum(decoder.hidden * (decoder.layers if "layernorm" in module else 1) for module in norms)
     rows = len({*adapter.rows, *(() if tables else (token.text for token in config.data.added_tokens))})
     both = 2 if decoder.head in matrices else 1
-    return decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors
+    return (
+        decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors + _num_biases(decoder, config)
+    )
+
+
+def _num_biases(decoder: Shape, config: Config) -> int:
+    """Return the size of the biases that are trained, as far as a formula knows them: they are few."""
+    if config.adapter.bias == "none" or isinstance(decoder, Counted):
+        return 0
+    linears, adapter = decoder.linears(), config.adapter
+    chosen = {*decoder.biased}
+    if adapter.bias == "lora_only":
+        chosen &= adapted(decoder, adapter.targets, adapter.layers, adapter.experts).inside
+    of_norms = decoder.layer_norms * decoder.hidden * (decoder.is_gpt2 and adapter.bias == "all")
+    return decoder.layers * (sum(linears[name].out for name in chosen) + of_norms)
 
 
 def _trained_tables(decoder: Shape, config: Config) -> int:

@@ -341,7 +341,7 @@ def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
         naming=adapter.naming,
         of_experts=forms,
     )
-    return config, linear | of_experts
+    return config, peft.written_names(linear | of_experts, spec)
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
