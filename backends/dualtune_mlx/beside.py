@@ -160,7 +160,7 @@ def train_beside(
         values = cast(mx.array, module[key])
         found(parameter_name(canonical), canonical, Trained((module,), _binding(module, key)), values, paths[canonical])
     # The bias of an adapted layer is inside of it, and of a packed one too.
-    inside = {f"{path}.bias": layer.base for path, layer in adapted.items() if layer.count is None}
+    inside: dict[str, Any] = {f"{path}.bias": layer.base for path, layer in adapted.items() if layer.count is None}
     inside = {name: layer for name, layer in inside.items() if "bias" in layer}
     for canonical in trained_biases(beside, [*paths, *inside], adapted):
         if canonical in inside:

@@ -161,7 +161,7 @@ def train_beside(
     in_files = base.tensors if base else {}
     copies = {of: [alias for alias in tied if tied[alias] == of and alias in in_files] for of in tied.values()}
     # The bias of an adapted layer is inside of it, under another path than in the files.
-    inside = {f"{module}.bias": layer.bias for module, layer in adapted.items() if layer.count is None}
+    inside = {f"{m}.bias": getattr(layer.base, "bias", None) for m, layer in adapted.items() if layer.count is None}
     biases = {name: bias for name, bias in inside.items() if isinstance(bias, nn.Parameter)}
     parameters, stored = (
         parameters | biases,
