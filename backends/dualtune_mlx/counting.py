@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -62,7 +63,10 @@ class _Noted(attention.Attention):
     def __init__(self) -> None:
         super().__init__()
         self.found, self.layer = Heads(), -1
-        self.pieces = [(length, True) for length in LENGTHS]
+        starts = accumulate(LENGTHS, initial=0)
+        self.pieces = [
+            attention.DocumentPiece(start, length, True) for start, length in zip(starts, LENGTHS, strict=False)
+        ]
 
     def replaces(self, plain: Any) -> Any:
         def noted(queries: mx.array, *args: Any, **options: Any) -> mx.array:
