@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
+    CannotShare,
     EngineDescription,
     LoadRequest,
     LossSum,
@@ -31,6 +32,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
+from dualtune.engine.documents import shared_tokens
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -54,13 +56,13 @@ from dualtune_mlx.methods import (
     AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
+    adaptable_layers,
     add_layers,
-    linear_layers,
     storage,
 )
 from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
-from dualtune_mlx.packing import packed_cache, separate_documents
+from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
 
 
@@ -77,7 +79,7 @@ class MlxEngine:
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths = linear_layers(model)
+        paths = adaptable_layers(model)
         places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
         of_stacks: dict[str, list[FilePlace]] = {}
@@ -366,7 +368,8 @@ class MlxEngine:
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
-            cache = packed_cache(self.model, inputs["segments_BT"], inputs["positions_BT"])
+            shared = SharedBeginnings(inputs["parents_BT"], inputs["shared_BT"]) if "parents_BT" in inputs else None
+            cache = packed_cache(self.model, inputs["segments_BT"], inputs["positions_BT"], shared)
             return model(inputs["tokens_BT"], cache=cache)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return model(inputs["tokens_BT"])
@@ -377,6 +380,13 @@ class MlxEngine:
         inputs, weights_BT = {"tokens_BT": batch.tokens_BT}, batch.target_weights_BT
         if needs_positions(batch, self._num_positions):
             inputs |= {"segments_BT": batch.segments_BT, "positions_BT": batch.positions_BT}
+        if batch.parents_BT is not None:
+            if self._kernels.follows_documents:
+                raise CannotShare("the model has layers with a state, which goes on from one token to the next")
+            inputs |= {
+                "parents_BT": np.where(batch.parents_BT, batch.parents_BT, -1),
+                "shared_BT": shared_tokens(batch),
+            }
         if self._kernels.loss is None:
             inputs["labels_BT"] = batch.labels_BT
             if weights_BT is not None:
@@ -414,7 +424,7 @@ class MlxEngine:
         if attention is None:
             yield
             return
-        pieces = pieces_of(batch.segments_BT)
+        pieces = pieces_of(batch)
         if self._kernels.compiles:
             attention.reach = reach_of(pieces)
         else:

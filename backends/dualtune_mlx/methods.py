@@ -150,6 +150,11 @@ def linear_layers(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, LINEAR)]
 
 
+def adaptable_layers(model: nn.Module) -> list[str]:
+    """Return the paths of all linear layers, and of the routers that hold a matrix."""
+    return [*linear_layers(model), *import_module("dualtune_mlx.routers").routers(model)]
+
+
 def add_layers(
     model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool, names: Mapping[str, str] | None = None
 ) -> dict[str, AdaptedLayer]:
@@ -163,7 +168,7 @@ def add_layers(
     """
     make, experts = import_module(f"dualtune_mlx.{spec.layer}").LAYER, import_module("dualtune_mlx.experts")
     known = names or {}
-    paths = {known.get(path, canonical_name(path)): path for path in linear_layers(model)}
+    paths = {known.get(path, canonical_name(path)): path for path in adaptable_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
@@ -179,6 +184,9 @@ def add_layers(
         if path not in linear:
             continue
         reads = (input_of(path), in_dim)
+        if not isinstance(linear[path], LINEAR):
+            wrapped[path] = import_module("dualtune_mlx.routers").AdaptedRouter(linear[path], path, spec)
+            continue
         wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     adapters: dict[str, Any] = {}

@@ -22,7 +22,15 @@ from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import BesideAdapter, Table, parameter_name, rows_name, trained_parameters, trained_rows
+from dualtune.model.beside import (
+    BesideAdapter,
+    Table,
+    parameter_name,
+    rows_name,
+    shifts_choice,
+    trained_parameters,
+    trained_rows,
+)
 from dualtune.model.formats.naming import canonical_parameter
 from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights.frozen import is_linear, weight_of
@@ -138,7 +146,12 @@ def train_beside(
     names = _canonical(model, base)
     parameters = {names[path]: p for path, p in model.named_parameters() if path in names and p.is_floating_point()}
     tied = {name: names[of] for name, of in _tied(model, names).items()}
-    chosen = dict.fromkeys(tied.get(n, n) for n in trained_parameters(beside, {**parameters, **tied}, adapted))
+    available = [
+        *parameters,
+        *tied,
+        *(name for name in names.values() if name not in parameters and shifts_choice(name)),
+    ]
+    chosen = dict.fromkeys(tied.get(n, n) for n in trained_parameters(beside, available, adapted))
     trained = TrainedBeside(ids=beside.rows)
     files: Mapping[str, str] = stored_names(model, base) if base else {}
     stored = {names[path]: tensor for path, tensor in files.items() if path in names}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
+    CannotShare,
     EngineDescription,
     LoadRequest,
     LossSum,
@@ -32,6 +33,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
+from dualtune.engine.documents import branches_of
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -50,13 +52,13 @@ from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
-from dualtune_torch.kernels.attention import DocumentBorders
+from dualtune_torch.kernels.attention import DocumentBorders, GatheredKeys
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
-from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
@@ -103,7 +105,7 @@ class TorchEngine:
             self.load_adapter_state(self._initial(request.adapter))
             self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
-        SeparateDocuments(model, self._dropout_seeds)
+        self._separate = SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
@@ -166,6 +168,8 @@ class TorchEngine:
             with self._frozen_layers.replaced(batch.hidden_BTD):
                 self._micro_step(self._inputs(batch), divisor)
             return
+        if batch.parents_BT is not None:
+            self._check_sharing()
         arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
         self._graphs.run(arrays, self._recordable_step)
 
@@ -352,11 +356,25 @@ class TorchEngine:
     def _inputs(self, batch: Batch) -> Inputs:
         arrays = self._arrays(batch)
         sent = dict(zip(arrays, to_device([*arrays.values()], self.model.device), strict=True))
-        documents = DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile)
+        maybe_compile, branches, keys = self._kernels.maybe_compile, branches_of(batch), None
+        if branches:
+            self._check_sharing()
+            longest = int(np.diff(arrays["key borders"]).max())
+            keys = GatheredKeys(sent["keys"], sent["key uses"], sent["key borders"], longest)
+        documents = DocumentBorders.of(batch.segments_BT, sent["borders"], maybe_compile, branches, keys)
         inputs = Inputs.of(sent, documents)
         if inputs.positions_BT is None or self._kernels.attention or not self._needs_masks:
             return inputs
         return replace(inputs, masks=document_masks(self.model, inputs.positions_BT))
+
+    def _check_sharing(self) -> None:
+        """Raise CannotShare unless each layer computes documents that have a parent."""
+        if not self._kernels.attention:
+            raise CannotShare("transformers' own attention has no mask for it")
+        if self._separate.has_layers:
+            raise CannotShare("the model has layers with a state, which goes on from one token to the next")
+        if self._graphs is not None:
+            raise CannotShare("model.kernels: graph records one layout of keys")
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
@@ -428,7 +446,7 @@ def _placed_layers(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
     """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
     weights = request.base_weights()
-    shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
+    shapes = {path: shape_of(layer) for path, layer in adaptable_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}

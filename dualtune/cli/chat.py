@@ -21,16 +21,15 @@ from dualtune.cli.options import (
     ModelForm,
     form_options,
     no_system_option,
-    seed_option,
+    sampling_options,
     system_option,
-    temperature_option,
     template_option,
-    top_p_option,
 )
 from dualtune.cli.screen import is_live, width
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
+    from dualtune.train.sampling import Sampling
     from dualtune.use.chat import Chat
 
 MOST_LINE = 2**20  # characters of a message
@@ -57,18 +56,12 @@ A message of several lines: paste it, or write three quotation marks before and 
     "--stdin", "is_one", is_flag=True, help="Read one message from all of standard input, answer it and exit."
 )
 @template_option
-@temperature_option
-@top_p_option
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True,
-    help="Maximum number of tokens per answer.",
-)  # fmt: skip
-@seed_option
+@sampling_options(max_tokens=512)
 @form_options
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which stops an answer
 def command(
     model: str | None, adapters: tuple[str, ...], compare: bool, system: str | None, no_system: bool, is_one: bool,
-    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, form: ModelForm,
+    template: str, sampling: Sampling, form: ModelForm,
 ) -> None:  # fmt: skip
     """Talk to MODEL, which is a base model (a directory or a hub id), a run directory or an adapter directory.
 
@@ -80,12 +73,10 @@ def command(
     directories = named_directories(adapters)
     if compare and not directories:
         raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")
-    from dualtune.train.inference import Sampling
     from dualtune.use.chat import Chat
 
     model = base_of(model, [*directories.values()])
     adapter_set, _ = load_adapters(model, directories, form, template)
-    sampling = Sampling(max_tokens, temperature, top_p, seed)
     names = adapter_set.names if compare else adapter_set.names[1:2] or adapter_set.names
     systems = system_messages(system, directories, no_system=no_system)
     chats = [Chat(adapter_set, name, sampling, systems[name]) for name in names]

@@ -23,8 +23,9 @@ from dualtune.model import package
 from dualtune.show.run import execute, summary
 from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import exact_match
-from dualtune.train.inference import LoadedModel, Sampling, answer, load_model, question
+from dualtune.train.inference import LoadedModel, answer, load_model, question
 from dualtune.train.prepare import prepare
+from dualtune.train.sampling import Sampling
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, open_run
 from dualtune.use.scoring.sql import SqlJudge
 

@@ -30,9 +30,10 @@ from dualtune.model.formats.directory import adapter_directory
 from dualtune.train.comparison import configured_objective, evaluate_against
 from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.train.fingerprints import without_adapter
-from dualtune.train.inference import LoadedModel, Sampling, load_model, question
+from dualtune.train.inference import LoadedModel, load_model, question
 from dualtune.train.prepare import start_of
 from dualtune.train.recovery import Recovery, explained, explanation
+from dualtune.train.sampling import Sampling
 from dualtune.train.state.metrics import perplexity
 from dualtune.train.state.run_dir import PREDICTIONS
 from dualtune.use.scoring import harness
@@ -140,7 +141,7 @@ class EvalRun:
             template_variables=self._settings.data.template_variables, system=self._settings.data.system,
             kernels=model.kernels,
             init="pretrained" if is_whole else model.init, seed=self._settings.run.seed,
-            new_tokens=self._settings.data.new_tokens,
+            new_tokens=self._settings.data.added_tokens,
         )  # fmt: skip
 
     def _base_of(self, model: LoadedModel) -> AbstractContextManager[LoadedModel]:

@@ -17,11 +17,9 @@ from dualtune.cli.options import (
     ModelForm,
     form_options,
     no_system_option,
-    seed_option,
+    sampling_options,
     system_option,
-    temperature_option,
     template_option,
-    top_p_option,
 )
 from dualtune.cli.screen import phases
 from dualtune.cli.terminal import pass_on, say
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dualtune.engine.backend import Backend
-    from dualtune.train.inference import LoadedModel, Sampling
+    from dualtune.train.inference import LoadedModel
+    from dualtune.train.sampling import Sampling
 
 PromptRow = tuple[str, dict[str, Any]]  # its path:line, and its fields
 MOST_PROMPT = 2**22  # characters
@@ -64,19 +63,13 @@ ASKED = (
     help="Continue the prompt unchanged, without a chat template; control tokens in it are read as such.",
 )  # fmt: skip
 @template_option
-@temperature_option
-@top_p_option
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True,
-    help="Maximum number of tokens per answer.",
-)  # fmt: skip
-@seed_option
+@sampling_options(max_tokens=256)
 @form_options
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     model: str | None, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None,
     system: str | None, no_system: bool, raw: bool,
-    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, form: ModelForm,
+    template: str, sampling: Sampling, form: ModelForm,
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
 
@@ -107,18 +100,14 @@ def command(
         )  # fmt: skip
     if loaded.note:
         say(f"template    {loaded.note}", err=True)
-    from dualtune.train.inference import Sampling
-
     # Only the loaded tokenizer knows whether there is a template for a system message.
-    sampling = Sampling(max_tokens, temperature, top_p, seed)
     chats = loaded.tokenizer.template is not None
     trained = {"adapter": adapter} if adapter else {}
     system_message = system_messages(system, trained, no_system=no_system, chats=chats)["base"]
     if text is None:
         return _answer_all(backend, model, loaded, rows, system_message, sampling, output)
     ids = _encoded(loaded, "the prompt", {"prompt": text}, system_message)
-    pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    for piece in pieces:
+    for piece in stream_text(loaded, ids, sampling):
         pass_on(piece)
     return pass_on("\n")
 

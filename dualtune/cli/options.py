@@ -51,6 +51,14 @@ top_p_option = click.option(
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True,
     help="Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens.",
 )  # fmt: skip
+top_k_option = click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Sample from this many most probable tokens; 0 is all tokens.",
+)  # fmt: skip
+min_p_option = click.option(
+    "--min-p", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True,
+    help="Sample from tokens at least this share as probable as the most probable one; 0 is all tokens.",
+)  # fmt: skip
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed of the sampling."
 )
@@ -115,6 +123,33 @@ def form_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, form=ModelForm(dtype, quantization, platform), **options)
 
     return wrapped
+
+
+def sampling_options(max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options of `Sampling`, with this default for --max-tokens; the command gets them as `sampling`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @temperature_option
+        @top_p_option
+        @top_k_option
+        @min_p_option
+        @click.option(
+            "--max-tokens", type=click.IntRange(min=1), default=max_tokens, show_default=True,
+            help="Maximum number of tokens per answer.",
+        )  # fmt: skip
+        @seed_option
+        @functools.wraps(function)
+        def wrapped(
+            *args: Any, max_tokens: int, temperature: float, top_p: float, seed: int, top_k: int, min_p: float,
+            **options: Any,
+        ) -> Any:  # fmt: skip
+            from dualtune.train.sampling import Sampling
+
+            return function(*args, sampling=Sampling(max_tokens, temperature, top_p, seed, top_k, min_p), **options)
+
+        return wrapped
+
+    return decorate
 
 
 def to_json(value: Any) -> str:

@@ -36,8 +36,9 @@ NO_SUCH_KEY = {
             "modules_to_save unfreeze trainable_modules"
         ),
         "Rows of single tokens are trained by 'adapter.train_rows', new tokens are named in 'data.new_tokens'": (
-            "trainable_token_indices add_tokens additional_special_tokens resize_token_embeddings"
+            "trainable_token_indices add_tokens resize_token_embeddings add_new_tokens"
         ),
+        "New control tokens are named in 'data.new_special_tokens'": "additional_special_tokens add_special_tokens",
         "Biases of the base stay as they are": "bias lora_bias",
         "NEFTune is not supported yet": "neftune neftune_noise_alpha noise_alpha",
         "The model's own tokenizer is always used": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",

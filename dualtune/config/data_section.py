@@ -23,6 +23,7 @@ from dualtune.config.values import (
     Tokens,
     refuse,
 )
+from dualtune.model.beside import NewToken
 
 Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired_preference"
@@ -127,6 +128,8 @@ class DataConfig(Section):
     """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""
     new_tokens: Tokens = ()
     """Texts that become tokens of their own, such as [<tool>]; their rows in embedding and output head are trained."""
+    new_special_tokens: Tokens = ()
+    """The same for control tokens, which are left out where text is shown, such as [<|call|>]."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """The largest number of tokens in a document."""
     packing: bool = True
@@ -152,6 +155,11 @@ class DataConfig(Section):
         if self.eval is None or self.eval == "auto" or isinstance(self.eval, int | float):
             return ()
         return self._complete(_listed(self.eval))
+
+    @property
+    def added_tokens(self) -> tuple[NewToken, ...]:
+        """The tokens of new_tokens and new_special_tokens, in the order of their ids."""
+        return (*map(NewToken, self.new_tokens), *(NewToken(text, special=True) for text in self.new_special_tokens))
 
     @property
     def held_out_share(self) -> float:

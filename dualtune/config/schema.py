@@ -155,13 +155,19 @@ class AdapterConfig(Section):
     train_modules: Names = ()
     """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
     embed_tokens, lm_head or norm."""
-    train_rows: TokenRows = ()
-    """Tokens, by id or text, of which the rows in the embedding and in the output head are trained."""
+    train_rows: Literal["new"] | TokenRows = ()
+    """Tokens, by id or text, of which the rows in the embedding and in the output head are trained, beside those
+    that data.new_tokens adds; new is these alone."""
     init: InitName = INITS[0]
     """The start: A drawn from run.seed and B zero, where kaiming is uniform within ±1/√in, normal has deviation 0.02
     and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
+
+    @property
+    def rows(self) -> tuple[int | str, ...]:
+        """The tokens that train_rows names."""
+        return () if isinstance(self.train_rows, str) else self.train_rows
 
     @property
     def trains_model(self) -> bool:
@@ -537,7 +543,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield a learning rate of tables that are not trained."""
     rate, adapter = config.train.embedding_learning_rate, config.adapter
-    trains = adapter.trains_model or adapter.train_modules or adapter.train_rows or config.data.new_tokens
+    trains = adapter.trains_model or adapter.train_modules or adapter.train_rows or config.data.added_tokens
     if rate is not None and not trains:
         rule = "but neither embedding nor output head is trained; set adapter.train_rows, adapter.train_modules, "
         message = f"got {rate:g}, {rule}data.new_tokens or adapter.method: full"
@@ -633,11 +639,18 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
 
 def _impossible_beside(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what needs a base that is frozen, where parameters of it are trained beside an adapter."""
-    adapter, memory = config.adapter, config.memory
+    adapter, data, memory = config.adapter, config.data, config.memory
     asked = [key for key in ("train_modules", "train_rows") if getattr(adapter, key)]
-    for key in asked[:1]:
-        path: KeyPath = ("adapter", key)
-        rule = f"but adapter.{key} trains parameters of the base"
+    of_data = [key for key in ("new_tokens", "new_special_tokens") if getattr(data, key)]
+    keys: list[KeyPath] = [*(("adapter", key) for key in asked), *(("data", key) for key in of_data)]
+    if adapter.train_rows == "new" and not of_data:
+        rule = "but no token is new; name them in data.new_tokens or data.new_special_tokens"
+        yield ("adapter", "train_rows"), ("data", "new_tokens"), f"got new, {rule}"
+    if twice := [text for text in data.new_tokens if text in data.new_special_tokens]:
+        rule = "but data.new_tokens names it too; a token is special or not, remove one of the two"
+        yield ("data", "new_special_tokens"), ("data", "new_tokens"), f"got {twice[0]}, {rule}"
+    for path in keys[:1]:
+        rule = f"but {dotted(path)} trains parameters of the base"
         if config.train.activation_cache != "none":
             message = f"got {config.train.activation_cache}, {rule}, so nothing stays the same over the epochs"
             yield ("train", "activation_cache"), path, f"{message}; allowed: none"

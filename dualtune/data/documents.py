@@ -301,6 +301,8 @@ class Documents:
         self.num_bad = sum(store.num_bad for store in stores)
         self.left_out = sum((Counter(store.left_out) for store in stores), Counter[str]())  # by data.dedup, by kind
         self.hidden: HiddenStates | None = None  # what need not be computed of these documents, by index
+        self.shares = False  # whether the engine computes a beginning once that the answers of a row have in common…
+        self.why_not_shared = ""  # …and if it cannot, why
         self.remark = ""  # a note if the held-out share differs from the requested one
         # The index entries of these rows, including dropped rows.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
@@ -339,8 +341,16 @@ class Documents:
         is_wanted &= self.labels >= 0
         for name in ("sources", "_indices", "lengths", "targets", "labels"):
             setattr(documents, name, getattr(self, name)[is_wanted])
-        documents.answers = 1
+        documents.answers, documents.beginnings = 1, None
         return documents
+
+    @functools.cached_property
+    def beginnings(self) -> np.ndarray | None:
+        """How many tokens at the beginning of each document the first answer of its row has, too, int64 [N].
+
+        0 for a first answer; None: no answers are compared.
+        """
+        return None if self.answers == 1 else self._column("beginning").astype(np.int64)
 
     @functools.cached_property
     def labels(self) -> np.ndarray:
@@ -601,7 +611,15 @@ class Data:
 
 def in_memory(documents: Iterable[Tokens]) -> Documents:
     """Build documents from pairs of (token ids int32 [T], loss mask bool [T] or float32 [T])."""
-    rows = [TokenizedRow("", n, n, (len(d[0]),), State.WHOLE, [d]) for n, d in enumerate(documents)]
+    return units_in_memory([[document] for document in documents])
+
+
+def units_in_memory(units: Iterable[list[Tokens]]) -> Documents:
+    """Build documents that are compared: each unit has as many answers, each a pair as in `in_memory`."""
+    rows = [
+        TokenizedRow("", n, n, tuple(len(tokens) for tokens, _ in unit), State.WHOLE, unit, len(unit))
+        for n, unit in enumerate(units)
+    ]
     return _whole([stored_in_memory(rows)])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout, fill, plan
+from dualtune.data.batches import RowSizes, SequenceLayout, fill, plan
 from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
 from dualtune.data.order import Order
 from dualtune.data.preferences import (
@@ -112,8 +112,9 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     per_epoch = steps_per_epoch(order)
     measured = range(min(per_epoch, MEASURED_STEPS))
     steps = [order.step(step).documents.tolist() for step in measured]
+    sizes = RowSizes(train.lengths)
     packed, alone = (
-        fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, candidate)])
+        fill(sizes, [rows for ids in steps for rows in plan(sizes, ids, candidate)])
         for candidate in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()

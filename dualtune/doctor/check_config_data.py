@@ -17,7 +17,7 @@ from dualtune.base.errors import DataError, DualtuneError
 from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
-from dualtune.data.batches import plan, step_documents
+from dualtune.data.batches import RowSizes, plan, step_documents
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
@@ -202,12 +202,13 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray, answers: int
     if order and lengths.max() < length:
         ids = order.step(0).documents.tolist()
         text = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
-        micro_batches, condition = len(plan(lengths, ids, layout)), ""
+        micro_batches, condition = len(plan(RowSizes(lengths), ids, layout)), ""
     else:
         number = (train.documents_per_step or 0) * answers or max(1, tokens // length)
         more = "" if train.documents_per_step else " or more"
         text = f"{_counted(number, 'document')}{more} of at most {length} tokens"
-        micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
+        sizes, condition = RowSizes(np.full(number, length)), " if all are that long"
+        micro_batches = len(plan(sizes, range(number), layout))
     return f"{limit}{text}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
 
 

@@ -79,6 +79,26 @@ class CannotBatch(Exception):
     """The cache of this model cannot hold several rows. The text says why, for people."""
 
 
+@dataclass(frozen=True, slots=True)
+class LikelyRow:
+    """The most probable next tokens of a row, and what makes probabilities of their logits."""
+
+    tokens_K: np.ndarray  # int32 [K], most probable first, and of equals the first of the vocabulary
+    logits_K: np.ndarray  # float32 [K]
+    log_sum: float  # log Σ exp(logit) over the vocabulary: log p = logit - log_sum
+    tempered_sum: float  # log Σ exp((logit - largest logit) / temperature)
+
+
+def likely_rows(
+    tokens_BK: np.ndarray, logits_BK: np.ndarray, log_sums_B: np.ndarray, tempered_sums_B: np.ndarray
+) -> list[LikelyRow]:
+    """Return the rows of what a device has computed, whatever the order of its tokens."""
+    order_BK = np.lexsort((tokens_BK, -logits_BK), axis=-1)
+    tokens_BK, logits_BK = (np.take_along_axis(each, order_BK, -1) for each in (tokens_BK, logits_BK))
+    sums = zip(log_sums_B.tolist(), tempered_sums_B.tolist(), strict=True)
+    return [LikelyRow(*row, *both) for *row, both in zip(tokens_BK, logits_BK, sums, strict=True)]
+
+
 class NextLogits(Protocol):
     """The logits of the next token of each row, still on the device: only what is read is transferred."""
 
@@ -89,8 +109,12 @@ class NextLogits(Protocol):
         """
         ...
 
-    def rows(self) -> np.ndarray:
-        """Return all logits, float32 [B, V]."""
+    def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
+        """Return the `most` most probable tokens of each row (or all, of a small vocabulary)."""
+        ...
+
+    def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
+        """Return all logits of all rows or of these, float32 [B, V]."""
         ...
 
 
@@ -101,8 +125,12 @@ class Decoding(Protocol):
     After an error of any method the rows are lost, and another Decoding begins with the same texts.
     """
 
-    def enter(self, texts: Sequence[np.ndarray]) -> NextLogits:
-        """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1)."""
+    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NextLogits:
+        """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
+
+        `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
+        default each text is a row.
+        """
         ...
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:

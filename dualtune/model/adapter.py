@@ -168,6 +168,20 @@ class AdapterSpec:
         """The name of the module of a backend that has the adapted layer."""
         return self.method if self.merge_for == "none" else "merged"
 
+    def check_router(self, module: str) -> None:
+        """Raise ConfigError for what cannot be trained of a router that multiplies by its weight itself."""
+        for key, got, allowed, reason in (
+            ("method", self.method, "lora", "only lora's update is added to a weight"),
+            ("merge_for", self.merge_for, "none", "exports do not round all routers alike"),
+            ("dropout", f"{self.dropout:g}", "0", "the input of its adapter is not there alone"),
+        ):
+            if got != allowed:
+                others = f"take {module.rpartition('.')[2]} out of adapter.targets"
+                raise ConfigError(
+                    f"adapter.{key}: got {got}, but {module} is a router, which multiplies by its weight itself: "
+                    f"{reason}. Set adapter.{key}: {allowed}, or {others}"
+                )
+
     def initial(self, shapes: Shapes, seed: int, weight: Callable[[str], np.ndarray] | None = None) -> Tensors:
         """Return a fresh adapter of this spec: see `init_adapter`. That of `plain` is another one, made at once."""
         return init_adapter(
@@ -282,7 +296,7 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
     """
     modules = {*collapsed(modules).values()}
     names, uniform = tuple(targets), uniform_names(modules)
-    if names == (ALL_LINEAR,):
+    if ALL_LINEAR in names:
         return short_targets(modules)
 
     def is_exact(module: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualtune.base.errors import ConfigError
+from dualtune.model.experts import in_transformers
 from dualtune.model.targets import is_target
 
 PREFIX = "base_model.model."
@@ -48,6 +49,13 @@ class BesideAdapter:
 
 
 NOTHING = BesideAdapter()
+
+
+class NewToken(NamedTuple):
+    """A token that a run adds to the tokenizer. It stands for exactly its text, and its rows are trained."""
+
+    text: str
+    special: bool = False  # a control token: it is left out where text is shown
 
 
 class Table(NamedTuple):
@@ -87,7 +95,8 @@ def check_resident(beside: BesideAdapter) -> None:
 def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted: Collection[str]) -> list[str]:
     """Return the parameters of the modules, of those of a model: canonical paths as `model.norm.weight`.
 
-    ConfigError for a module that has none, and for one of `adapted` inside of it.
+    `parameters`: with the corrections of the choice of experts, which some frameworks do not call parameters.
+    ConfigError for a module that has none, for one that has what PEFT could not load, and for one of `adapted` inside.
     """
     own = list(parameters)
     chosen: dict[str, None] = {}
@@ -99,6 +108,12 @@ def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted
                 f"adapter.train_modules: no module with plain parameters is called '{module}'; packed ones have none, "
                 f"and rows of a packed embedding are trained by adapter.train_rows. This model has: {', '.join(names)}"
             )
+        for name in matches:
+            if problem := _in_peft(name):
+                raise ConfigError(
+                    f"adapter.train_modules: got '{module}', but {problem}, so that PEFT could not load what is "
+                    "trained. adapter.targets may name routers instead"
+                )
         if twice := next((path for path in adapted if is_inside(path, module)), None):
             raise ConfigError(
                 f"adapter.train_modules: '{module}' is trained whole, but {twice} has an adapter. Take it out of "
@@ -106,6 +121,20 @@ def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted
             )
         chosen |= dict.fromkeys(matches)
     return sorted(chosen)
+
+
+def shifts_choice(tensor: str) -> bool:
+    """Return whether a tensor shifts the choice of experts alone: no loss has a slope for it."""
+    return tensor.rpartition(".")[2] in ("e_score_correction_bias", "expert_bias")
+
+
+def _in_peft(parameter: str) -> str | None:
+    """Return why PEFT could not load a module with this parameter that is trained whole; None if it can."""
+    module = parameter.rpartition(".")[0]
+    if shifts_choice(parameter):
+        return f"{module} also holds a correction of its choice, which no gradient trains"
+    other = in_transformers(module)
+    return f"transformers calls {module} {other}" if other != module else None
 
 
 def is_inside(path: str, module: str) -> bool:

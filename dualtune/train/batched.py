@@ -1,7 +1,8 @@
 """Many prompts continued together: rows enter a batch where there is room, and leave it when they have ended.
 
 A row gets the tokens that it gets alone, ties of rounding aside: its random numbers are a function of the seed, its
-number and the position, never of the batch. Where the cache of a model holds only one text, the rows follow each other.
+numbers and the position, never of the batch. Rows of one prompt that enter together compute it once. Where the cache of
+a model holds only one text, the rows follow each other.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.engine.backend import NOISE, Engine
-from dualtune.engine.decoding import CannotBatch, Decoding
+from dualtune.engine.decoding import CannotBatch, Decoding, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
-from dualtune.train.inference import LoadedModel, Sampling, allowed_tokens, chooser
+from dualtune.train.inference import LoadedModel, allowed_tokens
+from dualtune.train.sampling import Chooser, Sampling, choose_all
 
 MOST_ROWS = 32
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
@@ -53,15 +55,20 @@ class Bounds:
 class PromptedRow:
     """A prompt and its continuation so far."""
 
-    number: int  # of the prompt: with the seed, what its random numbers depend on
+    number: int  # of the prompt: with the seed and the sample, what its random numbers depend on
     prompt: np.ndarray  # int32 [T]
     limit: int  # tokens of the continuation
-    choose: Callable[[np.ndarray], int | None]
-    is_greedy: bool
+    choose: Chooser
     ends: Callable[[list[int]], bool]  # whether a text that ends the row is in these tokens
     tokens: list[int] = field(default_factory=list[int])
     has_ended: bool = False
     is_whole: bool = False  # the model ended it
+    sample: int = 0  # of those of the prompt
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most probable one, and nothing else is asked for."""
+        return self.choose.sampling.temperature == 0 and self.choose.logprobs is None
 
     @property
     def most_tokens(self) -> int:
@@ -105,9 +112,50 @@ def continue_all(
     yield from continue_rows(model, rows, bounds=bounds, is_shortage=is_shortage, tell=tell)
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One of the continuations of a prompt, with what training on it needs."""
+
+    prompt: int  # its index
+    number: int  # of the samples of the prompt
+    tokens: np.ndarray  # int32 [T], with the stop token if one has ended it
+    logprobs: np.ndarray  # float32 [T]: log p of the model for each, whatever was left out at whatever temperature
+    text: str  # of the tokens, but for what ends a turn
+    is_whole: bool  # the model ended it; otherwise the limit of tokens did
+
+
+def sample_all(
+    model: LoadedModel,
+    prompts: Sequence[np.ndarray],
+    sampling: Sampling,
+    num_samples: int = 1,
+    *,
+    stops: Sequence[str] = (),
+    numbers: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
+    is_shortage: Callable[[BaseException], bool] = lambda error: False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Generator[Completion]:
+    """Yield `num_samples` continuations of each prompt (token ids [T]) as they end.
+
+    `stops`: texts with which a continuation ends as soon as they are complete. The rest is as in `continue_all`.
+    """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    rows = [
+        prompted_row(model, index, prompt, sampling, draws=number, stops=stops, sample=sample, keeps_logprobs=True)
+        for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+        for sample in range(num_samples)
+    ]
+    for row, continuation in _continued(model, rows, bounds, is_shortage, tell):
+        last = () if row.choose.stopped_by is None else (row.choose.stopped_by,)
+        tokens = np.array([*row.tokens, *last], np.int32)
+        logprobs = np.array(row.choose.logprobs, np.float32)
+        yield Completion(row.number, row.sample, tokens, logprobs, continuation.text, continuation.is_whole)
+
+
 def prompted_row(
     model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: int | None = None,
-    stops: Sequence[str] = (),
+    stops: Sequence[str] = (), sample: int = 0, keeps_logprobs: bool = False,
 ) -> PromptedRow:  # fmt: skip
     """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
 
@@ -115,10 +163,10 @@ def prompted_row(
     continued.
     """
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
-    choose = chooser(
-        limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
-        row=number if draws is None else draws,
-    )  # fmt: skip
+    numbers = (number if draws is None else draws, sample)
+    choose = Chooser(
+        replace(sampling, max_tokens=limit), model.tokenizer.stop_ids, numbers=numbers, keeps_logprobs=keeps_logprobs
+    )
     texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
     decode = model.tokenizer.decode
     # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
@@ -128,9 +176,8 @@ def prompted_row(
         return _has_any(decode(tokens[-most:]), texts) and _has_any(_text(model, prompt, tokens), texts)
 
     return PromptedRow(
-        number, prompt, limit, choose, sampling.temperature == 0, ends if texts else lambda _: False,
-        has_ended=not limit,
-    )  # fmt: skip
+        number, prompt, limit, choose, ends if texts else lambda _: False, has_ended=not limit, sample=sample
+    )
 
 
 def _has_any(text: str, stops: Sequence[str]) -> bool:
@@ -156,13 +203,22 @@ def continue_rows(
     If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that, and why
     rows follow each other if they must.
     """
+    for _, continuation in _continued(model, rows, bounds, is_shortage, tell):
+        yield continuation
+
+
+def _continued(
+    model: LoadedModel, rows: Sequence[PromptedRow], bounds: Bounds | None,
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+) -> Iterator[tuple[PromptedRow, Continuation]]:  # fmt: skip
     stop_ids = model.tokenizer.stop_ids if all(row.is_greedy for row in rows) else None
     for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
         interrupt.poll()
         text = _text(model, row.prompt, row.tokens)
         if stop := model.tokenizer.stop_text:
             text = text.partition(stop)[0]
-        yield Continuation(row.number, text, len(row.tokens), row.is_whole or len(row.tokens) < row.limit)
+        is_whole = row.is_whole or len(row.tokens) < row.limit
+        yield row, Continuation(row.number, text, len(row.tokens), is_whole)
 
 
 def _ended(
@@ -243,14 +299,23 @@ def _step(
 ) -> list[int | None]:
     """Return the next token of each row that enters, or of each active one if none does; None where the row ends."""
     if entering:
-        logits = decoding.enter([np.array([*row.prompt, *row.tokens], np.int32) for row in entering])
+        logits = _enter(decoding, [np.array([*row.prompt, *row.tokens], np.int32) for row in entering])
     else:
         logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
     if stop_ids is None:
-        return [row.choose(logits_V) for row, logits_V in zip(entering or active, logits.rows(), strict=True)]
+        return choose_all([row.choose for row in entering or active], logits)
     is_last = all(len(row.tokens) + 1 == row.limit for row in active)
     tokens_B = logits.most_probable(is_last=is_last)
     return [None if token in stop_ids else token for token in tokens_B.tolist()]
+
+
+def _enter(decoding: Decoding, texts: Sequence[np.ndarray]) -> NextLogits:
+    """Enter texts, of which those that are alike are computed once."""
+    number_of = dict[bytes, int]()
+    text_of = [number_of.setdefault(text.tobytes(), len(number_of)) for text in texts]
+    if len(number_of) == len(texts):
+        return decoding.enter(texts)
+    return decoding.enter([texts[text_of.index(number)] for number in range(len(number_of))], text_of)
 
 
 def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:

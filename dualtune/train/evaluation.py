@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout, make_batch, plan, share
+from dualtune.data.batches import RowSizes, SequenceLayout, make_batch, plan, share, sizes_of
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum, OptimizerState
@@ -68,7 +68,7 @@ def by_document(
     If memory runs out, the recovery makes its layout smaller, and all is measured again.
     """
     while True:
-        groups = plan(documents.lengths, range(len(documents)), SequenceLayout(recovery.layout.max_tokens))
+        groups = plan(RowSizes(documents.lengths), range(len(documents)), SequenceLayout(recovery.layout.max_tokens))
         results: list[np.ndarray] = []
 
         def work(batch: Batch, results: list[np.ndarray] = results, total: int = len(groups)) -> None:
@@ -157,7 +157,7 @@ def measure_share(
     documents: Documents, recovery: Recovery, measure: Callable[[Batch], object], step: int, show: Show, team: Team
 ) -> bool:
     """Measure this process's micro-batches of the documents. False if memory ran out, in any process: try again."""
-    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
+    groups = share(sizes_of(documents), range(len(documents)), recovery.layout, team.rank, team.size)
     done = 0
 
     def counted(batch: Batch) -> None:

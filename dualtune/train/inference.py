@@ -1,18 +1,14 @@
-"""Inference: loading a model with its adapter, and generating text.
-
-The next token is chosen here, in NumPy, so that both backends sample alike.
-"""
+"""Inference: loading a model with its adapter, and continuing one text piece by piece."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,25 +24,15 @@ from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import resolve_model
-from dualtune.model.beside import beside_of
+from dualtune.model.beside import NewToken, beside_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
+from dualtune.train.sampling import Chooser, Penalties, Sampling
 
-LIKELY = 1e-4  # times the largest probability: tokens above it are looked at first
 BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are chosen. Temperature 0 is greedy."""
-
-    max_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +60,7 @@ def load_model(
     init: str = "pretrained",
     seed: int = 0,
     spec: AdapterSpec | None = None,
-    new_tokens: Sequence[str] = (),
+    new_tokens: Sequence[NewToken] = (),
     shared_base: SharedBase | None = None,
 ) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
@@ -157,57 +143,34 @@ class GenerationProgress:
     is_ended: bool = False  # by the text with which the chat template ends a turn
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """How much less likely a token is for each time it was chosen (frequency), and if it was at all (presence).
-
-    As in OpenAI's API: of the tokens of the answer, not those of the prompt.
-    """
-
-    frequency: float = 0.0
-    presence: float = 0.0
-
-    def applied(self, logits_V: np.ndarray, counts: Counter[int]) -> np.ndarray:
-        """Return a copy of the logits [V], less frequency · count + presence for each token with a count."""
-        logits_V = logits_V.copy()
-        logits_V[[*counts]] -= self.frequency * np.array([*counts.values()], logits_V.dtype) + self.presence
-        return logits_V
-
-
 def stream_text(
     model: LoadedModel,
     prompt: np.ndarray,
+    sampling: Sampling,
     *,
-    max_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     penalties: Penalties | None = None,
     cache: GenerationCache | None = None,
     progress: GenerationProgress | None = None,
     shown: frozenset[int] = frozenset(),
     first: Sequence[Sequence[int]] = (),
 ) -> Generator[str]:
-    """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
+    """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token.
 
     `shown`: special tokens that are written, not left out. `first`: texts as token ids, with one of which it begins.
     `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends at the text
     with which the chat template ends a turn, or where a table of positions ends; ConfigError for a longer prompt, and
     for one without tokens.
     """
-    max_tokens = allowed_tokens(model, prompt, max_tokens)
+    sampling = replace(sampling, max_tokens=allowed_tokens(model, prompt, sampling.max_tokens))
     progress = progress or GenerationProgress()
-    progress.max_tokens = max_tokens
-    choose = chooser(
-        max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed, penalties=penalties,
-        first=first,
-    )  # fmt: skip
+    progress.max_tokens = sampling.max_tokens
+    choose = Chooser(sampling, model.tokenizer.stop_ids, penalties=penalties, first=first)
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
     before = decode(ids)
     cut = StopTexts((model.tokenizer.stop_text,) if model.tokenizer.stop_text else ())
     # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
-    for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), max_tokens):
+    for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), sampling.max_tokens):
         interrupt.poll()
         ids.append(token)
         progress.num_tokens += 1
@@ -259,66 +222,6 @@ def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> i
     return min(max_tokens, model.positions - len(prompt))
 
 
-def chooser(
-    max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
-    row: int = 0, penalties: Penalties | None = None, first: Sequence[Sequence[int]] = (),
-) -> Callable[[np.ndarray], int | None]:  # fmt: skip
-    """Return a function from logits float32 [V] to the next token id, or None to stop.
-
-    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others. `first`:
-    texts as token ids, with one of which the continuation begins; the most probable tokens decide with which.
-
-    Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
-    least `top_p`.
-    """
-    counts: Counter[int] = Counter()  # how often a token was chosen
-    rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
-    produced, begins = 0, first
-
-    def choose(logits_V: np.ndarray) -> int | None:
-        nonlocal produced, begins
-        if produced == max_tokens:
-            return None
-        produced += 1
-        logits_V = penalties.applied(logits_V, counts) if penalties else logits_V
-        allowed = [text_ids[0] for text_ids in begins] if all(begins) else []  # one of the texts is whole: all is free
-        if allowed:
-            logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
-        token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
-        begins = [text_ids[1:] for text_ids in begins if text_ids[0] == token] if allowed else ()
-        counts[token] += 1
-        return None if token in stop_ids else token
-
-    return choose
-
-
-def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    logits_V = logits_V.astype(np.float64)
-    with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
-        probs = np.exp((logits_V - logits_V.max()) / temperature)
-    probs /= probs.sum()
-    u = rng.random()
-    # A large vocabulary takes milliseconds to sort, and almost none of its tokens has a chance to be drawn.
-    drawn = _drawn(probs, np.flatnonzero(probs >= LIKELY * probs.max()), top_p, u)
-    return cast(int, _drawn(probs, np.arange(len(probs)), top_p, u)) if drawn is None else drawn
-
-
-def _drawn(probs: np.ndarray, likely: np.ndarray, top_p: float, u: float) -> int | None:
-    """Return the token at the share `u` of the kept probability. None if it may be none of the `likely` ones.
-
-    `likely`: the most probable tokens in order of their ids, or all of them.
-    """
-    is_all = len(likely) == len(probs)
-    order = likely[np.argsort(-probs[likely], kind="stable")]
-    cumulative = np.cumsum(probs[order])
-    end = int(np.searchsorted(cumulative, top_p)) + 1
-    if end > len(order) and not is_all and top_p < 1:
-        return None
-    total = 1.0 if end > len(order) and not is_all else cumulative[:end][-1]
-    at = int(np.searchsorted(cumulative[:end], u * total, side="right"))
-    return int(order[at]) if at < len(order) else None
-
-
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
     """What an example asks for its last answer."""
@@ -351,5 +254,5 @@ class Answer:
 def answer(model: LoadedModel, example: Example, max_tokens: int = 256) -> Answer:
     """Generate the last answer of an example greedily."""
     example_question = question(model, example)
-    text = "".join(stream_text(model, example_question.ids, max_tokens=max_tokens))
+    text = "".join(stream_text(model, example_question.ids, Sampling(max_tokens)))
     return Answer(example_question.prompt, example_question.expected, text)

@@ -176,7 +176,7 @@ def prepare(
         sources = Data(settled)
         is_pretrained = settled.model.init == "pretrained"
         is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
-        new_tokens = settled.data.new_tokens  # the weights come first, where rows are added to them
+        new_tokens = settled.data.added_tokens  # the weights come first, where rows are added to them
         model_dir = resolve_model(settled.model.name, weights=is_pretrained and (is_here or bool(new_tokens)))
         model_dir = with_new_tokens(model_dir, new_tokens)
         _check_length(settled, model_dir)
@@ -345,12 +345,15 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
         for key, value in values.items()
         if key in config.adapter.model_fields_set and _unordered(getattr(config.adapter, key)) != _unordered(value)
     ]
-    if config.data.new_tokens not in ((), start.new_tokens):
-        got, has = (", ".join(map(repr, tokens)) or "none" for tokens in (config.data.new_tokens, start.new_tokens))
-        problems.append(f"data.new_tokens: got {got}, but the adapter in adapter.init_from has {has}")
+    tokens = {"new_tokens": False, "new_special_tokens": True}  # whether they are special
+    texts = {key: tuple(t.text for t in start.new_tokens if t.special == special) for key, special in tokens.items()}
+    for key, theirs in texts.items():
+        if (ours := getattr(config.data, key)) not in ((), theirs):
+            got, has = (", ".join(map(repr, tokens)) or "none" for tokens in (ours, theirs))
+            problems.append(f"data.{key}: got {got}, but the adapter in adapter.init_from has {has}")
     if problems:
         raise ConfigError("\n".join(problems) + "\nRemove these keys, or set them to the adapter's values.")
-    data = config.data.model_copy(update={"new_tokens": start.new_tokens})
+    data = config.data.model_copy(update=texts)
     return config.model_copy(update={"adapter": config.adapter.model_copy(update=values), "data": data})
 
 
@@ -378,7 +381,7 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
 def _beside(config: Config, start: Adapter | None, model: ModelFiles | None) -> BesideAdapter:
     if start is not None:  # exactly its tensors
         return beside_of(filter(is_of_base, start.tensors), start.spec.beside.rows)
-    adapter, tokens = config.adapter, config.data.new_tokens
+    adapter, tokens = config.adapter, [token.text for token in config.data.added_tokens]
     if model is None:
         return BesideAdapter(adapter.train_modules)
     tables = [name for name in adapter.train_modules if is_embedding(f"{name}.weight") or is_head(f"{name}.weight")]
@@ -387,7 +390,11 @@ def _beside(config: Config, start: Adapter | None, model: ModelFiles | None) -> 
             f"adapter.train_modules: got {tables[0]} alone, but data.new_tokens adds rows to embedding and output "
             "head. Name both, or none: then only the new rows are trained"
         )
-    named = adapter.train_rows if tables else (*adapter.train_rows, *tokens)
+    if tables and adapter.train_rows == "new":
+        raise ConfigError(
+            f"adapter.train_rows: got new, but adapter.train_modules trains all rows of {tables[0]}. Remove one"
+        )
+    named = adapter.rows if tables else (*adapter.rows, *tokens)
     return BesideAdapter(adapter.train_modules, trained_tokens(named, model.tokenizer))
 
 

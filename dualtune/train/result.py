@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +26,14 @@ from dualtune.data.tokens.stop_tokens import write_stop_tokens
 from dualtune.engine.backend import Engine
 from dualtune.engine.peft_trial import named
 from dualtune.model.adapter import Tensors, modules_of
+from dualtune.model.beside import NewToken
 from dualtune.model.config_file import read_config
 from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import (
     MANIFEST_FILE,
     MAX_BYTES,
     NEW_TOKENS,
+    SPECIAL_TOKENS,
     TOKENIZER_FILES,
     Adapter,
     write_adapter,
@@ -153,8 +155,16 @@ def result_record(
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
             **entry_of(recovery, prepared),
         },
-        **({NEW_TOKENS: [*config.data.new_tokens]} if config.data.new_tokens else {}),
+        **_tokens_entry(config.data.added_tokens),
     }  # fmt: skip
+
+
+def _tokens_entry(tokens: Sequence[NewToken]) -> dict[str, Any]:
+    special = [token.text for token in tokens if token.special]
+    return {
+        **({NEW_TOKENS: [token.text for token in tokens]} if tokens else {}),
+        **({SPECIAL_TOKENS: special} if special else {}),
+    }
 
 
 def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming | None, record: dict[str, Any]) -> None:
@@ -166,7 +176,7 @@ def write_result(path: Path, prepared: Prepared, engine: Engine, naming: Naming 
         write_model(path, engine, source, record)
     else:
         adapter = replace(_adapter(prepared, engine.adapter_state()), template=source, naming=naming)
-        if prepared.config.data.new_tokens:
+        if prepared.config.data.added_tokens:
             paths = [prepared.model.directory / name for name in TOKENIZER_FILES]
             adapter = replace(adapter, tokenizer={path.name: path.read_bytes() for path in paths if path.is_file()})
         write_adapter(path, adapter, metadata=record)

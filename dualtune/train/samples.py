@@ -22,7 +22,8 @@ from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import using_result
 from dualtune.train.hooks import Event, SampleRecord
-from dualtune.train.inference import LoadedModel, Sampling
+from dualtune.train.inference import LoadedModel
+from dualtune.train.sampling import Sampling
 
 MAX_TOKENS = 64  # of an answer
 MAX_FILE_BYTES = 1 << 26  # that a resumed run reads

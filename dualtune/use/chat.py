@@ -19,15 +19,8 @@ from dualtune.model.base_model import resolve_model
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
-from dualtune.train.inference import (
-    LoadedModel,
-    Sampling,
-    inference_spec,
-    load_adapter,
-    load_model,
-    load_tokenizer,
-    stream_text,
-)
+from dualtune.train.inference import LoadedModel, inference_spec, load_adapter, load_model, load_tokenizer, stream_text
+from dualtune.train.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Several adapters on one loaded base: which one answers is which tensors the engine holds.
@@ -195,10 +188,7 @@ class Chat:
             prompt = model.tokenizer.encode_chat(messages)
         except RowError as error:
             raise DataError(f"the conversation: {error}") from error
-        pieces = stream_text(
-            model, prompt, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            seed=sampling.seed, cache=self._adapters.use(self.name),
-        )  # fmt: skip
+        pieces = stream_text(model, prompt, sampling, cache=self._adapters.use(self.name))
         answer = ""
         try:
             for piece in pieces:

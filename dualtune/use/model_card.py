@@ -109,7 +109,7 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
     if beside := sizes_of({name: x.shape for name, x in adapter.tensors.items() if is_of_base(name)}):
         method.append(("trained of the base", ", ".join(f"{module}: {size:,}" for module, size in beside.items())))
     if adapter.new_tokens:
-        method.append(("new tokens", ", ".join(f"`{token}`" for token in adapter.new_tokens)))
+        method.append(("new tokens", ", ".join(f"`{token}`" for token, _ in adapter.new_tokens)))
     method += [(f"of {target}", shown) for target, shown in spec.differences().items()]
     method += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:

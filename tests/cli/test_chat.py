@@ -23,7 +23,8 @@ from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.show.run import run
-from dualtune.train.inference import Sampling, load_model, stream_text
+from dualtune.train.inference import load_model, stream_text
+from dualtune.train.sampling import Sampling
 from dualtune.use import chat as chat_module
 from dualtune.use.chat import Chat, load_adapter_set
 
@@ -124,7 +125,7 @@ def test_each_adapter_answers_with_the_template_of_its_own_training(
 
     def answer(name, directory, **options):
         loaded = load_model(backend, model, directory, **options)
-        return "".join(stream_text(loaded, loaded.tokenizer.encode_prompt("1 plus 1?"), max_tokens=6))
+        return "".join(stream_text(loaded, loaded.tokenizer.encode_prompt("1 plus 1?"), Sampling(6)))
 
     chat = Chat(found, "base", Sampling(max_tokens=6))
     for name in ("mistral-small", "base", "chatml"):  # the base: its own, which is ChatML

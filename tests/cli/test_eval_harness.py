@@ -14,6 +14,7 @@ from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.numpy_engine import NumpyDecoding
 from dualtune.train.inference import load_model, stream_text
+from dualtune.train.sampling import Sampling
 from dualtune.use.scoring.harness import HarnessModel, check_installed, run
 
 NUMPY = ("--platform", "numpy")
@@ -126,9 +127,9 @@ REQUESTS = [
 def one_by_one(llm, context, options):
     """The answer without stop texts, from the engine's generation of a single text."""
     ids = llm.tokenizer.encode_text(context)[-(64 - options["max_gen_toks"]) :]
-    sampling = {"temperature": options.get("temperature", 0.0), "top_p": options.get("top_p", 1.0)}
+    sampling = Sampling(options["max_gen_toks"], options.get("temperature", 0.0), options.get("top_p", 1.0))
     ids = ids if len(ids) else np.array([llm.tokenizer.bos_id], np.int32)
-    return "".join(stream_text(llm, ids, max_tokens=options["max_gen_toks"], **sampling))
+    return "".join(stream_text(llm, ids, sampling))
 
 
 def test_answers_of_a_batch_are_those_of_single_requests_in_their_order(loaded, model):

@@ -150,6 +150,8 @@ def lost(imported):
         ("axolotl-rs", {"lora": {"use_dora": True}}, {"adapter.method": "dora"}),
         ("LLaMA-Factory", {"use_dora": True}, {"adapter.method": "dora"}),
         ("LLaMA-Factory", {"pissa_init": True, "pissa_convert": True}, {"adapter.init": "pissa"}),
+        ("LLaMA-Factory", {"add_tokens": "<tool>", "add_special_tokens": "<a>, <b>", "resize_vocab": True},
+         {"data.new_tokens": ["<tool>"], "data.new_special_tokens": ["<a>", "<b>"]}),
         ("TRL", {"use_dora": True}, {"adapter.method": "dora"}),
         ("TRL", {"use_dora": True, "use_peft": False}, {"adapter.method": "full"}),
         ("Unsloth", {"lora": {"use_dora": True}}, {"adapter.method": "dora"}),

@@ -52,6 +52,31 @@ runn:
     wording(error_of(text, "run.seed=1.5", "run.kep=1").splitlines())
 
 
+@pytest.mark.parametrize(
+    ("lines", "keys"),
+    [
+        ("memory: {resident_layers: 2}", {"memory.resident_layers"}),
+        ("memory: {sharding: full}", {"memory.sharding"}),
+        ("train: {activation_cache: disk}\nadapter: {layers: last 1}", {"train.activation_cache"}),
+    ],
+)
+@pytest.mark.parametrize("data", ["new_tokens: [<tool>]", "new_special_tokens: [<tool>]"])
+def test_new_tokens_need_a_base_that_is_not_frozen(lines: str, keys: set[str], data: str) -> None:
+    error = error_of(f"model: {{name: m}}\ndata:\n  train: t\n  {data}\n{lines}\n")
+    assert all(key in error for key in keys) and f"data.{data.partition(':')[0]} trains parameters of the base" in error
+
+
+def test_new_rows_are_those_of_new_tokens() -> None:
+    new = "model: {name: m}\nadapter: {train_rows: new}\ndata: {train: t, new_special_tokens: [<end>]"
+    config = parse_config(f"{new}, new_tokens: [<tool>]}}\n")
+    assert config.adapter.rows == ()
+    assert config.data.added_tokens == (("<tool>", False), ("<end>", True))
+    twice = error_of(f"{new}, new_tokens: [<end>]}}")
+    assert "data.new_special_tokens: got <end>, but data.new_tokens names it" in twice
+    assert "adapter.train_rows: got new, but no token is new" in error_of(with_("adapter: {train_rows: new}"))
+    assert parse_config(with_("adapter: {train_rows: [new]}")).adapter.rows == ("new",)
+
+
 # --- Values ----------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ DEFAULTS = {
         "system": "fold",
         "template": "auto",
         "new_tokens": (),
+        "new_special_tokens": (),
         "max_length": 2048,
         "packing": True,
         "template_variables": {},

@@ -10,14 +10,17 @@ from dualtune.config import Config
 from dualtune.data.tokens.new_tokens import ids_of, with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.model.beside import NewToken
 from dualtune.model.formats.directory import read_adapter
 from dualtune.model.gguf import model_from_gguf
 from dualtune.model.weight_files import weights_in
 from dualtune.show.run import run
 from dualtune.train.inference import load_model, stream_text
+from dualtune.train.sampling import Sampling
 
 YES, NO = "<|yes|>", "<|no|>"
 NEW = [YES, NO]
+TOKENS = [*map(NewToken, NEW)]
 ROWS = "token_adapter.trainable_tokens_delta"
 
 
@@ -48,7 +51,7 @@ def config(model, data, place, **train):
 def answers(backend, model, adapter=None):
     loaded = load_model(backend, str(model), adapter, dtype="float32", template="none")
     prompts = [loaded.tokenizer.encode_text(f"{digit} even?") for digit in range(10)]
-    return ["".join(stream_text(loaded, prompt, max_tokens=2, temperature=0.0)) for prompt in prompts]
+    return ["".join(stream_text(loaded, prompt, Sampling(2))) for prompt in prompts]
 
 
 def logprobs(backend, model, adapter):
@@ -82,7 +85,7 @@ def test_the_task_is_learned_and_every_export_answers_alike(
     base = make_model(vocab_size=262, tie_word_embeddings=tied)
     result = run(config(base, data, tmp_path / "run"), torch)
     adapter = read_adapter(result.adapter_dir)
-    assert adapter.new_tokens == tuple(NEW) and adapter.spec.beside.rows == (262, 263)
+    assert adapter.new_tokens == tuple(TOKENS) and adapter.spec.beside.rows == (262, 263)
     assert sum(name.endswith(ROWS) for name in adapter.tensors) == (1 if tied else 2)
     expected = [NEW[digit % 2] for digit in range(10)]
     found = answers(torch, base, result.adapter_dir)
@@ -116,9 +119,9 @@ def test_a_run_resumes_bitwise_and_goes_on_on_another_backend(make_model, data, 
 def test_new_rows_are_the_mean_of_the_pieces_and_spare_rows_are_used(make_model):
     for size in (262, 300):
         base = make_model(vocab_size=size)
-        grown = with_new_tokens(base, NEW)
-        assert with_new_tokens(base, NEW) == grown and with_new_tokens(grown, NEW) == grown
-        assert ids_of(grown, NEW) == (262, 263)
+        grown = with_new_tokens(base, TOKENS)
+        assert with_new_tokens(base, TOKENS) == grown and with_new_tokens(grown, TOKENS) == grown
+        assert ids_of(grown, TOKENS) == (262, 263)
         before, after = weights_in(base).tensors, weights_in(grown).tensors
         assert after["lm_head.weight"].shape == (max(size, 264), 64)
         assert json.loads((grown / "config.json").read_text())["vocab_size"] == max(size, 264)
@@ -134,11 +137,30 @@ def test_new_rows_are_the_mean_of_the_pieces_and_spare_rows_are_used(make_model)
         assert Tokenizer(grown).decode([262]) == YES and Tokenizer(base).fingerprint() != Tokenizer(grown).fingerprint()
 
 
+def test_a_special_token_is_one_for_every_reader(make_model):
+    transformers = pytest.importorskip("transformers")
+    base, tokens = make_model(vocab_size=262), [NewToken(YES), NewToken(NO, special=True)]
+    grown = with_new_tokens(base, tokens)
+    assert grown != with_new_tokens(base, TOKENS)
+    ours, theirs = Tokenizer(grown, special_tokens_in_text="allow"), transformers.AutoTokenizer.from_pretrained(grown)
+    text = f"a{YES}b{NO}"
+    assert ours.encode(text, special=False).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    ids = [262, 263]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == YES
+    assert NO in theirs.all_special_tokens and YES not in theirs.all_special_tokens
+    assert Tokenizer(grown).special_ids - Tokenizer(base).special_ids == {263}
+    with pytest.raises(ConfigError, match=r"data\.new_tokens: got '<\|no\|>', which is a special token"):
+        with_new_tokens(grown, TOKENS)
+    with pytest.raises(ConfigError, match=r"data\.new_special_tokens: got '<\|yes\|>', which is an ordinary token"):
+        with_new_tokens(grown, [NewToken(YES, special=True)])
+
+
 def test_what_cannot_be_is_named(make_model, data, tmp_path, open_backend):
     backend, base = open_backend("torch"), make_model(vocab_size=262)
     for adapter, said in (
         ({"train_rows": ["no such token"]}, "adapter.train_rows: got 'no such token'"),
         ({"train_modules": ["embed_tokens"]}, "adapter.train_modules: got embed_tokens alone"),
+        ({"train_modules": ["embed_tokens", "lm_head"], "train_rows": "new"}, "adapter.train_rows: got new, but"),
     ):
         settings = config(base, data, tmp_path / "run")
         settings = settings.model_copy(update={"adapter": settings.adapter.model_copy(update=adapter)})

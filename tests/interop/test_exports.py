@@ -9,7 +9,8 @@ import pytest
 
 from dualtune.data.chat.template import NAMES, ChatTemplate, named_template
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.inference import chooser, load_model
+from dualtune.train.inference import load_model
+from dualtune.train.sampling import Chooser, Sampling
 from dualtune.use.export.ollama import TEMPLATES, template_for
 from dualtune.use.export.request import logprobs
 
@@ -37,7 +38,7 @@ def test_50_greedy_answers_through_llama_cpp_are_ours(
     assert distances["written from adapter"]["kl"] < 1e-6 < 0.1 < distances["adapter from base"]["kl"]
     ours = load_model(open_backend("torch"), str(model), adapter, dtype="float32")
     prompts = [ours.tokenizer.encode(text, special=True) for text in texts]
-    expected = [list(ours.engine.generate(ids, choose=chooser(24, frozenset()))) for ids in prompts]
+    expected = [list(ours.engine.generate(ids, choose=Chooser(Sampling(24), frozenset()))) for ids in prompts]
     gguf = tmp_path / "out" / "out-F32.gguf"
     found = llama_cpp.greedy(gguf, [ids.tolist() for ids in prompts], 24)
     others = [each for each in zip(prompts, found, expected, strict=True) if each[1] != each[2]]

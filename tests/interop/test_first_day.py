@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from dualtune.train.inference import chooser, load_model
+from dualtune.train.inference import load_model
+from dualtune.train.sampling import Chooser, Sampling
 
 pytestmark = pytest.mark.interop
 NAMES, DEEDS = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")
@@ -43,7 +44,7 @@ def test_a_first_day(shared, dualtune_main, llama_cpp, environment, open_backend
     dualtune("export", "runs/b/adapter", "tuned", *tools)
     ours = load_model(open_backend("torch"), model, tmp_path / "runs/b/adapter", dtype="float32")
     ids = [ours.tokenizer.encode(text, special=True) for text in PROMPTS]
-    expected = [list(ours.engine.generate(each, choose=chooser(16, frozenset()))) for each in ids]
+    expected = [list(ours.engine.generate(each, choose=Chooser(Sampling(16), frozenset()))) for each in ids]
     assert llama_cpp.greedy(tmp_path / "tuned/tuned-F32.gguf", [each.tolist() for each in ids], 16) == expected
 
     served = ("serve", model, "--adapter", "tuned=runs/b/adapter", "--port", "0")

@@ -16,6 +16,7 @@ import pytest
 
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.train.inference import load_model, stream_text
+from dualtune.train.sampling import Sampling
 
 pytestmark = pytest.mark.interop
 
@@ -87,7 +88,7 @@ def test_vllm_with_the_merged_model_answers_as_we_do(vllm, wide, open_backend, d
 def expected(backend, stories):
     model, adapter, _ = stories
     loaded = load_model(backend, str(model), adapter, dtype="float32")
-    text = "".join(stream_text(loaded, loaded.tokenizer.encode(ASKED["prompt"], special=True), max_tokens=12)).strip()
+    text = "".join(stream_text(loaded, loaded.tokenizer.encode(ASKED["prompt"], special=True), Sampling(12))).strip()
     assert len(text) > 10
     return text
 

@@ -19,6 +19,7 @@ from dualtune.show.run import run
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model, stream_text
 from dualtune.train.model_checks import check_packing
+from dualtune.train.sampling import Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -232,10 +233,10 @@ def test_a_continuation_ends_where_the_table_does(gpt2, backend):
     generate = model.engine.generate
     model.engine.generate = lambda *args, **options: (tokens.append(t) or t for t in generate(*args, **options))
     model.tokenizer.stop_ids = frozenset()
-    "".join(stream_text(model, np.full(30, 5), max_tokens=99))
+    "".join(stream_text(model, np.full(30, 5), Sampling(99)))
     assert len(tokens) == 10
     with pytest.raises(ConfigError, match="the prompt has 41 tokens, but this model has positions up to 40"):
-        "".join(stream_text(model, np.full(41, 5), max_tokens=1))
+        "".join(stream_text(model, np.full(41, 5), Sampling(1)))
 
 
 # --- quantized --------------------------------------------------------------------------------------------------------

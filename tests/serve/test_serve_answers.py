@@ -11,6 +11,7 @@ import pytest
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.train.inference import StopTexts, load_model, stream_text
+from dualtune.train.sampling import Sampling
 
 PROMPT = "1 plus 1?"
 
@@ -27,7 +28,7 @@ def adapter(tmp_path):
 def generated(backend, model, adapter=None):
     loaded = load_model(backend, str(model), adapter)
     ids = loaded.tokenizer.encode_prompt(PROMPT)
-    return "".join(stream_text(loaded, ids, max_tokens=5)), len(ids)
+    return "".join(stream_text(loaded, ids, Sampling(5))), len(ids)
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])

@@ -11,8 +11,10 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, Preempted
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.numpy_engine import NumpyNextLogits
 from dualtune.train.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
-from dualtune.train.inference import BASE_ONLY, GenerationProgress, Sampling, chooser, load_model, stream_text
+from dualtune.train.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
+from dualtune.train.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
 
 TEXTS = ("a", "Say something longer than the others, please.", "1 plus 1?", "b c", "", "Hello")
@@ -32,8 +34,7 @@ def prompts_of(model):
 
 def alone(model, sampling, number, prompt):
     """What an engine gives for this prompt by itself: (text, tokens, whether it ended)."""
-    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed, "row": number}
-    choose = chooser(sampling.max_tokens, model.tokenizer.stop_ids, **options)
+    choose = Chooser(sampling, model.tokenizer.stop_ids, numbers=(number,))
     tokens = [*model.engine.generate(prompt, choose=choose)]
     before = prompt[-1:].tolist()
     text = model.tokenizer.decode(before + tokens)[len(model.tokenizer.decode(before)) :]
@@ -97,7 +98,7 @@ def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
     assert found[1].num_tokens == 2 and found[0].num_tokens == 9
     with pytest.raises(ConfigError, match="has positions up to 3"):
         next(continue_all(replace(model, positions=3), prompts_of(model), GREEDY))
-    first = next(iter(model.engine.generate(prompts_of(model)[0], choose=chooser(1, frozenset()))))
+    first = next(iter(model.engine.generate(prompts_of(model)[0], choose=Chooser(Sampling(1), frozenset()))))
     tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "stop_text": "", "decode": model.tokenizer.decode})()
     stopped = {
         each.number: each for each in continue_all(replace(model, tokenizer=tokenizer), prompts_of(model), GREEDY)
@@ -137,9 +138,9 @@ class Counted:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def enter(self, texts):
+    def enter(self, texts, *text_of):
         self._passes.append(len(texts))
-        return self._inner.enter(texts)
+        return self._inner.enter(texts, *text_of)
 
     def advance(self, tokens_B):
         self._passes.append(len(tokens_B))
@@ -177,7 +178,7 @@ def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch)
     for answers in (
         lambda: continue_all(endless, [prompt], GREEDY),
         lambda: continue_all(endless, [prompt, prompt], GREEDY),
-        lambda: stream_text(endless, prompt, max_tokens=GREEDY.max_tokens),
+        lambda: stream_text(endless, prompt, GREEDY),
     ):
         calls.clear()
         assert len([*answers()])
@@ -193,9 +194,9 @@ class Short:
     def __init__(self, inner, most):
         self._inner, self._most, self._rows = inner, most, 0
 
-    def enter(self, texts):
-        self._rows += len(texts)
-        return self._inner.enter(texts)
+    def enter(self, texts, *text_of):
+        self._rows += len(text_of[0] if text_of else texts)
+        return self._inner.enter(texts, *text_of)
 
     def advance(self, tokens_B):
         if self._rows > self._most:
@@ -352,7 +353,7 @@ def test_an_answer_ends_at_the_text_that_ends_a_turn(
         monkeypatch.setattr("dualtune.train.batched.check_decoding", cannot)
     long = replace(sampling, max_tokens=50)
     progress = GenerationProgress()
-    pieces = [*stream_text(model, prompts[0], max_tokens=50, temperature=sampling.temperature, progress=progress)]
+    pieces = [*stream_text(model, prompts[0], long, progress=progress)]
     assert ("".join(pieces), progress.is_ended, progress.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
     for each in continue_all(model, prompts, long):
         assert (each.text, each.is_whole, each.num_tokens) == ("Hé", True, len("Hé\n# End".encode()))
@@ -370,9 +371,10 @@ class Scripted:
     def __init__(self, logits):
         self._logits, self._last = logits, []
 
-    def enter(self, texts):
-        self._last += [int(text[-1]) for text in texts]
-        return self._rows(self._last[-len(texts) :])
+    def enter(self, texts, text_of=None):
+        rows = texts if text_of is None else [texts[i] for i in text_of]
+        self._last += [int(text[-1]) for text in rows]
+        return self._rows(self._last[-len(rows) :])
 
     def advance(self, tokens):
         self._last = tokens.tolist()
@@ -382,5 +384,4 @@ class Scripted:
         self._last = [self._last[i] for i in staying]
 
     def _rows(self, last):
-        rows = np.stack([self._logits(each) for each in last])
-        return SimpleNamespace(rows=lambda: rows, most_probable=lambda *, is_last: rows.argmax(1))
+        return NumpyNextLogits(np.stack([self._logits(each) for each in last]))

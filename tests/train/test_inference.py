@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.inference import LoadedModel, chooser, load_model, stream_text
+from dualtune.train.inference import LoadedModel, load_model, stream_text
+from dualtune.train.sampling import Chooser, Sampling
 
 STORY = "Once upon a time, there was a little girl"
 GREEDY = " named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
@@ -16,7 +17,7 @@ def torch_model(tiny_llama, open_backend):
 
 
 def generated(model, prompt, **options) -> str:
-    return "".join(stream_text(model, model.tokenizer.encode_prompt(prompt), **options))
+    return "".join(stream_text(model, model.tokenizer.encode_prompt(prompt), Sampling(**options)))
 
 
 def transformers_greedy(path, ids, num_tokens) -> list[int]:
@@ -42,13 +43,13 @@ def test_the_story_is_transformers_s(shared, open_backend):
     path = shared("models/stories260k")
     model = load_model(open_backend("torch"), str(path))
     ids = model.tokenizer.encode_prompt(STORY)
-    ours = list(model.engine.generate(ids, choose=chooser(60, frozenset())))
+    ours = list(model.engine.generate(ids, choose=Chooser(Sampling(60), frozenset())))
     assert ours == transformers_greedy(path, ids, 60)
 
 
 def test_greedy_tokens_are_transformers_s(tiny_llama, torch_model):
     ids = torch_model.tokenizer.encode_prompt("Say something.")
-    ours = list(torch_model.engine.generate(ids, choose=chooser(40, frozenset())))
+    ours = list(torch_model.engine.generate(ids, choose=Chooser(Sampling(40), frozenset())))
     assert ours == transformers_greedy(tiny_llama, ids, 40)
 
 
@@ -66,11 +67,11 @@ def test_pieces_join_to_the_whole_and_split_no_character():
             yield from "aé€!".encode()
 
     model = LoadedModel(Engine(), Bytes())
-    pieces = list(stream_text(model, np.zeros(1, int), max_tokens=9))
+    pieces = list(stream_text(model, np.zeros(1, int), Sampling(9)))
     assert [piece for piece in pieces if piece] == ["a", "é", "€", "!"]
     assert len(pieces) == len("aé€!".encode()) + 1  # one a token, so that a limit of time is looked at
     with pytest.raises(ConfigError, match="the prompt has no tokens"):
-        list(stream_text(model, np.zeros(0, int), max_tokens=9))
+        list(stream_text(model, np.zeros(0, int), Sampling(9)))
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ LOGITS = np.log(PROBS).astype(np.float32)
 
 def drawn(n=20_000, **options) -> np.ndarray:
     """How often each token is chosen."""
-    choose = chooser(n, frozenset(), **options)
+    choose = Chooser(Sampling(n, **options), frozenset())
     return np.bincount([choose(LOGITS) for _ in range(n)], minlength=4) / n
 
 
@@ -105,7 +106,7 @@ def test_top_p_keeps_what_transformers_keeps():
     for top_p in (0.3, 0.6, 0.9):
         logits = rng.normal(0, 2, 20).astype(np.float32)
         theirs = transformers.TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=int), torch.tensor(logits[None]))[0]
-        choose = chooser(5000, frozenset(), temperature=1.0, top_p=top_p)
+        choose = Chooser(Sampling(5000, 1.0, top_p), frozenset())
         assert {choose(logits) for _ in range(5000)} <= set(np.flatnonzero(np.isfinite(theirs.numpy())))
 
 
@@ -114,7 +115,7 @@ def test_temperature_zero_takes_the_largest():
 
 
 def test_extreme_logits_are_no_trouble():
-    choose = chooser(2, frozenset(), temperature=0.01)
+    choose = Chooser(Sampling(2, 0.01), frozenset())
     assert choose(np.array([-1e30, 3e38, 0, 0], np.float32)) == 1
     assert drawn(n=10, temperature=1e-310)[1] == 1.0
 
@@ -129,10 +130,10 @@ def test_a_seed_repeats_and_another_does_not(torch_model):
 
 
 def test_it_stops_at_a_stop_token_and_at_the_limit():
-    choose = chooser(3, frozenset({2}))
+    choose = Chooser(Sampling(3), frozenset({2}))
     a, stop = np.eye(4)[[1, 2]]
     assert [choose(a), choose(stop)] == [1, None]
-    choose = chooser(2, frozenset({2}))
+    choose = Chooser(Sampling(2), frozenset({2}))
     assert [choose(a) for _ in range(3)] == [1, 1, None]
 
 

@@ -13,6 +13,7 @@ from dualtune.train.batched import Continuation
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model, stream_text
 from dualtune.train.samples import check_not_sharded, check_samples
+from dualtune.train.sampling import Sampling
 from dualtune.train.state.checkpoint import newest
 
 PROMPTS = ["What is 2 + 5?", "Say <b>hello</b>"]
@@ -75,7 +76,7 @@ def test_samples_change_no_bit_of_a_run(lab, weights_of, changes):
 def test_the_last_sample_is_the_greedy_answer_of_the_result(lab):
     result = lab.run(train__average="ema", run__sample_prompts=PROMPTS, **RUN)
     model = load_model(lab.backend, str(lab.model), result.adapter_dir)
-    said = ["".join(stream_text(model, model.tokenizer.encode_prompt(p), max_tokens=64)) for p in PROMPTS]
+    said = ["".join(stream_text(model, model.tokenizer.encode_prompt(p), Sampling(64))) for p in PROMPTS]
     rows = samples_of(result.run_dir)
     assert [row["answer"] for row in rows if row["step"] == 4] == said
     assert [row["answer"] for row in rows if row["step"] == 0] != said

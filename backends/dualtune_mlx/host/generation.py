@@ -10,7 +10,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_rows
 
 
 def crop_on_device(cache: list[Any], excess: int) -> bool:
@@ -33,7 +33,7 @@ class MlxDecoding:
         self._ahead: MlxNextLogits | None = None  # of the next step, which the cache then holds already…
         self._expected_B = np.zeros(0, np.int32)  # …if the rows go on with these tokens
 
-    def enter(self, texts: Sequence[np.ndarray]) -> MlxNextLogits:
+    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> MlxNextLogits:
         self._forget_ahead()
         padding = [max(map(len, texts)) - len(text) for text in texts]
         entered = [BatchKVCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
@@ -46,6 +46,11 @@ class MlxDecoding:
             for layer in entered:
                 layer.finalize()
         logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered)
+        if text_of is not None:
+            index = mx.array(list(text_of))
+            for layer in entered:
+                layer.filter(index)
+            logits = MlxNextLogits(logits.logits_BV[index], self)
         if not self._cache:
             self._cache = entered
             return logits
@@ -102,5 +107,18 @@ class MlxNextLogits:
             return np.array(self.tokens_B)
         return self._decoding.compute_ahead(self.tokens_B)
 
-    def rows(self) -> np.ndarray:
-        return np.array(self.logits_BV.astype(mx.float32))
+    def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
+        logits_BV = self.logits_BV.astype(mx.float32)
+        K = min(most, logits_BV.shape[1])
+        tokens_BK = mx.argpartition(-logits_BV, K - 1, axis=-1)[:, :K].astype(mx.int32)
+        logits_BK = mx.take_along_axis(logits_BV, tokens_BK, axis=-1)
+        log_sums_B, largest_B1 = mx.logsumexp(logits_BV, axis=-1), mx.max(logits_BK, axis=-1, keepdims=True)
+        tempered_BV = (logits_BV - largest_B1) / mx.array(temperatures_B)[:, None]
+        tempered_sums_B = mx.logsumexp(tempered_BV, axis=-1)
+        parts = (tokens_BK, logits_BK, log_sums_B, tempered_sums_B)
+        mx.eval(*parts)
+        return likely_rows(*map(np.array, parts))
+
+    def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
+        logits_BV = self.logits_BV if indices is None else self.logits_BV[mx.array(list(indices))]
+        return np.array(logits_BV.astype(mx.float32))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_rows
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.trial import ROUNDING, largest_gap
@@ -189,6 +189,10 @@ class GrowingLayer(DynamicLayer):
             rooms.append(_written(_written(room, old, 0, width), new, len(old), width))
         self._hold(rooms, width)
 
+    def copy(self, rows: Tensor) -> None:
+        """Hold these rows instead, of which one may stand several times."""
+        self._hold([tensor.index_select(0, rows) for tensor in self.tensors], self._end - self._start)
+
     def keep(self, staying: Tensor, sources: Tensor, places: Tensor, width: int) -> None:
         """Keep the last columns of these rows. `sources` are those of them whose `places` are now others'.
 
@@ -245,7 +249,7 @@ class TorchDecoding:
         self._width = 0  # of the cache
         self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
 
-    def enter(self, texts: Sequence[np.ndarray]) -> TorchNextLogits:
+    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> TorchNextLogits:
         lengths_B = np.array([len(text) for text in texts], np.int64)
         width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
@@ -253,6 +257,11 @@ class TorchDecoding:
             row[width - len(text) :] = text
         entered = Cache(layer_class_to_replicate=GrowingLayer)
         logits = self._next_logits(tokens_BT, lengths_B, width, entered)
+        if text_of is not None:
+            (indices,) = to_device([np.array(text_of)], self._model.device)
+            for layer in _layers(entered):
+                layer.copy(indices)
+            logits, lengths_B = logits.of(indices), lengths_B[list(text_of)]
         width = max(width, self._width)
         if self._cache is not None:  # those that are there stay before those that have entered
             for present, layer in zip(_layers(self._cache), _layers(entered), strict=True):
@@ -309,8 +318,30 @@ class TorchNextLogits:
     def __init__(self, logits_BV: Tensor) -> None:
         self._logits_BV = logits_BV
 
+    def of(self, rows: Tensor) -> TorchNextLogits:
+        return TorchNextLogits(self._logits_BV.index_select(0, rows))
+
     def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).int().cpu().numpy()
 
-    def rows(self) -> np.ndarray:
-        return self._logits_BV.float().cpu().numpy()
+    def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
+        logits_BV = self._logits_BV.float()
+        logits_BK, tokens_BK = logits_BV.topk(min(most, logits_BV.shape[1]))
+        log_sums_B = logits_BV.logsumexp(-1)
+        tempered_sums_B = log_sums_B - logits_BK[:, 0]
+        if (temperatures_B != 1).any():
+            (temperatures,) = to_device([temperatures_B], logits_BV.device)
+            tempered_sums_B = ((logits_BV - logits_BK[:, :1]) / temperatures[:, None]).logsumexp(-1)
+        # One array, so that the device is waited for once.
+        sums_B2 = torch.stack([log_sums_B, tempered_sums_B], dim=1)
+        packed = (
+            torch.cat([tokens_BK.int(), logits_BK.view(torch.int32), sums_B2.view(torch.int32)], dim=1).cpu().numpy()
+        )
+        K = logits_BK.shape[1]
+        return likely_rows(
+            packed[:, :K], *(part.view(np.float32) for part in (packed[:, K : 2 * K], packed[:, -2], packed[:, -1]))
+        )
+
+    def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
+        logits_BV = self._logits_BV if indices is None else self._logits_BV[list(indices)]
+        return logits_BV.float().cpu().numpy()

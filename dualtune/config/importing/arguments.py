@@ -26,6 +26,7 @@ from dualtune.config.importing.table import (
     translated,
 )
 from dualtune.config.values import RESERVED_VARIABLES
+from dualtune.model.targets import is_router
 
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -63,9 +64,9 @@ def dora(file: ForeignFile, switch: str) -> Settings:
 
 
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
-    """Translate the learning rate of B over that of A. LoRA+ has one for embeddings too, which are not trained here."""
+    """Translate the learning rate of B over that of A. LoRA+ has one for adapters of embeddings, which are not here."""
     if embedding in file:
-        file.skip(embedding, "no embedding is trained")
+        file.skip(embedding, "no embedding has an adapter")
     return {"train.lora_plus_ratio": file.note(file.number(ratio), ratio)} if ratio in file else {}
 
 
@@ -296,11 +297,26 @@ def listed(file: ForeignFile, name: str, key: str) -> Settings:
 
 
 def token_rows(file: ForeignFile, name: str) -> Settings:
-    """Translate PEFT's trainable_token_indices: a list of token ids. PEFT trains only the rows of the embedding."""
-    if isinstance(file.get(name), dict):
-        file.lose(name, "rows are those of embedding and output head; write the ids as a list")
+    """Translate PEFT's trainable_token_indices: a list of token ids, or one for each module, if all are equal."""
+    value = file.get(name)
+    if not isinstance(value, dict):  # PEFT trains only the rows of the embedding
+        return listed(file, name, "adapter.train_rows")
+    lists = [*cast(dict[Any, Any], value).values()]
+    if not lists or any(ids != lists[0] for ids in lists) or not isinstance(lists[0], list):
+        file.lose(name, "a row is trained in embedding and output head alike: adapter.train_rows is one list for both")
         return {}
-    return listed(file, name, "adapter.train_rows")
+    return {"adapter.train_rows": file.note(lists[0], name)}
+
+
+_IN_TEXT = "in the text of rows it is plain text, unless data.special_tokens_in_text is allow"
+
+
+def special_tokens(file: ForeignFile, name: str) -> Settings:
+    """Translate a list of control tokens that the other trainer adds, and reads in any text."""
+    return {
+        key: Note(note.value, f"{note.comment}; {_IN_TEXT}")
+        for key, note in listed(file, name, "data.new_special_tokens").items()
+    }
 
 
 # The parameters in which transformers stacks experts, and the projections that they hold.
@@ -308,24 +324,30 @@ _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "d
 
 
 def with_experts(file: ForeignFile, key: str, settings: Settings) -> Settings:
-    """Add PEFT's target_parameters to the translated targets: the projections of experts that they stack."""
+    """Add PEFT's target_parameters to the translated targets: the projections of stacked experts, and routers."""
     if not (names := file.get(key)):
         return settings
     if not isinstance(names, list):
         raise file.wrong(key, "must be a list of names")
-    found: list[str] = []
+    projections: list[str] = []
+    routers: list[str] = []
     for name in map(str, cast(list[Any], names)):
         container, _, parameter = name.rpartition(".")
-        if not container.endswith("experts") or parameter not in _STACKS:
-            file.lose(key, "only stacks of experts are adapted as parameters: gate_up_proj and down_proj", value=name)
-            continue
-        found += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+        if parameter == "weight" and is_router(container):
+            routers.append(container)
+        elif container.endswith("experts") and parameter in _STACKS:
+            projections += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+        else:
+            rule = (
+                "only stacks of experts are adapted as parameters, gate_up_proj and down_proj, and weights of routers"
+            )
+            file.lose(key, rule, value=name)
     targets = settings.get("adapter.targets")
-    if not found:
-        return settings
     if (value := targets.value if isinstance(targets, Note) else targets) == "all-linear":
-        return settings | {"adapter.experts": file.note(True, key)}
-    return settings | {"adapter.targets": file.note([*(value or []), *found], key)}
+        value, projections, has_experts = ["all-linear"] if routers else [], [], bool(projections)
+        settings = settings | ({"adapter.experts": file.note(True, key)} if has_experts else {})
+    added = [*projections, *routers]
+    return settings | {"adapter.targets": file.note([*(value or []), *added], key)} if added else settings
 
 
 def peft_init(value: Any) -> str | None:

@@ -25,6 +25,7 @@ from dualtune.config.importing.arguments import (
     lora_plus,
     module_numbers,
     peft_init,
+    special_tokens,
     token_rows,
     variables_in,
     with_experts,
@@ -388,13 +389,34 @@ def _max_length(file: ForeignFile) -> Settings:
 
 
 def _special_tokens(file: ForeignFile) -> Settings:
-    """Report special tokens: a padding token has no effect here, other tokens would."""
+    """Translate further special tokens. A padding token has no effect here; the end of a text, say, would."""
+    settings: Settings = {}
     for name, token in table_in(file.get("special_tokens")).items():
-        if name == "pad_token" or is_off(token):
+        if name == "additional_special_tokens":
+            settings = special_tokens(file, f"special_tokens.{name}")
+        elif name == "pad_token" or is_off(token):
             file.skip(f"special_tokens.{name}", "padding does not affect the result", value=token)
         else:
             file.lose(f"special_tokens.{name}", "the model's own tokenizer is always used", value=token)
-    return {}
+    return settings
+
+
+def _embedding_rate(file: ForeignFile) -> Settings:
+    """Translate the learning rate of embedding and output head, of which the scale wins, where they are trained."""
+    names = [name for name in ("embedding_lr_scale", "embedding_lr") if name in file]
+    if not names:
+        return {}
+    trained = [key for key in _TRAIN_TABLES if not is_off(file.get(key))]
+    if "adapter" in file and not trained:
+        file.skip_all(" ".join(names), "neither embedding nor output head is trained")
+        return {}
+    if "embedding_lr" in names[1:]:
+        file.skip("embedding_lr", "embedding_lr_scale wins over it")
+    if names[0] == "embedding_lr":
+        return {"train.embedding_learning_rate": file.note(file.number("embedding_lr"), "embedding_lr")}
+    rate, scale = file.number("learning_rate"), file.number("embedding_lr_scale")
+    origin = f"learning_rate: {rate:g} × embedding_lr_scale: {scale:g}"
+    return {"train.embedding_learning_rate": Note(rate * scale, origin)}
 
 
 def _order(file: ForeignFile) -> Settings:
@@ -425,6 +447,10 @@ def _trackers(file: ForeignFile) -> Settings:
     return {"run.track": Note([*origins], ", ".join(origins.values()))} if origins else {}
 
 
+# What trains embedding and output head beside an adapter.
+_TRAIN_TABLES = (
+    "lora_modules_to_save", "peft_trainable_token_indices", "tokens", "special_tokens.additional_special_tokens",
+)  # fmt: skip
 _AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
 _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
@@ -470,7 +496,10 @@ RULES = (
                _ARGS.guards),
     renamed("output_dir", "run.dir", ForeignFile.text),
     renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
-    translated("special_tokens", "", _special_tokens, "a padding token is not needed; others cannot be changed"),
+    translated("special_tokens", "data.new_special_tokens", _special_tokens,
+               "additional_special_tokens; a padding token is not needed, others cannot be changed"),
+    translated("embedding_lr embedding_lr_scale", "train.embedding_learning_rate", _embedding_rate,
+               "where embedding and output head are trained"),
     translated("plugins", "", _plugins, "fast code is chosen automatically"),
     translated("train_on_inputs", "data.loss_on", lambda file: {
         "data.loss_on": "all" if file.flag("train_on_inputs") else "assistant"}, "false is `assistant`, true is `all`"),
@@ -487,7 +516,7 @@ RULES = (
                lambda file: listed(file, "lora_modules_to_save", "adapter.train_modules")),
     translated("peft_trainable_token_indices", "adapter.train_rows",
                lambda file: token_rows(file, "peft_trainable_token_indices"),
-               "a list; with an output head of its own, its rows are trained too"),
+               "a list, or equal lists for both modules; with an output head of its own, its rows are trained too"),
     translated("tokens", "data.new_tokens", lambda file: listed(file, "tokens", "data.new_tokens"),
                "their rows are trained without lora_modules_to_save"),
     absent("unfrozen_parameters",
@@ -500,13 +529,20 @@ RULES = (
                "names of modules; expressions are refused"),
     absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not supported yet"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "
-           "lr_quadratic_warmup embedding_lr embedding_lr_scale jagged_*",
+           "lr_quadratic_warmup jagged_*",
            "the learning rate has a peak, a warm-up and a schedule that falls to 0", "train.schedule"),
     absent("optim_args optim_target_modules", "AdamW has one learning rate, betas of 0.9 and 0.999 and an eps of 1e-8"),
     absent("loss_watchdog_threshold loss_watchdog_patience", "loss spikes are detected automatically",
            "guards.on_spike, guards.spike_threshold"),
-    absent("added_tokens_overrides tokenizer_config resize_token_embeddings_to_32x eot_tokens",
-           "the tokenizer is the model's own, with data.new_tokens", "data.new_tokens"),
+    absent("added_tokens_overrides", "a token keeps its text; new ones take the rows that the model has to spare",
+           "data.new_tokens"),
+    absent("fix_untrained_tokens", "the rows of tokens stay as they are, or are trained", "adapter.train_rows"),
+    absent("mean_resizing_embeddings", "a new row starts as the mean of the rows of the pieces of its text",
+           "data.new_tokens"),
+    absent("shrink_embeddings", "rows are added, and none is taken away", "data.new_tokens"),
+    absent("tokenizer_config eot_tokens", "the tokenizer is the model's own, with new tokens", "data.new_tokens"),
+    needless("resize_token_embeddings_to_32x", "the vocabulary grows by the new tokens alone"),
+    needless("embeddings_skip_upcast", "what is trained is always kept in float32"),
     absent("default_system_message", "write a system message into the rows"),
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",

@@ -24,6 +24,7 @@ from dualtune.config.importing.arguments import (
     lora_plus,
     module_names,
     nf4_only,
+    special_tokens,
 )
 from dualtune.config.importing.table import (
     ForeignFile,
@@ -59,8 +60,15 @@ _PREFERENCES = {  # by pref_loss, but kto by its stage: our objective, and our k
 
 def _new_tokens(file: ForeignFile) -> Settings:
     settings = listed(file, "add_tokens", "data.new_tokens")
+    if "new_special_tokens_config" in file:  # which wins over the list
+        reason = "name its tokens in data.new_special_tokens; a new row starts as the mean of the pieces of its text"
+        file.lose("new_special_tokens_config", reason)
+    else:
+        settings |= special_tokens(file, "add_special_tokens")
+    if "init_special_tokens" in file:
+        file.lose("init_special_tokens", "a new row starts as the mean of the rows of the pieces of its text")
     if file.flag("resize_vocab"):
-        file.skip("resize_vocab", "the vocabulary grows by itself where data.new_tokens needs it")
+        file.skip("resize_vocab", "the vocabulary grows by itself where new tokens need it")
     return settings
 
 
@@ -360,8 +368,9 @@ RULES = (
     absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
     translated("additional_target", "adapter.train_modules",
                lambda file: listed(file, "additional_target", "adapter.train_modules")),
-    translated("add_tokens resize_vocab", "data.new_tokens", _new_tokens,
-               "a list; the vocabulary grows by itself, and the rows of the tokens are trained"),
+    translated("add_tokens add_special_tokens new_special_tokens_config init_special_tokens resize_vocab",
+               "data.new_tokens, data.new_special_tokens", _new_tokens,
+               "lists; the vocabulary grows by itself, and the rows of the tokens are trained"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
                lambda file: lora_plus(file, "loraplus_lr_ratio", "loraplus_lr_embedding")),
     translated("pissa_init", "adapter.init", _init, "the base stays as it is, so there is nothing to convert"),
@@ -377,8 +386,8 @@ RULES = (
            "another engine than torch and MLX is not supported"),
     absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "
            "crop_to_patches use_audio_in_video", "models are trained on text alone"),
-    absent("add_special_tokens new_special_tokens_config init_special_tokens "
-           "split_special_tokens", "the tokenizer is the model's own, with data.new_tokens", "data.new_tokens"),
+    absent("split_special_tokens", "what a special token in a row's text means is said for all of them",
+           "data.special_tokens_in_text"),
     absent("rope_scaling shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch "
            "block_diag_attn model_max_length", "the base is computed as its config.json says"),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),

@@ -23,8 +23,9 @@ from dualtune.base.errors import ConfigError, DiskError
 from dualtune.base.files import cache_dir, json_bytes, new_directory
 from dualtune.base.tensors import FLOATS, SIZES, StoredForm, bytes_of, floats_of, rounded, write_safetensors
 from dualtune.base.untrusted import read_json, read_metadata
-from dualtune.data.tokens.tokenizer_files import CONFIG, TOKENIZER, Loaded, load
+from dualtune.data.tokens.tokenizer_files import CONFIG, LISTS, TOKENIZER, Loaded, load
 from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES, MAX_STRUCTURES
+from dualtune.model.beside import NewToken
 from dualtune.model.config_file import decoder_table, read_config, vocabulary_size
 from dualtune.model.copies import copy_index, copy_without_weights
 from dualtune.model.merging import stored_bytes
@@ -34,19 +35,20 @@ from dualtune.model.weight_files import BaseWeights, StoredTensor, has_weights, 
 KEY = "data.new_tokens"
 
 
-def with_new_tokens(directory: Path, tokens: Sequence[str]) -> Path:
+def with_new_tokens(directory: Path, tokens: Sequence[NewToken]) -> Path:
     """Return a model directory with these tokens: the given one if its tokenizer has them all.
 
-    Without weights, only config and tokenizer are changed. ConfigError for a model that cannot be given tokens.
+    Without weights, only config and tokenizer are changed. ConfigError for a model that cannot be given tokens, and for
+    a token that its tokenizer has otherwise: as a special one, or not as one.
     """
     if not tokens:
         return directory
     tokenizer = load(directory)
-    missing = [token for token in tokens if tokenizer.rust.token_to_id(token) is None]
+    missing = [token for token in tokens if not _has(tokenizer, token)]
     if not missing:
         return directory
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in directory.iterdir())
-    identity = json.dumps(["1", str(directory.resolve()), files, missing])
+    identity = json.dumps(["2", str(directory.resolve()), files, missing])
     place = cache_dir() / "new_tokens" / f"{directory.name[:40]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if not place.is_dir():
         try:
@@ -58,13 +60,24 @@ def with_new_tokens(directory: Path, tokens: Sequence[str]) -> Path:
     return place
 
 
-def ids_of(directory: Path, tokens: Sequence[str]) -> tuple[int, ...]:
+def ids_of(directory: Path, tokens: Sequence[NewToken]) -> tuple[int, ...]:
     """Return the ids of the tokens in a directory that has them all."""
     rust = load(directory).rust
-    return tuple(rust.token_to_id(token) for token in tokens)
+    return tuple(rust.token_to_id(token.text) for token in tokens)
 
 
-def _write(directory: Path, out: Path, tokenizer: Loaded, tokens: Sequence[str]) -> None:
+def _has(tokenizer: Loaded, token: NewToken) -> bool:
+    id = tokenizer.rust.token_to_id(token.text)
+    if id is not None and token.special != (id in tokenizer.special_ids):
+        keys, kinds = ("data.new_tokens", "data.new_special_tokens"), ("an ordinary token", "a special token")
+        raise ConfigError(
+            f"{keys[token.special]}: got {token.text!r}, which is {kinds[not token.special]} of this model already. To "
+            f"train it, name it in {keys[not token.special]} or adapter.train_rows"
+        )
+    return id is not None
+
+
+def _write(directory: Path, out: Path, tokenizer: Loaded, tokens: Sequence[NewToken]) -> None:
     if not (directory / TOKENIZER).is_file():
         raise ConfigError(
             f"{KEY}: {directory} has no {TOKENIZER}, to which tokens could be added. Save its tokenizer with "
@@ -81,24 +94,27 @@ def _write(directory: Path, out: Path, tokenizer: Loaded, tokens: Sequence[str])
         cast(dict[str, Any], decoder_table(config))["vocab_size"] = needed
         (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if has_weights(directory):
-        pieces = [tokenizer.rust.encode(token, add_special_tokens=False).ids for token in tokens]
+        pieces = [tokenizer.rust.encode(token.text, add_special_tokens=False).ids for token in tokens]
         _write_weights(weights_in(directory), out, dict(zip(ids.values(), pieces, strict=True)))
 
 
-def _add_to_tokenizer(directory: Path, out: Path, ids: Mapping[str, int]) -> None:
-    """Add tokens that stand for exactly their text, and are a part of an answer: they are not special."""
+def _add_to_tokenizer(directory: Path, out: Path, ids: Mapping[NewToken, int]) -> None:
+    """Add tokens that stand for exactly their text."""
     table = read_json(directory / TOKENIZER, max_bytes=MAX_FILE_BYTES, strict=False, allowance=MAX_STRUCTURES)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    added = [{"id": id, "content": token, **flags} for token, id in ids.items()]
-    table["added_tokens"] = [*(table.get("added_tokens") or []), *added]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {id: {"content": token.text, **flags, "special": token.special} for token, id in ids.items()}
+    table["added_tokens"] = [*(table.get("added_tokens") or []), *({"id": id} | entry for id, entry in added.items())]
     (out / TOKENIZER).write_bytes(json_bytes(table))
     if not (directory / CONFIG).is_file():
         return
     config: dict[str, Any] = read_json(directory / CONFIG, max_bytes=MAX_FILE_BYTES, strict=False, allowance=4)
     if isinstance(listed := config.get("added_tokens_decoder"), dict):
-        entries = {str(id): {"content": token, **flags} for token, id in ids.items()}
-        config["added_tokens_decoder"] = cast(dict[str, Any], listed) | entries
-        (out / CONFIG).write_bytes(json_bytes(config))
+        config["added_tokens_decoder"] = cast(dict[str, Any], listed) | {str(id): entry for id, entry in added.items()}
+    if special := [token.text for token in ids if token.special]:
+        # transformers 5 writes extra_special_tokens, 4 had a mapping of that name; both read the other list.
+        key = next((key for key in LISTS if isinstance(config.get(key), list)), LISTS[0])
+        config[key] = [*(config.get(key) or []), *special]
+    (out / CONFIG).write_bytes(json_bytes(config))
 
 
 def _write_weights(base: BaseWeights, out: Path, pieces: Mapping[int, Sequence[int]]) -> None:

@@ -92,7 +92,7 @@ class Tokenizer:
     def of(cls, model_dir: Path, data: DataConfig, template: str | None = None) -> Tokenizer:
         """Return the tokenizer that a config asks for, with its new tokens. `template` replaces data.template."""
         chosen = template or data.template
-        model_dir = with_new_tokens(model_dir, data.new_tokens)
+        model_dir = with_new_tokens(model_dir, data.added_tokens)
         return cls(model_dir, chosen, data.special_tokens_in_text, data.template_variables, data.system)
 
     def fingerprint(self) -> str:

@@ -241,7 +241,7 @@ def num_beside(decoder: Shape, config: Config) -> int:
     linear = [out * in_ for path, (out, in_) in matrices.items() if any(is_inside(path, module) for module in whole)]
     norms = [module for module in whole if not any(is_inside(path, module) for path in matrices)]
     vectors = sum(decoder.hidden * (decoder.layers if "layernorm" in module else 1) for module in norms)
-    rows = len({*adapter.train_rows, *(() if tables else config.data.new_tokens)})
+    rows = len({*adapter.rows, *(() if tables else (token.text for token in config.data.added_tokens))})
     both = 2 if decoder.head in matrices else 1
     return decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors
 

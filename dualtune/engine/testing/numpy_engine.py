@@ -38,7 +38,7 @@ from dualtune.engine.backend import (
     most_probable_first,
 )
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
-from dualtune.engine.decoding import GenerationCache
+from dualtune.engine.decoding import GenerationCache, LikelyRow, likely_rows
 from dualtune.engine.testing.numpy_card import CARD
 from dualtune.model.adapter import AdapterSpec, Tensors, owner_of, tensor_name
 from dualtune.model.beside import Table, parameter_name, rows_name, sizes_of, trained_parameters, trained_rows
@@ -371,7 +371,8 @@ class NumpyDecoding:
         self._logprobs = logprobs
         self._num_rows = 0
 
-    def enter(self, texts: Sequence[np.ndarray]) -> NumpyNextLogits:
+    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NumpyNextLogits:
+        texts = texts if text_of is None else [texts[i] for i in text_of]
         self._num_rows += len(texts)
         return self._after([text[-1] for text in texts])
 
@@ -394,8 +395,15 @@ class NumpyNextLogits:
     def most_probable(self, *, is_last: bool = False) -> np.ndarray:
         return self._logits_BV.argmax(-1).astype(np.int32)
 
-    def rows(self) -> np.ndarray:
-        return self._logits_BV
+    def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
+        logits_BV = self._logits_BV.astype(np.float64)
+        tokens_BK = np.argsort(-logits_BV, axis=-1)[:, :most].astype(np.int32)
+        tempered_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / temperatures_B[:, None]
+        sums = (np.logaddexp.reduce(each, axis=-1) for each in (logits_BV, tempered_BV))
+        return likely_rows(tokens_BK, np.take_along_axis(self._logits_BV, tokens_BK, -1), *sums)
+
+    def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
+        return self._logits_BV if indices is None else self._logits_BV[list(indices)]
 
 
 def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

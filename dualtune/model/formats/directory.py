@@ -30,7 +30,7 @@ from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, w
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
-from dualtune.model.beside import parameter_name
+from dualtune.model.beside import NewToken, parameter_name
 from dualtune.model.formats import canonical, mlx_lm, peft, stacks
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
@@ -38,7 +38,7 @@ from dualtune.model.targets import is_embedding
 
 CONFIG_FILE = peft.CONFIG_FILE
 MANIFEST_FILE = "dualtune.json"
-NEW_TOKENS = "new_tokens"  # a key there
+NEW_TOKENS, SPECIAL_TOKENS = "new_tokens", "special_tokens"  # keys there: texts, and which of them are special
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # of an adapter with new tokens
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
 # Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
@@ -48,7 +48,6 @@ LAYOUTS = ("dual", "peft", "mlx")
 SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20  # of dualtune.json
 MAX_CONFIG_BYTES = 1 << 20
-NOT_IN_MLX = "mlx-lm has no file for parameters of the base that are trained beside an adapter"
 SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
 
 
@@ -73,9 +72,11 @@ class Adapter:
         return self.layout != "mlx"
 
     @property
-    def new_tokens(self) -> tuple[str, ...]:
-        """The tokens that its training added to those of the base."""
-        return tuple(fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ())
+    def new_tokens(self) -> tuple[NewToken, ...]:
+        """The tokens that its training added to those of the base, in the order of their ids."""
+        special = fields.texts(self.metadata, SPECIAL_TOKENS, MANIFEST_FILE) or ()
+        texts = fields.texts(self.metadata, NEW_TOKENS, MANIFEST_FILE) or ()
+        return tuple(NewToken(text, text in special) for text in texts)
 
     @property
     def template_hash(self) -> str | None:
@@ -271,12 +272,19 @@ def write_adapter(
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
-    if layout == "mlx" and adapter.spec.beside:
-        raise ConfigError(f"layout: got mlx, but {NOT_IN_MLX}; allowed: peft, or merge it for mlx-lm")
+    if layout == "mlx" and (why := _not_in_mlx(adapter)):
+        raise ConfigError(f"layout: got mlx, but {why}; allowed: peft, or merge it for mlx-lm")
     target = Path(path).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
     write_directory(target, render(adapter, layout, adapter.metadata if metadata is None else metadata))
+
+
+def _not_in_mlx(adapter: Adapter) -> str | None:
+    """Return why mlx-lm has no file for an adapter; None if it has one."""
+    if canonical.of_base(adapter.tensors):
+        return "mlx-lm has no file for parameters of the base that are trained beside an adapter"
+    return "mlx-lm's trainer has no adapter for routers of this family" if adapter.naming.own_router else None
 
 
 def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, Content]:
@@ -287,9 +295,9 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
     own, fan_in_fan_out = canonical.of_base(adapter.tensors), adapter.fan_in_fan_out
     tensors = canonical.to_tensors(pairs) | extras | own
-    if own and layout == "dual":
+    if layout == "dual" and (why := _not_in_mlx(adapter)):
         layout = "peft"
-        notes.append(f"written for PEFT alone: {NOT_IN_MLX}")
+        notes.append(f"written for PEFT alone: {why}")
     # What is written is what is checked: the alpha is made an integer first.
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)

@@ -113,6 +113,8 @@ class Naming:
     # The output head of a base that is trained as its embedding: PEFT's file has the numbers of both.
     tied_head: str | None = None
     experts: ExpertNames = ExpertNames()
+    # Whether a router is adapted that has a class of its own in mlx-lm, whose trainer has no adapter for it.
+    own_router: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return what is kept in dualtune.json: the fields that say something."""
@@ -143,7 +145,7 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
     return Naming(
         _prefixes(table, "peft", where), _prefixes(table, "mlx", where), table.get("has_experts") is True,
         tuple(towers), tuple(fields.texts(table, "notes", where) or []), fields.name(table, "tied_head", where),
-        _expert_names(table, where),
+        _expert_names(table, where), table.get("own_router") is True,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ affects the function is converted exactly or refused by name.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,7 @@ from dualtune.model.adapter import (
     within_stack,
 )
 from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
-from dualtune.model.experts import expert_of
+from dualtune.model.experts import expert_of, in_transformers
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
@@ -48,7 +48,7 @@ from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
 from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_target, position_of
+from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_router, is_target, position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -124,8 +124,9 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     for module in pairs.keys() - sources.keys():
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    ranks = {module: _rank(sources.get(module, module), config, where) for module in pairs}
-    alphas = {module: _alpha(sources.get(module, module), config, where) for module in pairs}
+    paths = {module: sources.get(module) or _path(module, parameters) for module in pairs}
+    ranks = {module: _rank(path, config, where) for module, path in paths.items()}
+    alphas = {module: _alpha(path, config, where) for module, path in paths.items()}
     for module in sources:  # gate and up have half of the rank of the parameter that they share, and its scale
         scale, half = alphas[module] / divisor(ranks[module], scaling), len(pairs[module].A_rI)
         ranks[module], alphas[module] = half, alpha_of(scale, half, scaling)
@@ -229,15 +230,19 @@ def peft_config(
     assert spec.alpha == int(spec.alpha), spec
     fused = dict(of_experts or {})
     named = spec.targets if not fused else [t for t in spec.targets if t == ALL_LINEAR or _selects_any(t, modules)]
-    targets, parameters = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
-    if parameters:
-        targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
+    targets, weights = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
+    linear = [module for module in modules if module not in weights]
+    if weights:
+        targets = [target for target in targets if not _drops(target)]
+    parameters = [*weights.values()]
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
     parameters += sorted(fused)
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
-    ranks = _written({m: spec.rank_of(m) for m in modules}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
-    alphas = _written({m: spec.alpha_of(m) for m in modules}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
+    ranks = _written({m: spec.rank_of(m) for m in linear}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
+    alphas = _written({m: spec.alpha_of(m) for m in linear}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
+    ranks |= _of_parameters({path: spec.rank_of(m) for m, path in weights.items()}, spec.rank)
+    alphas |= _of_parameters({path: spec.alpha_of(m) for m, path in weights.items()}, spec.alpha)
     if naming.exclusion is not None:
         ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
     # First, because the first that matches counts, and a name of linear layers may be the end of a parameter's path.
@@ -272,14 +277,38 @@ def _selects_any(target: str, modules: Iterable[str]) -> bool:
     return any(is_target(module, (target,)) for module in modules)
 
 
-def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
-    """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
+def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> dict[str, str]:
+    """Return the modules that are written as parameters, because PEFT would drop or refuse their adapters, and these.
 
     PEFT adapts parameters by plain LoRA only.
     """
     if not naming.has_experts or spec.method != "lora":
-        return []
-    return [f"{module}.weight" for module in sorted(modules) if module.rpartition(".")[2] in EXPERT_NAMES]
+        return {}
+    return {module: f"{in_transformers(module)}.weight" for module in sorted(filter(_drops, modules))}
+
+
+def _drops(module: str) -> bool:
+    """Return whether PEFT drops an adapter of a module, or refuses it, in a model with experts."""
+    return module.rpartition(".")[2] in EXPERT_NAMES or is_router(module)
+
+
+def _of_parameters(values: Mapping[str, Value], default: Value) -> dict[str, Value]:
+    """Return PEFT's pattern of the values of adapted parameters. It matches their whole names: `gate.weight`."""
+    by_end: dict[str, set[Value]] = defaultdict(set)
+    for path, value in values.items():
+        by_end[_end(path)].add(value)
+    others = {path: value for path, value in values.items() if value != default}
+    return {_end(path) if len(by_end[_end(path)]) == 1 else path: value for path, value in others.items()}
+
+
+def _end(parameter: str) -> str:
+    return ".".join(parameter.split(".")[-2:])  # gate.weight
+
+
+def _path(module: str, parameters: Collection[str]) -> str:
+    """Return the path by which PEFT's patterns select a module: of an adapted parameter its whole name."""
+    parameter = f"{in_transformers(module)}.weight"
+    return parameter if is_target(parameter, parameters) else module
 
 
 def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> None:
@@ -288,7 +317,7 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
         module, _, last = name.rpartition(".")
         if stacks.is_parameter(name):
             continue
-        if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
+        if last != "weight" or not any(is_target(in_transformers(path), (module,)) for path in pairs):
             allowed = (
                 "the weights of linear layers, and the stacks of experts that transformers calls gate_up_proj, up_proj "
                 "and down_proj"
@@ -381,7 +410,7 @@ def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
     targets, excluded = _selector(config, "target_modules", where), _selector(config, "exclude_modules", where)
     if excluded and _selects(excluded, module, where):
         return False
-    if is_target(f"{module}.weight", fields.texts(config, "target_parameters", where) or ()):
+    if _path(module, fields.texts(config, "target_parameters", where) or ()) != module:
         return True
     if targets is None or targets == ALL_LINEAR:
         return True

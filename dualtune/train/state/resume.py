@@ -178,6 +178,7 @@ RULES: dict[str, Rule] = {
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "data.new_tokens",
+    "data.new_special_tokens",
     "data.dedup",
     "data.on_lost_text",
     "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",

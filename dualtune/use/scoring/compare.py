@@ -264,7 +264,7 @@ def _measured(
     model = load_model(
         backend, config.model.name, dtype=config.model.dtype, quantization=quantization, template=config.data.template,
         special_tokens_in_text=config.data.special_tokens_in_text, kernels=config.model.kernels,
-        init=config.model.init, seed=config.run.seed, new_tokens=config.data.new_tokens,
+        init=config.model.init, seed=config.run.seed, new_tokens=config.data.added_tokens,
     )  # fmt: skip
     documents = tokenize(examples, model.tokenizer, config.data.loss_on, config.data.max_length)
     if not len(documents) or not documents.num_targets:

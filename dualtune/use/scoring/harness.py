@@ -28,8 +28,9 @@ from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import longest_text, read_config
 from dualtune.train.batched import PromptedRow, continue_rows, prompted_row
 from dualtune.train.evaluation import by_document, greedy, losses
-from dualtune.train.inference import LoadedModel, Sampling
+from dualtune.train.inference import LoadedModel
 from dualtune.train.recovery import Recovery
+from dualtune.train.sampling import Sampling
 
 MOST_TOKENS, USUAL_TOKENS = 8192, 2048  # of a document: the most, and where the model does not say its own limit
 DEFAULT_ANSWER = 256  # tokens, as in lm-eval
@@ -59,9 +60,13 @@ class _AnswerRequest:
         stops: list[str] = [until] if isinstance(until, str) else list(until)
         longest = int(options.get("max_gen_toks", DEFAULT_ANSWER))
         samples = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0
-        temperature, top_p = (float(options.get(key) or 1.0) if samples else default
-                              for key, default in (("temperature", 0.0), ("top_p", 1.0)))  # fmt: skip
-        return cls(context, Sampling(longest, temperature, top_p), tuple(stop for stop in stops if stop))
+        sampling = Sampling(longest)
+        if samples:
+            sampling = Sampling(
+                longest, float(options["temperature"]), float(options.get("top_p") or 1.0),
+                top_k=int(options.get("top_k") or 0), min_p=float(options.get("min_p") or 0.0),
+            )  # fmt: skip
+        return cls(context, sampling, tuple(stop for stop in stops if stop))
 
     def before_stop(self, text: str) -> str:
         """Return a text up to the first of the stop texts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -130,12 +130,11 @@ class Answers:
         prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
+        most = min(request.max_tokens or self._max_tokens, self._max_tokens)
         pieces = stream_text(
-            self._adapters.models[request.model], prompt,
-            max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens), temperature=request.temperature,
-            top_p=request.top_p, seed=request.seed, penalties=request.penalties, progress=progress,
-            cache=self._adapters.use(request.model), shown=tokenizer.call_marks if request.tools else frozenset(),
-            first=begun.choices,
+            self._adapters.models[request.model], prompt, replace(request.sampling, max_tokens=most),
+            penalties=request.penalties, progress=progress, cache=self._adapters.use(request.model),
+            shown=tokenizer.call_marks if request.tools else frozenset(), first=begun.choices,
         )  # fmt: skip
         # Text goes to the client as it comes, but for what may become a stop text or a call.
         cut = StopTexts(request.stops)

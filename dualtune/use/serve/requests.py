@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
 from dualtune.data.sources.rows import RowError
-from dualtune.train.inference import Penalties
+from dualtune.train.sampling import Penalties, Sampling
 
 MAX_BODY = 1 << 20  # bytes
 MAX_MESSAGES, MAX_TEXT = 1000, 1 << 19  # characters of a message
@@ -103,6 +103,8 @@ class _Body(_Strict):
     model: Annotated[str, Field(max_length=500)]
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # these two as in vLLM and llama.cpp; -1 and 0 are all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: (
@@ -150,9 +152,7 @@ class CompletionRequest:
     model: str
     prompt: tuple[Message, ...] | str
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    seed: int
+    sampling: Sampling  # but for the number of tokens
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -192,9 +192,13 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
     else:
         prompt, most = body.prompt, None
     penalties = Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0)
+    sampling = Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature, top_p=body.top_p or 1.0,
+        seed=secrets.randbits(32) if body.seed is None else body.seed, top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+    )  # fmt: skip
     return CompletionRequest(
-        body.model, prompt, most or body.max_tokens, 1.0 if body.temperature is None else body.temperature,
-        body.top_p or 1.0, secrets.randbits(32) if body.seed is None else body.seed, tuple(stops), bool(body.stream),
+        body.model, prompt, most or body.max_tokens, sampling, tuple(stops), bool(body.stream),
         body.stream_options is not None and body.stream_options.include_usage,
         penalties if penalties != Penalties() else None, ignored=_ignored(body), **options,
     )  # fmt: skip
