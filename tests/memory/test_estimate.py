@@ -180,7 +180,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: f"{asked.backend}-{asked.device}-{asked.kernels}")
-@pytest.mark.parametrize("decoder", [MISTRAL, SMALL], ids=["7b", "small"])
+@pytest.mark.parametrize("decoder", [pytest.param(MISTRAL, marks=pytest.mark.long), SMALL], ids=["7b", "small"])
 def test_among_lengths_that_are_attended_to_alike_a_longer_one_never_needs_less(decoder, asked):
     """Else a search by halves could miss the longest one that fits."""
     needs = {

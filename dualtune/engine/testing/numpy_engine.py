@@ -397,9 +397,8 @@ class NumpyNextLogits:
     def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
         logits_BV = self._logits_BV.astype(np.float64)
         tokens_BK = np.argsort(-logits_BV, axis=-1)[:, :most].astype(np.int32)
-        with np.errstate(divide="ignore", invalid="ignore"):  # of a temperature that is 0 in float32
-            tempered_BV = logits_BV / temperatures_B[:, None]
-            sums = [np.logaddexp.reduce(each, axis=-1) for each in (logits_BV, tempered_BV)]
+        tempered_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / temperatures_B[:, None]
+        sums = (np.logaddexp.reduce(each, axis=-1) for each in (logits_BV, tempered_BV))
         return likely_rows(tokens_BK, np.take_along_axis(self._logits_BV, tokens_BK, -1), *sums)
 
     def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:

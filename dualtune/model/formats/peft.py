@@ -31,7 +31,7 @@ from dualtune.model.adapter import (
     within_stack,
 )
 from dualtune.model.beside import PREFIX, ROWS, BesideAdapter, Biases, is_inside, parse_beside, whole_modules
-from dualtune.model.experts import expert_of, in_transformers
+from dualtune.model.experts import expert_of, in_transformers, without_number
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
@@ -131,7 +131,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
         ]:
             raise FormatError(f"{directory / WEIGHTS_FILE}: bias: lora_only, but {other[0]} with a bias has no adapter")
     for module in pairs.keys() - sources.keys():
-        if not _is_selected(module, config, where):
+        if not any(_is_selected(path, config, where) for path in (module, without_number(module))):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
     paths = {module: sources.get(module) or _path(module, parameters) for module in pairs}
     ranks = {module: _rank(path, config, where) for module, path in paths.items()}
