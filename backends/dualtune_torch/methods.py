@@ -32,6 +32,7 @@ class AdaptedLayer(nn.Module):
 
     base: FrozenLinear
     grouped: bool = False  # whether `kernels.lora` may compute it
+    start: tuple[Tensor, Tensor] | None = None  # A and B of a start that is kept beside what is trained, float32
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
 
     @property
@@ -46,6 +47,11 @@ class AdaptedLayer(nn.Module):
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B, with a start that is kept."""
+        A, B = self.trainable()["A"], self.trainable()["B"]
+        return (A, B) if self.start is None else (torch.cat([A, self.start[0]], -2), torch.cat([B, self.start[1]], -1))
 
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""
