@@ -101,9 +101,7 @@ def test_each_adapter_of_a_set_is_the_function_that_it_is_alone(open_backend, ti
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
-def test_a_set_has_what_each_adapter_trains_beside_its_layers(
-    open_backend, tiny_llama, directories, tmp_path, backend
-):
+def test_a_set_has_what_each_adapter_trains_beside_its_layers(open_backend, tiny_llama, directories, tmp_path, backend):
     backend, batch, found = open_backend(backend), random_batch([7, 5], vocab=262), {"one": directories["one"]}
     batch.tokens_BT[:, 2] = 7
     for name, beside in (("rows", BesideAdapter(rows=(7, 90))), ("norm", BesideAdapter(modules=("model.norm",)))):
