@@ -22,7 +22,7 @@ SOME_STEPS, MANY_STEPS = 100, 1500
 
 def dualtune(rows: str, tokenizer_dir: str) -> dict[str, Any]:
     from dualtune.config import parse_config
-    from dualtune.data.batches import micro_batches, plan
+    from dualtune.data.batches import micro_batches, plan, sizes_of
     from dualtune.data.documents import Data
     from dualtune.data.order import Order
     from dualtune.data.tokens.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def dualtune(rows: str, tokenizer_dir: str) -> dict[str, Any]:
     documents, _ = Data(config).train_and_eval(tokenizer)
     order, layout = Order(config, documents.lengths), layout_of(config)
     steps = [order.step(s).documents.tolist() for s in range(order.num_steps)]
-    plans = [plan(documents.lengths, ids, layout) for ids in steps]
+    plans = [plan(sizes_of(documents), ids, layout) for ids in steps]
     packed_s = time.perf_counter() - began
 
     for s, ids in enumerate(steps):

@@ -1,19 +1,24 @@
 """Generation in batches beside transformers' `generate` on torch and mlx-lm's `batch_generate` on MLX.
 
-    python benchmarks/generation.py [--model DIR] [--parts torch,mlx] [--rounds 3] [--tokens 32] [--answers DIR]
+    python benchmarks/generation.py [--model DIR] [--parts torch,mlx,torch_samples,mlx_samples] [--rounds 3]
+                                    [--tokens 32] [--answers DIR]
 
 torch     the model in DIR, or by default four layers of SmolLM2-135M's shape with random weights, on the CPU in float32
           with one thread; transformers continues one static batch, padded on the left.
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
+torch_samples, mlx_samples
+          the same models, 8 samples of each prompt at temperature 1 with their log-probabilities, as reinforcement
+          learning needs them; the peers return theirs by options of the same functions.
+
 answers   with --answers, a real model with a chat template: 20 questions, answers of up to 32 tokens, with their end,
           on torch as above: ours, transformers in one batch, and once transformers one by one.
 
-1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
-static batch wastes nothing. The sides take turns in each round, after one round that does not count, and begin in
-turn. A ratio is the median over the rounds of our seconds divided by theirs in the same round: `ratio` by the clock,
-`cpu_ratio` by the processor time of the process, which a busy machine disturbs less. `equal_rows`: rows with the same
-tokens on both sides; others differ after a tie of rounding.
+1, 8 and 32 prompts of 8 to 64 tokens (1 and 8 of the samples), greedy but for the samples, exactly `--tokens` tokens
+each: no end token ends a row, so that the static batch wastes nothing. The sides take turns in each round, after one
+round that does not count, and begin in turn. A ratio is the median over the rounds of our seconds divided by theirs in
+the same round: `ratio` by the clock, `cpu_ratio` by the processor time of the process, which a busy machine disturbs
+less. `equal_rows`: rows with the same tokens on both sides; others differ after a tie of rounding.
 """
 
 from __future__ import annotations
@@ -37,15 +42,16 @@ import record
 from dualtune.engine.backend import LoadRequest, get_backend
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.batched import continue_all
+from dualtune.train.batched import Bounds, continue_all, sample_all
 from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
 from dualtune.train.sampling import Sampling
 
-NUM_PROMPTS, LENGTHS = (1, 8, 32), (8, 64)
+NUM_PROMPTS, LENGTHS, SAMPLES = (1, 8, 32), (8, 64), 8
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,
         "max_position_embeddings": 512}  # fmt: skip
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9,
            "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 512}  # fmt: skip
+ALL = Bounds(rows=64)  # at once, as the peers have them
 Prompts = list[np.ndarray]
 Side = Callable[[Prompts, int], list[list[int]]]  # prompts and a number of tokens -> the tokens of each row
 
@@ -60,7 +66,11 @@ def main() -> None:
     args = parser.parse_args()
     written = Path(tempfile.mkdtemp())
     model = args.model or write_tiny_llama(written / "smollm2", **SMOLLM2)
-    makers = {"torch": lambda: torch_sides(model), "mlx": lambda: mlx_sides(write_tiny_llama(written / "tiny", **TINY))}
+    tiny = write_tiny_llama(written / "tiny", **TINY)
+    makers = {
+        "torch": lambda: torch_sides(model), "mlx": lambda: mlx_sides(tiny),
+        "torch_samples": lambda: torch_sides(model, SAMPLES), "mlx_samples": lambda: mlx_sides(tiny, SAMPLES),
+    }  # fmt: skip
     figures: dict[str, Any] = {
         "torch_model": str(args.model.name if args.model else SMOLLM2),
         "mlx_model": TINY,
@@ -69,7 +79,8 @@ def main() -> None:
     }
     for part in args.parts.split(","):
         ours, theirs, vocab = makers[part]()
-        figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in NUM_PROMPTS}
+        numbers = NUM_PROMPTS[:-1] if part.endswith("_samples") else NUM_PROMPTS
+        figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in numbers}
         print(part, json.dumps(figures[part], indent=2), flush=True)
     if args.answers:
         figures["answers"] = {"model": args.answers.name, **answers(args.answers, args.rounds)}
@@ -88,7 +99,7 @@ def compare(ours: Side, theirs: Side, num_prompts: int, vocab: int, args: argpar
     )
     return {
         **timed,
-        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in timed["seconds"].values()],
+        "tokens_per_second": [len(rows[0]) * args.tokens / median(took) for took in timed["seconds"].values()],
         "equal_rows": sum(a == b for a, b in zip(*rows, strict=True)),
     }
 
@@ -151,17 +162,22 @@ def static_batch(model: Any, prompts: Prompts, tokens: int, **options: Any) -> l
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, **options)
-    return out[:, width:].tolist()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **{"do_sample": False, **options})
+    if not options.get("return_dict_in_generate"):
+        return out[:, width:].tolist()
+    model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)  # the log-probabilities
+    return out.sequences[:, width:].tolist()
 
 
 def ratio(seconds: dict[str, list[float]]) -> float:
     return median(a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True))
 
 
-def our_side(backend: str, device: str, model: Path) -> Side:
+def our_side(backend: str, device: str, model: Path, samples: int | None) -> Side:
     request = LoadRequest(model, "float32", "auto", "pretrained", BASE_ONLY, OptimizerSpec(), seed=0)
-    tokenizer: Any = SimpleNamespace(stop_ids=frozenset(), decode=tuple)  # the text of a row is its tokens
+    tokenizer: Any = SimpleNamespace(
+        stop_ids=frozenset(), stop_text=None, decode=tuple
+    )  # the text of a row is its tokens
     loaded = LoadedModel(get_backend(backend, device).load(request), tokenizer)
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
@@ -170,10 +186,14 @@ def our_side(backend: str, device: str, model: Path) -> Side:
         )
         return [[*map(int, each.text)] for each in ends]
 
-    return side
+    def sampled(prompts: Prompts, tokens: int) -> list[list[int]]:
+        sampling = Sampling(max_tokens=tokens, temperature=1.0)
+        return [each.tokens.tolist() for each in sample_all(loaded, prompts, sampling, samples or 1, bounds=ALL)]
+
+    return side if samples is None else sampled
 
 
-def torch_sides(model: Path) -> tuple[Side, Side, int]:
+def torch_sides(model: Path, samples: int | None = None) -> tuple[Side, Side, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -181,23 +201,31 @@ def torch_sides(model: Path) -> tuple[Side, Side, int]:
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     theirs.generation_config.eos_token_id = None
 
+    options: dict[str, Any] = {"pad_token_id": 0}
+    if samples is not None:
+        options |= {"do_sample": True, "top_k": 0, "num_return_sequences": samples, "output_scores": True,
+                    "return_dict_in_generate": True}  # fmt: skip
+
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
-        return static_batch(theirs, prompts, tokens, pad_token_id=0)
+        return static_batch(theirs, prompts, tokens, **options)
 
-    return our_side("torch", "cpu", model), side, theirs.config.vocab_size
+    return our_side("torch", "cpu", model, samples), side, theirs.config.vocab_size
 
 
-def mlx_sides(path: Path) -> tuple[Side, Side, int]:
+def mlx_sides(path: Path, samples: int | None = None) -> tuple[Side, Side, int]:
     from mlx_lm import batch_generate
+    from mlx_lm.sample_utils import make_sampler
     from mlx_lm.utils import load_model
 
-    ours = our_side("mlx", "auto", path)
+    ours = our_side("mlx", "auto", path, samples)
     theirs = load_model(path)[0]
     tokenizer = SimpleNamespace(eos_token_ids=[], decode=lambda ids: "")
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
-        rows = [p.tolist() for p in prompts]
-        return batch_generate(theirs, tokenizer, rows, max_tokens=tokens, return_token_ids=True).token_ids  # type: ignore
+        rows = [p.tolist() for p in prompts for _ in range(samples or 1)]
+        options = {} if samples is None else {"sampler": make_sampler(temp=1.0), "return_logprobs": True}
+        made = batch_generate(theirs, tokenizer, rows, max_tokens=tokens, return_token_ids=True, **options)  # type: ignore
+        return made.token_ids  # type: ignore
 
     return ours, side, TINY["vocab_size"]
 

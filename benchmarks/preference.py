@@ -188,9 +188,10 @@ class Bench:
         }  # fmt: skip
 
     def cost(self, rounds: int) -> dict[str, Any]:
-        """Return the time of a step of dpo with a cached reference over that of sft on both answers, by objective.
+        """Return the time of a step of an objective with a cached reference over that of sft on both answers.
 
-        The same micro-batches by the same engine, in turns; the first round does not count.
+        By the same engine, in turns; the first round does not count. `ratios`: of micro-batches with the prompt in each
+        answer; `once`: of those with each prompt once, over sft on the same and on the others; and the tokens of both.
         """
         settings = self.config("dpo", 0) | {"adapter": {"dropout": 0.0}}
         ratios: dict[str, Any] = {}
@@ -202,17 +203,35 @@ class Bench:
             prepared = prepare(config, self.backend)
             engine = load_engine(prepared)
             compared = load_comparison(prepared, engine)
-            seconds: dict[str, list[float]] = {"sft": [], objective: []}
+            train = prepared.data.train
+            assert train.shares, train.why_not_shared
+            kinds = [(name, shares) for shares in (False, True) for name in ("sft", objective)]
+            seconds: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
+            tokens = {False: 0, True: 0}
             for step in range(1 + rounds):
-                batches = prepared.batches(step)
-                for name, comparison in (("sft", None), (objective, compared)):
+                for name, shares in kinds:
+                    train.shares = shares
+                    batches = prepared.batches(step)
+                    tokens[shares] += sum(batch.num_computed for batch in batches) if name == objective else 0
+                    comparison = None if name == "sft" else compared
                     start = time.perf_counter()
                     taken = TrainingStep(prepared, engine, step, lambda _: batches, comparison=comparison)  # noqa: B023
                     taken.add_gradients()
                     taken.update()
-                    seconds[name].append(time.perf_counter() - start)
-            pairs = [b / a for a, b in zip(seconds["sft"][1:], seconds[objective][1:], strict=True)]
-            ratios[objective] = {"ratios": pairs, "median": median(pairs), "dtype": engine.description.dtype}
+                    seconds[name, shares].append(time.perf_counter() - start)
+
+            def over(kind: tuple[str, bool], other: tuple[str, bool]) -> dict[str, Any]:
+                pairs = [b / a for a, b in zip(seconds[other][1:], seconds[kind][1:], strict=True)]  # noqa: B023
+                return {"ratios": pairs, "median": median(pairs)}
+
+            once = (objective, True)
+            ratios[objective] = over((objective, False), ("sft", False)) | {
+                "dtype": engine.description.dtype,
+                "once": {
+                    "over sft on the same": over(once, ("sft", True)), "over sft": over(once, ("sft", False)),
+                    "over prompts twice": over(once, (objective, False)), "tokens": tokens[True] / tokens[False],
+                },
+            }  # fmt: skip
         return ratios
 
     def beside_trl(self, python: Path, rounds: int) -> dict[str, Any]:

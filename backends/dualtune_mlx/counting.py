@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -36,6 +37,7 @@ from dualtune_mlx.families.classes import classes
 from dualtune_mlx.kernels import attention
 from dualtune_mlx.methods import DropoutSeeds, linear_layers, linear_shape
 from dualtune_mlx.packing import accept_positions, packed_cache, separate_documents
+from dualtune_mlx.routers import is_own_router
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which layers attend document by document, and which keep the scores of whole rows.
@@ -61,7 +63,10 @@ class _Noted(attention.Attention):
     def __init__(self) -> None:
         super().__init__()
         self.found, self.layer = Heads(), -1
-        self.pieces = [(length, True) for length in LENGTHS]
+        starts = accumulate(LENGTHS, initial=0)
+        self.pieces = [
+            attention.DocumentPiece(start, length, True) for start, length in zip(starts, LENGTHS, strict=False)
+        ]
 
     def replaces(self, plain: Any) -> Any:
         def noted(queries: mx.array, *args: Any, **options: Any) -> mx.array:
@@ -215,6 +220,10 @@ def _layer(
         for path, module in modules.items()
         if isinstance(module, SwitchLinear) and path.rpartition(".")[2] in NAMES
         for number, out, in_ in [cast(mx.array, module.weight).shape]
+    ]
+    # Their input is that of the experts, of which each adapter of a router keeps one more here: too much, but little.
+    adaptable += [
+        CountedLinear(path, *linear_shape(m), len(groups) + 2) for path, m in modules.items() if is_own_router(path, m)
     ]
     return CountedLayer(
         linears=tuple(adaptable),

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
+    CannotShare,
     EngineDescription,
     LoadRequest,
     LossSum,
@@ -31,7 +32,8 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
-from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.engine.documents import shared_tokens
+from dualtune.model.adapter import AdapterSpec, Tensors, rank_axis
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
@@ -54,13 +56,13 @@ from dualtune_mlx.methods import (
     AdaptedLayer,
     AdaptedLayers,
     DropoutSeeds,
+    adaptable_layers,
     add_layers,
-    linear_layers,
     storage,
 )
 from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
-from dualtune_mlx.packing import packed_cache, separate_documents
+from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
 
 DERIVED = "derived of "  # among the inputs of a function: what a layer derives from its parameters, by its path
@@ -79,7 +81,7 @@ class MlxEngine:
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths = linear_layers(model)
+        paths = adaptable_layers(model)
         places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
         of_stacks: dict[str, list[FilePlace]] = {}
@@ -100,23 +102,25 @@ class MlxEngine:
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
-        fresh = whole.state() if whole else self._initial(request.adapter)
+        fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
         order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
         self._layout = FlatLayout({name: shapes[name] for name in order})
         # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
-        self.adapter_shapes = shapes_apart(self._layout.shapes)
-        self._tensors = FlatLayout(self.adapter_shapes)
+        self._tensors = FlatLayout(shapes_apart(self._layout.shapes))
+        self.adapter_shapes = request.adapter.state_shapes(self._tensors.shapes)
+        # A start that is kept lies in an array of its own.
+        kept = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
+        self._start_layout, self._start_tensors = FlatLayout(kept), FlatLayout(shapes_apart(kept))
+        self._start = from_numpy(start, self._start_tensors)
         self._params = from_numpy(fresh, self._tensors)
-        mx.eval(self._params)
-        del fresh
+        mx.eval(self._params, self._start)
+        del fresh, start
         self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_chunks=self._is_full)
-        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        slots = request.optimizer.slot_shapes(self._tensors.shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
-        kept = request.adapter.kept(self.adapter_shapes)
-        self._kept = None if kept is None else from_numpy(kept, self._tensors)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -149,7 +153,7 @@ class MlxEngine:
             ),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
-            trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
+            trainable_parameters=self._params.size,
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
         )
@@ -182,14 +186,14 @@ class MlxEngine:
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
-                return self._accumulate(self._params, self._grads, self._loss, inputs, factor)
+                return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
         finally:
             self._bind()  # the function above bound its own arguments
             self._bind_derived(self._derived)
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return to_numpy(self._without_kept(self._grads / self._loss_scale), self._tensors)
+        return to_numpy(self._grads / self._loss_scale, self._tensors)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -253,7 +257,8 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return to_numpy(self._params, self._tensors)
+        start = to_numpy(self._start, self._start_tensors)
+        return self._request.adapter.joined(to_numpy(self._params, self._tensors), start)
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
@@ -265,7 +270,8 @@ class MlxEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = from_numpy(state, self._tensors)
+        trained, start = self._request.adapter.split(state)
+        self._params, self._start = from_numpy(trained, self._tensors), from_numpy(start, self._start_tensors)
         self._bind_anew()
 
     def optimizer_state(self) -> OptimizerState:
@@ -274,7 +280,7 @@ class MlxEngine:
         return OptimizerState(step, {slot: to_numpy(slots[slot], own) for slot, own in self._slot_layouts.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._tensors.shapes, state)
         self._step = mx.array(float(state.step))
         slots = {slot: from_numpy(state.slots.get(slot, {}), own) for slot, own in self._slot_layouts.items()}
         self._slots = self._optimizer.load(slots, state.step)
@@ -314,9 +320,10 @@ class MlxEngine:
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 
     def _add_gradient(
-        self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
+        self, params: mx.array, start: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
+        self._adapter.start = self._start_layout.named(start)
 
         def scaled_loss(params: Arrays) -> mx.array:
             self._adapter.bind(params)
@@ -341,6 +348,7 @@ class MlxEngine:
 
     def _bind(self) -> None:
         """Compute with the present weights. An adapter is bound in float32: its layers cast it."""
+        self._adapter.start = self._start_layout.named(self._start)
         self._adapter.bind(self._computing(self._params) if self._is_full else self._layout.named(self._params))
 
     def _bind_anew(self) -> None:
@@ -360,17 +368,10 @@ class MlxEngine:
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(self._without_kept(grads / self._loss_scale), max_norm)
+        grads, norm = clip(grads / self._loss_scale, max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        # Zeros with a gradient of zero stay so in every rule, with all of its slots.
-        moving = self._without_kept(params)
-        new, slots = self._optimizer.update(moving, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
-        if self._kept is not None:
-            new = mx.where(self._kept, params, new)
+        new, slots = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
         return new, slots, step + good, norm
-
-    def _without_kept(self, flat: mx.array) -> mx.array:
-        return flat if self._kept is None else mx.where(self._kept, 0.0, flat)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:
@@ -383,7 +384,8 @@ class MlxEngine:
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
-            cache = packed_cache(self.model, inputs["segments_BT"], inputs["positions_BT"])
+            shared = SharedBeginnings(inputs["parents_BT"], inputs["shared_BT"]) if "parents_BT" in inputs else None
+            cache = packed_cache(self.model, inputs["segments_BT"], inputs["positions_BT"], shared)
             return model(inputs["tokens_BT"], cache=cache)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return model(inputs["tokens_BT"])
@@ -394,6 +396,13 @@ class MlxEngine:
         inputs, weights_BT = {"tokens_BT": batch.tokens_BT}, batch.target_weights_BT
         if needs_positions(batch, self._num_positions):
             inputs |= {"segments_BT": batch.segments_BT, "positions_BT": batch.positions_BT}
+        if batch.parents_BT is not None:
+            if self._kernels.follows_documents:
+                raise CannotShare("the model has layers with a state, which goes on from one token to the next")
+            inputs |= {
+                "parents_BT": np.where(batch.parents_BT, batch.parents_BT, -1),
+                "shared_BT": shared_tokens(batch),
+            }
         if self._kernels.loss is None:
             inputs["labels_BT"] = batch.labels_BT
             if weights_BT is not None:
@@ -441,7 +450,7 @@ class MlxEngine:
         if attention is None:
             yield
             return
-        pieces = pieces_of(batch.segments_BT)
+        pieces = pieces_of(batch)
         if self._kernels.compiles:
             attention.reach = reach_of(pieces)
         else:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.adapter import AdapterSpec, rank_axis, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.experts import check_stackable, check_whole, members, stacks_of
 from dualtune.model.formats.naming import canonical_name
@@ -95,6 +95,7 @@ class Bound:
     """The arrays with which a model computes, by the name of what is trained."""
 
     bound: dict[str, mx.array]
+    start: Mapping[str, mx.array]  # that is kept beside what is trained, by the same names: bound with it
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Compute with these arrays: those of all names, or of some."""
@@ -124,7 +125,7 @@ class AdaptedLayers(Bound):
         self.layers = layers
         self._beside = beside.parts if beside else {}
         self.dropout_seeds = dropout_seeds
-        self.bound: dict[str, mx.array] = {}
+        self.bound, self.start = {}, {}
         parts, method = sorted(spec.method_spec.parts), spec.method
         self._names = {path: {part: tensor_name(path, part, method) for part in parts} for path in layers}
 
@@ -139,9 +140,14 @@ class AdaptedLayers(Bound):
         self.bound |= params
         for path, names in self._names.items():
             if params.keys() >= {*names.values()}:
-                self.layers[path].bind({part: params[name] for part, name in names.items()})
+                self.layers[path].bind({part: self._with_start(name, params[name]) for part, name in names.items()})
         for name in self._beside.keys() & params.keys():
             self._beside[name].bind(params[name])
+
+    def _with_start(self, name: str, trained: mx.array) -> mx.array:
+        if name not in self.start:
+            return trained
+        return mx.concatenate([trained, self.start[name].astype(trained.dtype)], cast(int, rank_axis(name)))
 
     def trace(self, origins: Origins) -> None:
         """Make the inputs of all layers again in the backward pass, while their origins are kept."""
@@ -159,6 +165,11 @@ def linear_layers(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, LINEAR)]
 
 
+def adaptable_layers(model: nn.Module) -> list[str]:
+    """Return the paths of all linear layers, and of the routers that hold a matrix."""
+    return [*linear_layers(model), *import_module("dualtune_mlx.routers").routers(model)]
+
+
 def add_layers(
     model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool, names: Mapping[str, str] | None = None
 ) -> dict[str, AdaptedLayer]:
@@ -172,7 +183,7 @@ def add_layers(
     """
     make, experts = import_module(f"dualtune_mlx.{spec.layer}").LAYER, import_module("dualtune_mlx.experts")
     known = names or {}
-    paths = {known.get(path, canonical_name(path)): path for path in linear_layers(model)}
+    paths = {known.get(path, canonical_name(path)): path for path in adaptable_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
@@ -188,6 +199,9 @@ def add_layers(
         if path not in linear:
             continue
         reads = (input_of(path), in_dim)
+        if not isinstance(linear[path], LINEAR):
+            wrapped[path] = import_module("dualtune_mlx.routers").AdaptedRouter(linear[path], path, spec)
+            continue
         wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     adapters: dict[str, Any] = {}

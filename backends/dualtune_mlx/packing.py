@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,12 +19,25 @@ from dualtune_mlx.families import gpt2
 from dualtune_mlx.methods import DropoutSeeds
 
 
+class SharedBeginnings(NamedTuple):
+    """The parent of each token's document, and how many tokens of that it sees (`Batch.parents_BT`)."""
+
+    parents_BT: mx.array
+    shared_BT: mx.array
+
+    def seen(self, segments_BT: mx.array, positions_BT: mx.array, queries: slice, keys: slice) -> mx.array:
+        """Return which keys are of the shared beginning of each query's document, bool [B, queries, keys]."""
+        is_parents_BQK = self.parents_BT[:, queries, None] == segments_BT[:, None, keys]
+        return is_parents_BQK & (positions_BT[:, None, keys] < self.shared_BT[:, queries, None])
+
+
 class PackedRows:
     """Replaces a layer's key/value cache, and keeps only the masks."""
 
-    def __init__(self, segments_BT: mx.array, positions_BT: mx.array) -> None:
+    def __init__(self, segments_BT: mx.array, positions_BT: mx.array, shared: SharedBeginnings | None = None) -> None:
         self.offset = positions_BT
         self.segments_BT = segments_BT
+        self.shared = shared
         self._masks: dict[int | None, mx.array] = {}
 
     def make_mask(self, N: int, *, window_size: int | None = None, return_array: bool = True) -> mx.array:
@@ -33,6 +46,8 @@ class PackedRows:
         if window_size not in self._masks:
             distance_BTT = self.offset[:, :, None] - self.offset[:, None, :]
             seen_BTT = (self.segments_BT[:, :, None] == self.segments_BT[:, None, :]) & (distance_BTT >= 0)
+            if self.shared is not None:
+                seen_BTT |= self.shared.seen(self.segments_BT, self.offset, slice(0, N), slice(0, N))
             if window_size is not None:
                 seen_BTT &= distance_BTT < window_size
             self._masks[window_size] = seen_BTT[:, None]
@@ -52,10 +67,12 @@ class PackedRows:
         return None if rows is None else ([mx.array(call_NL) for call_NL in rows.calls], mx.array(rows.back))
 
 
-def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array) -> list[PackedRows]:
+def packed_cache(
+    model: nn.Module, segments_BT: mx.array, positions_BT: mx.array, shared: SharedBeginnings | None = None
+) -> list[PackedRows]:
     """Return the cache for a model. A model that keeps a state, or computes with positions itself, fails with it or
     computes something else, which `dualtune.train.model_checks` detects."""
-    return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
+    return [PackedRows(segments_BT, positions_BT, shared)] * len(make_prompt_cache(model))
 
 
 class SeparateDocuments:

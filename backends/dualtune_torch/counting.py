@@ -36,7 +36,7 @@ from dualtune_torch.experts import projections
 from dualtune_torch.kernels import attention, blocks
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import has_window
-from dualtune_torch.methods import linear_layers, stack_path
+from dualtune_torch.methods import adaptable_layers, stack_path
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 from dualtune_torch.weights.text_part import empty_model
 
@@ -308,7 +308,7 @@ class _Counting:
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.paths = tuple(paths[id(layer)] for layer in self.layers)
-        self.linears = linear_layers(model)
+        self.linears = adaptable_layers(model)
         self.stacks = projections(model, strict=False)
         kinds = [_kind(layer) for layer in self.layers]
         self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal

@@ -27,6 +27,7 @@ class SeparateDocuments:
         self._back: Tensor | None = None
         self._is_within = False  # the whole model, whose base may not be told of its arguments
         layers = list(_with_state(model))
+        self.has_layers = bool(layers)
         for layer in layers:
             layer.forward = partial(self._by_document, layer.forward)
         if layers:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
+    CannotShare,
     EngineDescription,
     LoadRequest,
     LossSum,
@@ -32,6 +33,7 @@ from dualtune.engine.backend import (
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
+from dualtune.engine.documents import branches_of
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -50,13 +52,13 @@ from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
-from dualtune_torch.kernels.attention import DocumentBorders
+from dualtune_torch.kernels.attention import DocumentBorders, GatheredKeys
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
-from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, linear_layers, storage
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
@@ -95,15 +97,14 @@ class TorchEngine:
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
             dtype, method = compute_dtype(model), request.adapter.method
-            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
-        self.adapter_shapes = self._adapter.shapes
+            starts = request.adapter.keeps_start
+            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside, starts=starts)
+        self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
-        self._kept: Tensor | None = None
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))
-            self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
-        SeparateDocuments(model, self._dropout_seeds)
+        self._separate = SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
@@ -125,7 +126,7 @@ class TorchEngine:
             adapted_as=adapted_as(shapes_of(self._layers), request.adapter.targets, experts=request.adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
-            trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
+            trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -166,6 +167,8 @@ class TorchEngine:
             with self._frozen_layers.replaced(batch.hidden_BTD):
                 self._micro_step(self._inputs(batch), divisor)
             return
+        if batch.parents_BT is not None:
+            self._check_sharing()
         arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
         self._graphs.run(arrays, self._recordable_step)
 
@@ -184,8 +187,7 @@ class TorchEngine:
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
-        gradient = self._adapter.flat.grad / self._loss_scale
-        return self._adapter.to_numpy(gradient if self._kept is None else gradient.masked_fill_(self._kept, 0))
+        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -236,17 +238,10 @@ class TorchEngine:
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
-        held = None
-        if self._kept is not None:  # zeros with a gradient of zero stay so in every rule, with all of its slots
-            flat.grad.masked_fill_(self._kept, 0)
-            held = flat.detach().masked_fill(~self._kept, 0)
-            flat.detach().masked_fill_(self._kept, 0)
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
-        if held is not None:
-            flat.detach().add_(held)
         self._refresh()
         return StepOutput(loss, norm)
 
@@ -273,7 +268,7 @@ class TorchEngine:
         allocator.free_memory()
 
     def adapter_state(self) -> Tensors:
-        return self._adapter.to_numpy(self._adapter.flat)
+        return self._request.adapter.joined(*self._adapter.state())
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
@@ -286,7 +281,7 @@ class TorchEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._adapter.load(self._adapter.flat, state)
+        self._adapter.load(*self._request.adapter.split(state))
         self._refresh()
 
     def _refresh(self) -> None:
@@ -296,14 +291,14 @@ class TorchEngine:
             layer.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self.adapter_shapes)
+        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self._adapter.shapes)
         state = {slot: to_numpy(optimizer.read(slot), shapes) for slot, shapes in slots.items()}
         return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._adapter.shapes, state)
         self._optimizer.count.fill_(state.step)
-        for slot, shapes in self._request.optimizer.slot_shapes(self.adapter_shapes).items():
+        for slot, shapes in self._request.optimizer.slot_shapes(self._adapter.shapes).items():
             self._optimizer.load(slot, partial(fill, shapes=shapes, state=state.slots.get(slot, {})))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -352,11 +347,25 @@ class TorchEngine:
     def _inputs(self, batch: Batch) -> Inputs:
         arrays = self._arrays(batch)
         sent = dict(zip(arrays, to_device([*arrays.values()], self.model.device), strict=True))
-        documents = DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile)
+        maybe_compile, branches, keys = self._kernels.maybe_compile, branches_of(batch), None
+        if branches:
+            self._check_sharing()
+            longest = int(np.diff(arrays["key borders"]).max())
+            keys = GatheredKeys(sent["keys"], sent["key uses"], sent["key borders"], longest)
+        documents = DocumentBorders.of(batch.segments_BT, sent["borders"], maybe_compile, branches, keys)
         inputs = Inputs.of(sent, documents)
         if inputs.positions_BT is None or self._kernels.attention or not self._needs_masks:
             return inputs
         return replace(inputs, masks=document_masks(self.model, inputs.positions_BT))
+
+    def _check_sharing(self) -> None:
+        """Raise CannotShare unless each layer computes documents that have a parent."""
+        if not self._kernels.attention:
+            raise CannotShare("transformers' own attention has no mask for it")
+        if self._separate.has_layers:
+            raise CannotShare("the model has layers with a state, which goes on from one token to the next")
+        if self._graphs is not None:
+            raise CannotShare("model.kernels: graph records one layout of keys")
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
@@ -438,7 +447,7 @@ def _placed_layers(
 ) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
     """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
     weights = request.base_weights()
-    shapes = {path: shape_of(layer) for path, layer in linear_layers(model).items()}
+    shapes = {path: shape_of(layer) for path, layer in adaptable_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}

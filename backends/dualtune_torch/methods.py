@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.experts import ALL, check_stackable, check_whole, members, stacks_of
+from dualtune_torch.routers import AdaptedRouter, routers
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes, weight_of
 
 
@@ -32,6 +33,7 @@ class AdaptedLayer(nn.Module):
 
     base: FrozenLinear
     grouped: bool = False  # whether `kernels.lora` may compute it
+    start: tuple[Tensor, Tensor] | None = None  # A and B of a start that is kept beside what is trained, float32
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
 
     @property
@@ -47,6 +49,11 @@ class AdaptedLayer(nn.Module):
         """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B, with a start that is kept."""
+        A, B = self.trainable()["A"], self.trainable()["B"]
+        return (A, B) if self.start is None else (torch.cat([A, self.start[0]], -2), torch.cat([B, self.start[1]], -1))
+
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""
 
@@ -59,15 +66,16 @@ class AdaptedLayer(nn.Module):
         return math.prod(self.shape), stored_bytes(self.base)
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
-    """Return the linear layers of the text part by path, but none that shares its weight with another module.
+def adaptable_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
+    """Return the linear layers of the text part and the routers by path, but none that shares its weight.
 
     An adapter on one side of such a pair could not be merged: an output head that is the embedding, for which MLX has
     no separate layer either, or a block that several layers share (Zamba).
     """
     pairs = chain.from_iterable(model.all_tied_weights_keys.items())
     tied = {name.removesuffix(".weight") for name in pairs}
-    return {path: layer for path, layer in model.named_modules() if is_linear(layer) and path not in tied}
+    found = {path: layer for path, layer in model.named_modules() if is_linear(layer)} | routers(model)
+    return {path: cast(FrozenLinear, layer) for path, layer in found.items() if path not in tied}
 
 
 def add_layers(
@@ -79,7 +87,7 @@ def add_layers(
     one wrapper for all experts, under the name of the stack.
     """
     make, experts = import_module(f"dualtune_torch.{spec.layer}").LAYER, import_module("dualtune_torch.experts")
-    known, linear = names or {}, linear_layers(model)
+    known, linear = names or {}, adaptable_layers(model)
     paths = {known.get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
     stacked: Mapping[str, Any] = experts.projections(model) if spec.names_experts else {}
@@ -92,7 +100,8 @@ def add_layers(
         name: make(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
     }
     for name, layer in wrapped.items():
-        model.set_submodule(paths[name], layer)
+        is_router = not is_linear(linear[paths[name]])
+        model.set_submodule(paths[name], AdaptedRouter(cast(Any, layer), name, spec) if is_router else layer)
     adapters = {}
     for stack, found in stacks_of(name for name in selected if name not in paths).items():
         projection = stacked[of_stacks[stack]]

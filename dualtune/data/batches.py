@@ -1,7 +1,7 @@
 """Convert the documents of a step to micro-batches: lay them out in rows, group the rows, and build arrays.
 
 The sequence layout changes speed and memory, never the result: each document sees only itself and has its own dropout
-keys.
+keys. Answers to one prompt may share its tokens in a row: the first has them, and the others follow it without them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from heapq import heapreplace
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
-from dualtune.data.tokens.store import HiddenStates
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.memory.estimate import padded
 from dualtune.engine.step_time import StepDocuments
@@ -49,29 +49,69 @@ class SequenceLayout:
         return self.cut_to(half) if half < self.max_tokens else None
 
 
-def plan(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout) -> list[list[Row]]:
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """How many tokens each document adds to its row."""
+
+    lengths: np.ndarray  # int [documents]
+    # Of each document, how many tokens at its beginning are those of the first answer of its unit, int [documents], 0
+    # for a first answer; None: every document is computed whole.
+    shared: np.ndarray | None = None
+
+    def added(self, row: Row) -> list[int]:
+        """Return the tokens that each document adds. Answers of a unit that follow each other share their beginning."""
+        lengths = [int(self.lengths[i]) for i in row]
+        if self.shared is not None:
+            for place, (before, i) in enumerate(pairwise(row), start=1):
+                lengths[place] -= int(self.shared[i]) * (before == i - 1)
+        return lengths
+
+    def of(self, row: Row) -> int:
+        """Return the number of tokens of a row."""
+        return sum(self.added(row))
+
+    def units(self, ids: Iterable[int], max_tokens: int) -> list[Row]:
+        """Return what stays together in a row: answers that share a beginning, if they fit into a micro-batch."""
+        if self.shared is None:
+            return [[i] for i in ids]
+        units: list[Row] = []
+        for i in ids:
+            if self.shared[i] and units and units[-1][-1] == i - 1 and self.of([*units[-1], i]) <= max_tokens:
+                units[-1].append(i)
+            else:
+                units.append([i])
+        return units
+
+
+def sizes_of(documents: Documents) -> RowSizes:
+    """Return the sizes of documents, as the engine computes them."""
+    return RowSizes(documents.lengths, documents.beginnings if documents.shares else None)
+
+
+def plan(sizes: RowSizes, ids: Iterable[int], layout: SequenceLayout) -> list[list[Row]]:
     """Return the rows of each micro-batch, longest first, so that an out-of-memory error occurs at once."""
-    by_length = sorted(ids, key=lambda i: (-lengths[i], i))
+    units, lengths, by_length = _by_length(sizes, ids, layout)
     if layout.row_length is None:
-        return grouped(lengths, [[i] for i in by_length], layout.max_tokens)
+        return _of_units(units, grouped(lengths, [[u] for u in by_length], layout.max_tokens))
     # Full rows waste the least cells, even rows need fewer micro-batches where the last full one is short.
     full = pack(lengths, by_length, layout.row_length)
     even = level(lengths, by_length, len(full))
     ways = [full, even] if _width(lengths, even) <= layout.row_length else [full]
     plans = [grouped(lengths, rows, layout.max_tokens) for rows in ways]
-    return min(plans, key=lambda groups: _cells(lengths, groups) + MOST_PADDING * len(groups))
+    best = min(plans, key=lambda groups: _cells(RowSizes(lengths), groups) + MOST_PADDING * len(groups))
+    return _of_units(units, best)
 
 
-def share(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout, rank: int, size: int) -> list[list[Row]]:
+def share(sizes: RowSizes, ids: Iterable[int], layout: SequenceLayout, rank: int, size: int) -> list[list[Row]]:
     """Return the micro-batches of process `rank` of `size`; all processes have the same number.
 
     Each row, longest first, goes to the process with the fewest tokens. A process with fewer micro-batches than others
     gets empty ones at the end.
     """
     if size == 1:
-        return plan(lengths, ids, layout)
-    by_length = sorted(ids, key=lambda i: (-lengths[i], i))
-    rows = [[i] for i in by_length]
+        return plan(sizes, ids, layout)
+    units, lengths, by_length = _by_length(sizes, ids, layout)
+    rows = [[u] for u in by_length]
     if layout.row_length is not None:  # rows of similar length, equally many for each process if possible
         full = pack(lengths, by_length, layout.row_length)
         even = level(lengths, by_length, min(-(-len(full) // size) * size, len(by_length)))
@@ -80,7 +120,18 @@ def share(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout, rank:
     order = sorted(range(len(rows)), key=lambda r: -used[r])
     parts = [[order[r] for r in part] for part in level(np.array(used)[order], range(len(rows)), size)]
     groups = [grouped(lengths, [rows[r] for r in part], layout.max_tokens) for part in parts]
-    return groups[rank] + [[] for _ in range(max(map(len, groups)) - len(groups[rank]))]
+    return _of_units(units, groups[rank]) + [[] for _ in range(max(map(len, groups)) - len(groups[rank]))]
+
+
+def _by_length(sizes: RowSizes, ids: Iterable[int], layout: SequenceLayout) -> tuple[list[Row], np.ndarray, list[int]]:
+    """Return what stays together, the tokens of each, and their places, longest first."""
+    units = sizes.units(ids, layout.max_tokens)
+    lengths = np.array([sizes.of(unit) for unit in units], np.int64)
+    return units, lengths, sorted(range(len(units)), key=lambda u: (-lengths[u], units[u]))
+
+
+def _of_units(units: Sequence[Row], groups: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    return [[[i for u in row for i in units[u]] for row in rows] for rows in groups]
 
 
 def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
@@ -140,15 +191,15 @@ def _width(lengths: np.ndarray, rows: Sequence[Row]) -> int:
     return max((_used(lengths, row) for row in rows), default=0)
 
 
-def _cells(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> int:
+def _cells(sizes: RowSizes, groups: Sequence[Sequence[Row]]) -> int:
     """Return the number of cells of all micro-batches, padding included."""
-    return sum(len(rows) * padded(_width(lengths, rows)) for rows in groups)
+    return sum(len(rows) * padded(max(map(sizes.of, rows), default=0)) for rows in groups)
 
 
-def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
+def fill(sizes: RowSizes, groups: Sequence[Sequence[Row]]) -> float:
     """Return the share of a plan's cells that contain a token."""
-    used = sum(_used(lengths, row) for rows in groups for row in rows)
-    return used / max(1, _cells(lengths, groups))
+    used = sum(sizes.of(row) for rows in groups for row in rows)
+    return used / max(1, _cells(sizes, groups))
 
 
 def micro_batches(
@@ -162,7 +213,7 @@ def micro_batches(
     size: int = 1,
 ) -> list[Batch]:
     """Build the micro-batches of a step for the documents with these indices; of several processes, `rank`'s share."""
-    groups = share(documents.lengths, ids, layout, rank, size)
+    groups = share(sizes_of(documents), ids, layout, rank, size)
     return [make_batch(documents, rows, seed=seed, step=step) for rows in groups]
 
 
@@ -171,41 +222,53 @@ def make_batch(documents: Documents, rows: Sequence[Row], *, seed: int, step: in
     if not rows:
         shortest = make_batch(documents, [[int(np.argmin(documents.lengths))]], seed=seed, step=step)
         return replace(shortest, labels_BT=np.full_like(shortest.labels_BT, IGNORE_INDEX), documents=())
-    shape = (len(rows), padded(_width(documents.lengths, rows)))
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    sizes = sizes_of(documents)
+    shape = (len(rows), padded(max(map(sizes.of, rows))))
+    tokens, segments, positions, parents = (np.zeros(shape, np.int32) for _ in range(4))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
     seeds = np.zeros(shape, np.uint32)
     weights: np.ndarray | None = None  # until a document has weights
+    hidden: np.ndarray | None = None
     for b, row in enumerate(rows):
-        end = 0
-        for segment, id in enumerate(row, start=1):
+        end, parent = 0, 0
+        for segment, (id, added) in enumerate(zip(row, sizes.added(row), strict=True), start=1):
             document = documents[id]
             length = len(document.tokens)
-            start, end = end, end + length
-            tokens[b, start:end] = document.tokens
-            labels[b, start : end - 1] = np.where(document.loss_mask[1:], document.tokens[1:], IGNORE_INDEX)
+            start, end, shared = end, end + added, length - added
+            tokens[b, start:end] = document.tokens[shared:]
+            labels[b, start : end - 1] = np.where(document.loss_mask[1:], document.tokens[1:], IGNORE_INDEX)[shared:]
             segments[b, start:end] = segment
-            positions[b, start:end] = np.arange(length)
-            # Prefix-stable: a position's key does not depend on the document's length or its place in the batch.
-            seeds[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
+            positions[b, start:end] = np.arange(shared, length)
+            parent = parent if shared else segment
+            parents[b, start:end] = parent if shared else 0
+            seeds[b, start:end] = _seeds(documents, id, length, seed, step)[shared:]
             if document.weights is not None:
                 weights = np.ones(shape, np.float32) if weights is None else weights
-                weights[b, start : end - 1] = document.weights[1:]
-    hidden = None if documents.hidden is None else _hidden(documents.hidden, rows, shape)
-    return Batch(tokens, labels, segments, positions, seeds, weights, hidden, tuple(map(tuple, rows)))
+                weights[b, start : end - 1] = document.weights[1 + shared :]
+            if documents.hidden is not None:
+                states_TD = documents.hidden[id]
+                hidden = np.zeros((*shape, states_TD.shape[-1]), states_TD.dtype) if hidden is None else hidden
+                hidden[b, start:end] = states_TD[shared:]
+    return Batch(
+        tokens, labels, segments, positions, seeds, weights, hidden, tuple(map(tuple, rows)),
+        parents if parents.any() else None,
+    )  # fmt: skip
 
 
-def _hidden(states: HiddenStates, rows: Sequence[Row], shape: tuple[int, int]) -> np.ndarray:
-    """Return the hidden states of the rows, [B, T, D], 0 for padding."""
-    like = states[rows[0][0]]
-    hidden_BTD = np.zeros((*shape, like.shape[-1]), like.dtype)
-    for b, row in enumerate(rows):
-        end = 0
-        for id in row:
-            states_TD = states[id]
-            start, end = end, end + len(states_TD)
-            hidden_BTD[b, start:end] = states_TD
-    return hidden_BTD
+def _seeds(documents: Documents, id: int, length: int, seed: int, step: int) -> np.ndarray:
+    """Return the dropout seeds of a document, uint32 [length].
+
+    A position's seed does not depend on the document's length or its place in the batch. A beginning that the first
+    answer of a unit has, too, has the seeds of that, whether it is computed once or twice.
+    """
+
+    def seeds_of(document: int, length: int) -> np.ndarray:
+        return np.random.default_rng([seed, 2, step, document]).integers(0, 1 << 32, length, np.uint32)
+
+    seeds_T = seeds_of(id, length)
+    if documents.beginnings is not None and (shared := int(documents.beginnings[id])):
+        seeds_T[:shared] = seeds_of(id - id % documents.answers, shared)
+    return seeds_T
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,6 +312,6 @@ def step_documents(
     lengths: np.ndarray, layout: SequenceLayout, source: str, target_share: float = 1.0
 ) -> StepDocuments:
     """Lay the documents of a step out as training does, to predict its time. `source`: where the lengths come from."""
-    groups = plan(lengths, range(len(lengths)), layout)
+    groups = plan(RowSizes(lengths), range(len(lengths)), layout)
     rows = tuple(tuple(tuple(int(lengths[i]) for i in row) for row in group) for group in groups)
     return StepDocuments(lengths, rows, target_share, source)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout, fill, plan
-from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
+from dualtune.data.batches import RowSizes, SequenceLayout, fill, plan
+from dualtune.data.documents import REASONS, Documents, OpenedSource, describe_left_out, notices, unused_valid
 from dualtune.data.order import Order
 from dualtune.data.preferences import (
     LabelNumbers,
@@ -112,8 +112,9 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     per_epoch = steps_per_epoch(order)
     measured = range(min(per_epoch, MEASURED_STEPS))
     steps = [order.step(step).documents.tolist() for step in measured]
+    sizes = RowSizes(train.lengths)
     packed, alone = (
-        fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, candidate)])
+        fill(sizes, [rows for ids in steps for rows in plan(sizes, ids, candidate)])
         for candidate in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()
@@ -256,7 +257,7 @@ def describe(numbers: Survey) -> list[tuple[str, str]]:
             f"90 % up to {lengths.p90}",
         ),
         ("over-long", _over_long(numbers)),
-        *([("left out", duplicates_left_out(numbers.left_out))] if numbers.left_out else []),
+        *([("left out", describe_left_out(numbers.left_out))] if numbers.left_out else []),
         ("duplicates", _with_pair(f"{numbers.duplicates} of the {units}", numbers.first_duplicate)),
     ]
     if numbers.eval_documents:

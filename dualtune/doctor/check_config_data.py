@@ -17,12 +17,12 @@ from dualtune.base.errors import DataError, DualtuneError
 from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
-from dualtune.data.batches import plan, step_documents
+from dualtune.data.batches import RowSizes, plan, step_documents
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of
-from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.sources.rows import BadRow, RawRow, Tie
 from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.check_config_model import failure, find_model, load_tokenizer
@@ -96,7 +96,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
         return replace(failure(name, error), fix=fix), nothing
     # What the sample says of the source is known also where its row is a failure.
-    bad = [row for row in first if isinstance(row, BadRow)]
+    bad = [row for row in first if isinstance(row, BadRow) and not isinstance(row, Tie)]
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     num_first = len(first) - len(tokenized) + len({row.number for row in tokenized})  # kto learns two from a pair
     whole = num_rows == num_first
@@ -202,12 +202,13 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray, answers: int
     if order and lengths.max() < length:
         ids = order.step(0).documents.tolist()
         text = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
-        micro_batches, condition = len(plan(lengths, ids, layout)), ""
+        micro_batches, condition = len(plan(RowSizes(lengths), ids, layout)), ""
     else:
         number = (train.documents_per_step or 0) * answers or max(1, tokens // length)
         more = "" if train.documents_per_step else " or more"
         text = f"{_counted(number, 'document')}{more} of at most {length} tokens"
-        micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
+        sizes, condition = RowSizes(np.full(number, length)), " if all are that long"
+        micro_batches = len(plan(sizes, range(number), layout))
     return f"{limit}{text}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
 
 

@@ -54,6 +54,10 @@ class Batch:
     A row holds its documents one after another, each with positions from 0; padding has segment 0 and position 0.
     A token attends to itself and to the earlier tokens of its own document, nothing else. Only engines that honour
     `data.packing` get more than one document in a row.
+
+    A document that begins as another one of its row does may lack this beginning, which is then computed once: it has a
+    parent, its positions begin after what is shared, and its tokens see the parent's tokens before that position, too.
+    An engine that cannot do this raises `CannotShare`.
     """
 
     tokens_BT: np.ndarray  # int32
@@ -68,6 +72,8 @@ class Batch:
     hidden_BTD: np.ndarray | None = None
     # For the core, engines have no use for it: which documents of the run are in each row, in the order of segments.
     documents: tuple[tuple[int, ...], ...] = ()
+    # int32, the segment of the token's parent, which has no parent itself; 0: it has none. None: no document has one.
+    parents_BT: np.ndarray | None = None
 
     @property
     def is_target_BT(self) -> np.ndarray:
@@ -95,8 +101,21 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, without padding."""
+        """The number of tokens of its documents, without padding; those that documents share count for each."""
+        number = self.num_computed
+        if self.parents_BT is not None:
+            is_first_BT = np.diff(self.segments_BT, axis=1, prepend=0) != 0
+            number += int(self.positions_BT[is_first_BT & (self.parents_BT > 0)].sum())
+        return number
+
+    @property
+    def num_computed(self) -> int:
+        """The number of tokens that are computed, without padding."""
         return int(np.count_nonzero(self.segments_BT))
+
+
+class CannotShare(Exception):
+    """An engine, with its model, cannot compute documents that have a parent."""
 
 
 def needs_positions(batch: Batch, num_positions: int | None) -> bool:
@@ -260,7 +279,7 @@ def state_size(engine: Engine) -> int:
 
 class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A new engine has the adapter that its spec's `initial` gives
-    for its seed. What `AdapterSpec.kept` marks has no gradient, no share in the norm, and never changes.
+    for its seed. A start that is kept (`AdapterSpec.split`) never changes: gradient and optimizer state leave it out.
 
     If the spec trains the model whole, "adapter" below means all parameters of the model, by their own names: a new
     engine has those of the base, which `neutral_state` reads again, and `save_merged` writes the trained ones.
@@ -476,12 +495,12 @@ def check_state(shapes: Shapes, tensors: Tensors, title: str) -> None:
             raise ValueError(f"{title}: tensors {problem}: {shown}")
 
 
-def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
-    """Raise ValueError unless the state has the slots of this optimizer, as they follow from the adapter's shapes.
+def check_slots(optimizer: OptimizerSpec, trained: Shapes, state: OptimizerState) -> None:
+    """Raise ValueError unless the state has the slots of this optimizer for tensors of these shapes.
 
-    A slot that no tensor of the adapter has may be absent.
+    A slot that no tensor has may be absent.
     """
-    shapes = optimizer.slot_shapes(adapter)
+    shapes = optimizer.slot_shapes(trained)
     if not {slot for slot, own in shapes.items() if own} <= {*state.slots} <= {*shapes}:
         got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, shapes))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")

@@ -86,7 +86,7 @@ class LikelyRow:
     tokens_K: np.ndarray  # int32 [K], most probable first, and of equals the first of the vocabulary
     logits_K: np.ndarray  # float32 [K]
     log_sum: float  # log Σ exp(logit) over the vocabulary: log p = logit - log_sum
-    tempered_sum: float  # the same of logit / temperature
+    tempered_sum: float  # log Σ exp((logit - largest logit) / temperature)
 
 
 def likely_rows(

@@ -1,4 +1,4 @@
-"""Documents of packed rows as rows of their own, for layers with a state.
+"""Where the documents of packed rows lie: those that share their beginning, and those of layers with a state.
 
 Linear attention, state-space layers and short convolutions carry what they have read from token to token, and no mask
 or position stops it at the border of a document. An engine computes such a layer in a few calls, whose rows are
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dualtune.engine.backend import Batch
 
 Span = tuple[int, int, int]  # row, first token, end
 SHORTEST = 16  # tokens: shorter documents share a call
@@ -32,6 +35,39 @@ def spans_of(positions_BT: np.ndarray) -> Iterator[Span]:
     for row, positions_T in enumerate(positions_BT):
         starts = [0, *(np.flatnonzero(np.diff(positions_T) != 1) + 1).tolist(), len(positions_T)]
         yield from ((row, start, end) for start, end in pairwise(starts))
+
+
+class Branch(NamedTuple):
+    """A document without the beginning that it shares with its parent, another document of its row."""
+
+    row: int
+    start: int  # its first token in the row
+    end: int
+    origin: int  # the parent's first token in the row
+    shared: int  # how many of the parent's tokens it sees
+
+
+def branches_of(batch: Batch) -> list[Branch]:
+    """Return the documents of a micro-batch that have a parent, in the order of rows and tokens."""
+    if batch.parents_BT is None:
+        return []
+    branches: list[Branch] = []
+    for row in np.flatnonzero(batch.parents_BT.any(1)).tolist():
+        segments_T, parents_T = batch.segments_BT[row], batch.parents_BT[row]
+        borders = [0, *(np.flatnonzero(np.diff(segments_T)) + 1).tolist(), len(segments_T)]
+        for start, end in pairwise(borders):
+            if parents_T[start]:
+                origin = int(np.flatnonzero(segments_T == parents_T[start])[0])
+                branches.append(Branch(row, start, end, origin, int(batch.positions_BT[row, start])))
+    return branches
+
+
+def shared_tokens(batch: Batch) -> np.ndarray:
+    """Return how many tokens of its document's parent each token sees, int32 [B, T]."""
+    shared_BT = np.zeros_like(batch.segments_BT)
+    for branch in branches_of(batch):
+        shared_BT[branch.row, branch.start : branch.end] = branch.shared
+    return shared_BT
 
 
 def document_rows(spans: Iterable[Span], shape: tuple[int, int]) -> DocumentRows | None:

@@ -25,6 +25,9 @@ _NUMBERED = re.compile(
 # What files call the projections of an expert, by what they are: Mixtral's w1, w3 and w2, and everyone else's.
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 ROLES = {GATE: GATE, UP: UP, DOWN: DOWN, "w1": GATE, "w3": UP, "w2": DOWN}
+# Parts of a mixture that transformers names otherwise than the files: PEFT renames the tensors of an adapter, not its
+# targets.
+RENAMED = {"block_sparse_moe.experts": "mlp.experts", "block_sparse_moe.gate": "mlp.gate"}
 
 
 class Expert(NamedTuple):
@@ -55,6 +58,11 @@ def without_number(module: str) -> str:
     """Return the path without the number of an expert, by which a target selects all experts at once."""
     expert = expert_of(module)
     return expert.target if expert else module
+
+
+def in_transformers(module: str) -> str:
+    """Return what transformers calls the experts of a layer, or its router."""
+    return next((module.removesuffix(old) + new for old, new in RENAMED.items() if module.endswith(f".{old}")), module)
 
 
 def members(stack: str, count: int) -> list[str]:

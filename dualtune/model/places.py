@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from dualtune.model.formats.naming import (
     rename_modules,
 )
 from dualtune.model.formats.stacks import taking_turns
-from dualtune.model.targets import is_embedding, is_head, is_text, matched, position_of
+from dualtune.model.targets import is_embedding, is_head, is_in_router, is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
 
@@ -99,6 +99,16 @@ MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
 # of transformers gate and up take turns (`is_concatenated` of `use_experts_implementation`).
 MLX_EXPERTS = {"gpt_oss": "experts", "afmoe": "experts", "llama4_text": "experts", "gemma4_text": "switch_glu"}
 INTERLEAVED = frozenset({"gpt_oss"})
+# Families whose routers hold their matrix in mlx-lm, instead of a linear layer that does.
+MLX_ROUTERS = frozenset(
+    {
+        "bailing_moe_v3", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "dots1",
+        "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "mimo_v2_flash", "muse_spark",
+        "nemotron_h", "solar_open",
+    }
+)  # fmt: skip
+# Families whose routers PEFT 0.21 does not rename as transformers does.
+RENAMED_ROUTERS = frozenset({"granitemoe", "granitemoeshared", "granitemoehybrid", "phimoe"})
 # `_check_lora_target_modules_mamba` of PEFT 0.21 refuses these layers in these families.
 MAMBA_FAMILIES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 MAMBA_LAYERS = frozenset({"out_proj", "conv1d"})
@@ -112,10 +122,12 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
     if not has_weights(directory):
         return PLAIN
     config, stored = read_config(directory), list(weights_in(directory).tensors)
+    family, nested = str(config.get("model_type")), config.get("text_config")
+    routes = any(map(is_in_router, modules))
     # The first components that tell the towers of a model from its text part.
     others = (name.split(".") for name in stored if not is_text(name))
     towers = tuple(sorted({next(part for part in parts if not is_text(part)) for parts in others}))
-    is_wrapper = bool(towers) or isinstance(config.get("text_config"), dict)
+    is_wrapper = bool(towers) or isinstance(nested, dict)
     # What the names of the adapted layers begin with, before their stack.
     stacks = Counter(position.stack for module in modules if (position := position_of(module)))
     head, dot, _ = stacks.most_common(1)[0][0].rpartition(".") if stacks else ("", "", "")
@@ -125,8 +137,10 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
         notes.append(
             "PEFT loads it into the model of AutoModelForImageTextToText, not always into that of AutoModelForCausalLM"
         )
-    if config.get("model_type") in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
+    if family in MAMBA_FAMILIES and any(m.rpartition(".")[2] in MAMBA_LAYERS for m in modules):
         notes.append("PEFT 0.21 refuses adapters of out_proj in this family: for transformers, merge it")
+    if routes and family in RENAMED_ROUTERS:
+        notes.append("PEFT 0.21 does not find routers of this family: for transformers, merge it")
     peft: Prefixes = ()
     mlx: Prefixes = ()
     if is_wrapper:
@@ -138,8 +152,12 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
             mlx = ((beginning, MLX_TEXT),)
         if "lm_head.weight" in stored:
             mlx = (*mlx, ("lm_head", "language_model.lm_head"))
-    experts = expert_names(str(config.get("model_type")), stored)
-    return Naming(peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=experts)
+    of_text = cast("dict[str, Any]", nested).get("model_type") if isinstance(nested, dict) else family
+    own_router = routes and of_text in MLX_ROUTERS
+    return Naming(
+        peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=expert_names(family, stored),
+        own_router=own_router,
+    )  # fmt: skip
 
 
 def expert_names(family: str, stored: Iterable[str]) -> ExpertNames:

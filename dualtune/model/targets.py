@@ -32,6 +32,8 @@ _ROUTER = re.compile(r"gate|(\w+_)?router")
 _HEADS = frozenset({OUTPUT_HEAD, "embed_out", "unembed"})
 # Keys and values from a latent state (DeepSeek): mlx-lm splits this matrix by heads and has no layer for it.
 _LATENT = "kv_b_proj"
+# What files of some families call the feed-forward block where it is a mixture.
+_MIXTURES = frozenset({"block_sparse_moe"})
 # Components of a name that only say what a text model is part of.
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
 # A part of a model that is no text model.
@@ -72,7 +74,7 @@ def bare_name(module: str) -> str:
     if (expert := expert_of(module)) and (position := position_of(module)):
         role = ROLES.get(expert.name, expert.name)
         return f"{bare_name(position.stack)}.{position.layer}.experts.{expert.number}.{role}"
-    parts = module.split(".")
+    parts = ["mlp" if part in _MIXTURES else part for part in module.split(".")]
     first = next((i for i, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
     return ".".join(parts[first:])
 
@@ -218,7 +220,7 @@ def _selects(target: str, module: str, experts: bool = False) -> bool:
     parts = module.split(".")
     if target == ALL_LINEAR:
         is_head = parts[-1] in _HEADS and not any(part.isdigit() for part in parts)
-        is_other = is_head or parts[-1] == _LATENT or (is_expert(module) and not experts) or _is_router(module)
+        is_other = is_head or parts[-1] == _LATENT or (is_expert(module) and not experts) or is_in_router(module)
         return not is_other and is_text(module)
     if target in (module, without_number(module)):
         return True
@@ -233,7 +235,13 @@ def is_expert(path: str) -> bool:
     return any(_EXPERT.fullmatch(part) for part in path.split("."))
 
 
-def _is_router(path: str) -> bool:
+def is_router(module: str) -> bool:
+    """Return whether a module has the name of what chooses the experts of a token."""
+    return _ROUTER.fullmatch(module.rpartition(".")[2]) is not None
+
+
+def is_in_router(path: str) -> bool:
+    """Return whether a module is a router, or inside of one."""
     return any(_ROUTER.fullmatch(part) for part in path.split("."))
 
 

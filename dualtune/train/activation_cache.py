@@ -21,7 +21,7 @@ from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.base.files import cache_dir, existing, json_bytes, new_directory, remove_directory
 from dualtune.base.text import in_bytes
 from dualtune.base.versions import VERSION, versions_of
-from dualtune.data.batches import grouped, make_batch
+from dualtune.data.batches import SequenceLayout, make_batch, plan, sizes_of
 from dualtune.data.documents import Documents, in_memory
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import NOISE, Backend, Batch, Engine
@@ -202,8 +202,11 @@ def _computed(engine: Engine, documents: Documents) -> Iterator[tuple[int, np.nd
 
 
 def each_alone(documents: Documents) -> Iterator[Batch]:
-    """Yield the micro-batches in which what is cached is computed: each document is alone in its row."""
-    for rows in grouped(documents.lengths, [[i] for i in range(len(documents))], TOKENS_AT_ONCE):
+    """Yield the micro-batches in which what is cached is computed: each document is alone in its row.
+
+    Answers that share a beginning have a row for themselves.
+    """
+    for rows in plan(sizes_of(documents), range(len(documents)), SequenceLayout(TOKENS_AT_ONCE)):
         interrupt.poll()
         yield make_batch(documents, rows, seed=0, step=0)
 

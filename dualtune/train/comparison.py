@@ -199,7 +199,8 @@ def _sums(engine: Engine, documents: Documents, key: Mapping[str, Any], team: Te
         return np.zeros(0)
     if engine.description.sharding == "full":  # the processes compute together, whatever is in their caches
         return _computed(engine, documents, show)
-    digest = hashlib.sha256(json.dumps({**key, "documents": documents.fingerprint()}, sort_keys=True).encode())
+    key = {**key, "documents": documents.fingerprint()} | ({"shares": True} if documents.shares else {})
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
     path = cache_dir() / "reference" / digest.hexdigest()[:32]
     with team.in_turn():
         sums = _read(path, len(documents))
@@ -215,7 +216,7 @@ def _computed(engine: Engine, documents: Documents, show: Show) -> np.ndarray:
     for batch in each_alone(documents):
         for document, total in answer_sums(engine.target_logprobs(batch), batch).items():
             sums[document] = total
-        done += len(batch.documents)
+        done += sum(map(len, batch.documents))
         show(REFERENCE, done / len(documents))
     return sums
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout, make_batch, plan, share
+from dualtune.data.batches import RowSizes, SequenceLayout, make_batch, plan, share, sizes_of
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum, OptimizerState
@@ -49,8 +50,13 @@ def result_of(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState)
     """Return the weights of the result, float32, from a training state: that of an engine or of a checkpoint."""
     if optimizer.trains_the_result:
         return adapter
-    slots = {name: {slot: own[name] for slot, own in state.slots.items() if name in own} for name in adapter}
-    return {name: optimizer.result(w, slots[name]) for name, w in adapter.items()}
+    found = {name: w.copy() for name, w in adapter.items()}
+    for name, w in found.items():
+        slots = {slot: own[name] for slot, own in state.slots.items() if name in own}
+        # A start that is kept follows what is trained, and has no slots.
+        trained = tuple(map(slice, max((values.shape for values in slots.values()), key=math.prod, default=w.shape)))
+        w[trained] = optimizer.result(w[trained], slots)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -68,7 +74,7 @@ def by_document(
     If memory runs out, the recovery makes its layout smaller, and all is measured again.
     """
     while True:
-        groups = plan(documents.lengths, range(len(documents)), SequenceLayout(recovery.layout.max_tokens))
+        groups = plan(RowSizes(documents.lengths), range(len(documents)), SequenceLayout(recovery.layout.max_tokens))
         results: list[np.ndarray] = []
 
         def work(batch: Batch, results: list[np.ndarray] = results, total: int = len(groups)) -> None:
@@ -157,7 +163,7 @@ def measure_share(
     documents: Documents, recovery: Recovery, measure: Callable[[Batch], object], step: int, show: Show, team: Team
 ) -> bool:
     """Measure this process's micro-batches of the documents. False if memory ran out, in any process: try again."""
-    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
+    groups = share(sizes_of(documents), range(len(documents)), recovery.layout, team.rank, team.size)
     done = 0
 
     def counted(batch: Batch) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, NonFiniteError
 from dualtune.data.batches import make_batch
-from dualtune.data.documents import in_memory
-from dualtune.engine.backend import NOISE, Backend, Batch, Engine
+from dualtune.data.documents import Documents, in_memory, units_in_memory
+from dualtune.engine.backend import NOISE, Backend, Batch, CannotShare, Engine
 
 LENGTHS = (5, 7, 5)  # tokens of the documents; short, because the influence of the previous document fades
 # The longer row has 17 tokens, before padding: no head size of a small model, with which a wrong mask might fit.
@@ -77,6 +77,47 @@ def check_packing(engine: Engine, backend: Backend | None = None) -> None:
     if not gaps[worst] <= allowed:  # also true for NaN
         numbers = f"packed {packed[worst]:.6g}, separate {separate[worst]:.6g}"
         raise _refusal(engine, f"computes another loss for packed documents ({numbers})")
+
+
+def why_not_shared(engine: Engine, backend: Backend) -> str | None:
+    """Return why the engine cannot compute the beginning once that two answers share; None if it can.
+
+    Both answers then lose what they lose alone, by the measure of `check_packing`; the effect to see is that of an
+    answer which does not see its prompt. An error for lack of memory is raised as it is.
+    """
+    prompt, first, second = _documents(engine)
+    answers = [
+        (np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt))
+        for answer in (first, second[::-1])
+    ]
+    documents = units_in_memory([answers])
+    alone = _pair_losses(engine, documents, [[0], [1]])
+    without = _pair_losses(
+        engine, units_in_memory([[(t[len(prompt) :], m[len(prompt) :]) for t, m in answers]]), [[0], [1]]
+    )
+    documents.shares = True
+    try:
+        together = _pair_losses(engine, documents, [[0, 1]])
+    except CannotShare as error:
+        return str(error)
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+        if backend.is_out_of_memory(error):
+            raise
+        return f"the model fails ({type(error).__name__}: {error})".replace("\n", " ")
+    gap, noise = float(np.abs(together - alone).max()), NOISE[engine.description.dtype]
+    if not gap <= np.clip(np.abs(without - alone).max() / 10, noise, 10 * noise):  # also true for NaN
+        return f"the model computes another loss (by {gap:.2g} a token)"
+    return None
+
+
+def _pair_losses(engine: Engine, documents: Documents, rows: Sequence[list[int]]) -> np.ndarray:
+    """Return the mean loss of both answers of a pair in these rows, [2]."""
+    batch = make_batch(documents, rows, seed=0, step=0)
+    logprobs_BT = engine.target_logprobs(batch)
+    starts = [(b, number) for b, row in enumerate(rows) for number in range(1, 1 + len(row))]
+    return np.array([
+        -logprobs_BT[b][(batch.segments_BT[b] == number) & batch.is_target_BT[b]].mean() for b, number in starts
+    ])  # fmt: skip
 
 
 def _refusal(engine: Engine, reason: str) -> ConfigError:

@@ -1,21 +1,24 @@
 """Choosing the next token, in NumPy, so that all backends draw the same tokens from the same logits.
 
 What is random is a function of (seed, number of the prompt, number of the sample, position): one uniform number, the
-share of the kept probability at which the token lies, with the most probable token first.
+share of the kept probability at which the token lies. The likely tokens come first, the most probable one at 0; the
+others follow in the order of the vocabulary, unless some are left out for their probability.
 Shape suffixes: B rows, K likely tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat, cast
 
 import numpy as np
 
-from dualtune.engine.decoding import LikelyRow, NextLogits
+from dualtune.engine.decoding import LikelyRow, NextLogits, likely_rows
 
-LIKELY = 1e-4  # times the largest probability: of all tokens, those above it are looked at first
+LOWEST = 1e-30  # temperature of a device, in float32
 LIKELY_TOKENS = 256  # of each row, which leave the device; all do where these do not decide
 
 
@@ -79,63 +82,79 @@ class Chooser:
         """Return the next token id for its logits, float32 [V]."""
         if self._produced == self.sampling.max_tokens:
             return None
-        changed_V = self._penalties.applied(logits_V, self._counts) if self._penalties else logits_V
+        raw_V = logits_V
+        if self._penalties:
+            logits_V = self._penalties.applied(logits_V, self._counts)
         allowed = [text_ids[0] for text_ids in self._begins] if all(self._begins) else []  # one is whole: all is free
         if allowed:
-            changed_V = np.where(np.isin(np.arange(len(logits_V)), allowed), changed_V, -np.inf)
-        token = int(np.argmax(changed_V)) if self.sampling.temperature == 0 else self._sample(changed_V)
+            logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
+        token = int(np.argmax(logits_V)) if self.sampling.temperature == 0 else self._sampled(logits_V)
         self._begins = [text_ids[1:] for text_ids in self._begins if text_ids[0] == token] if allowed else ()
-        if self.logprobs is not None:
-            shifted_V = logits_V.astype(np.float64) - logits_V.max()
-            self.logprobs.append(float(shifted_V[token] - np.log(np.exp(shifted_V).sum())))
-        return self._taken(token)
+        logprob = math.nan if self.logprobs is None else float(raw_V[token]) - _log_sum(raw_V.astype(np.float64))
+        return self._taken(token, logprob)
 
-    def index_among(self, likely: LikelyRow) -> int | None:
-        """Return the index of the next token among the likely ones. None if it may be another: all logits decide."""
+    def _sampled(self, logits_V: np.ndarray) -> int:
+        likely = likely_of(logits_V, self.sampling.temperature)
+        index = self._index_among(likely)
+        return self._beyond(likely, logits_V) if index is None else int(likely.tokens_K[index])
+
+    def among(self, likely: LikelyRow, all_logits: Callable[[], np.ndarray]) -> int | None:
+        """Return the next token id, from the likely ones if they decide it. `all_logits`: float32 [V]."""
         if self._penalties or self._begins or self._produced == self.sampling.max_tokens:
-            return None
-        if self.sampling.temperature == 0:
-            return 0
-        probs_K = np.exp(likely.logits_K.astype(np.float64) / self.sampling.temperature - likely.tempered_sum)
-        # A temperature that is 0 in float32 leaves no numbers.
-        return self._drawn(probs_K, is_all=False) if np.isfinite(probs_K[0]) else None
+            return self(all_logits())
+        index = self._index_among(likely)
+        if index is not None:
+            return self._taken(int(likely.tokens_K[index]), float(likely.logits_K[index]) - likely.log_sum)
+        logits_V = all_logits()
+        token = self._beyond(likely, logits_V)
+        return self._taken(token, float(logits_V[token]) - likely.log_sum)
 
-    def take(self, likely: LikelyRow, index: int) -> int | None:
-        """Take a likely token. Return its id, or None if it ends the continuation."""
-        if self.logprobs is not None:
-            self.logprobs.append(float(likely.logits_K[index]) - likely.log_sum)
-        return self._taken(int(likely.tokens_K[index]))
-
-    def _taken(self, token: int) -> int | None:
+    def _taken(self, token: int, logprob: float) -> int | None:
         self._produced += 1
         self._u = None
         self._counts[token] += 1
+        if self.logprobs is not None:
+            self.logprobs.append(logprob)
         if token in self._stop_ids:
             self.stopped_by = token
             return None
         return token
 
-    def _sample(self, logits_V: np.ndarray) -> int:
-        logits_V = logits_V.astype(np.float64)
-        with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
-            probs_V = np.exp((logits_V - logits_V.max()) / self.sampling.temperature)
-        probs_V /= probs_V.sum()
-        # A large vocabulary takes milliseconds to sort, and almost none of its tokens has a chance to be drawn.
-        for least in (LIKELY * probs_V.max(), 0.0):
-            tokens = np.flatnonzero(probs_V >= least)
-            tokens = tokens[np.argsort(-probs_V[tokens], kind="stable")]
-            if (at := self._drawn(probs_V[tokens], is_all=len(tokens) == len(probs_V))) is not None:
-                return int(tokens[at])
-        raise ValueError("the logits of the next token are not finite numbers")
+    @property
+    def _leaves_out(self) -> bool:
+        return self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0
 
-    def _drawn(self, probs_K: np.ndarray, *, is_all: bool) -> int | None:
+    def _index_among(self, likely: LikelyRow) -> int | None:
+        """Return the index of the next token among the likely ones. None if it may be another."""
+        if self.sampling.temperature == 0:
+            return 0
+        if self._u is None:
+            self._u = self._rng.random()
+        return self._drawn(self._probabilities(likely.logits_K, likely), self._u, is_all=False)
+
+    def _probabilities(self, logits: np.ndarray, likely: LikelyRow) -> np.ndarray:
+        """Return the probabilities of tokens, of which some are left out later, float64."""
+        factor = math.exp(-likely.tempered_sum)
+        return _unnormalized(logits, likely.logits_K[0], self.sampling.temperature) * factor
+
+    def _beyond(self, likely: LikelyRow, logits_V: np.ndarray) -> int:
+        """Return the next token id where the likely ones do not decide it."""
+        probs_V, u = self._probabilities(logits_V, likely), cast(float, self._u)
+        if self._leaves_out:  # which ones is known when all are sorted, which takes long
+            order = np.argsort(-probs_V, kind="stable")
+            return int(order[cast(int, self._drawn(probs_V[order], u, is_all=True))])
+        mass = probs_V[likely.tokens_K].sum()
+        probs_V[likely.tokens_K] = 0
+        cumulative_V = np.cumsum(probs_V)
+        at = int(np.searchsorted(cumulative_V, u * (mass + cumulative_V[-1]) - mass, side="right"))
+        return at if at < len(probs_V) else int(likely.tokens_K[-1])
+
+    def _drawn(self, probs_K: np.ndarray, u: float, *, is_all: bool) -> int | None:
         """Return the index of the token at the share `u` of the kept probability.
 
         The probabilities fall, and `is_all` if there are no others. None if others may be kept, and be the token.
         """
         sampling, count = self.sampling, len(probs_K)
-        if self._u is None:
-            self._u = self._rng.random()
         is_end = is_all  # whether what is kept ends within these
         if 0 < sampling.top_k <= count:
             count, is_end = sampling.top_k, True
@@ -144,22 +163,44 @@ class Chooser:
             mass = cumulative_K[-1] if is_end else 1.0
             if (end := int(np.searchsorted(cumulative_K, sampling.top_p * mass)) + 1) <= count:
                 count, is_end = end, True
-        if (end := int(np.searchsorted(-probs_K[:count], -sampling.min_p * probs_K[0], side="right"))) < count:
+        least = sampling.min_p * probs_K[0]
+        if least and (end := int(np.searchsorted(-probs_K[:count], -least, side="right"))) < count:
             count, is_end = end, True
-        if not is_end and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+        if not is_end and self._leaves_out:
             return None
         total = cumulative_K[count - 1] if is_end else 1.0
-        at = int(np.searchsorted(cumulative_K[:count], self._u * total, side="right"))
+        at = int(np.searchsorted(cumulative_K[:count], u * total, side="right"))
         return min(at, count - 1) if is_end or at < count else None
+
+
+def likely_of(logits_V: np.ndarray, temperature: float) -> LikelyRow:
+    """Return the likely tokens of logits float32 [V], or all of a small vocabulary."""
+    tokens = np.arange(len(logits_V), dtype=np.int32)
+    if len(tokens) > LIKELY_TOKENS:
+        tokens = np.argpartition(-logits_V, LIKELY_TOKENS)[:LIKELY_TOKENS].astype(np.int32)
+    exact_V = logits_V.astype(np.float64)
+    log_sum = _log_sum(exact_V)
+    tempered_sum = np.log(_unnormalized(exact_V, exact_V.max(), temperature).sum())
+    (row,) = likely_rows(tokens[None], logits_V[tokens][None], np.array([log_sum]), np.array([tempered_sum]))
+    return row
+
+
+def _log_sum(logits_V: np.ndarray) -> float:
+    largest = logits_V.max()
+    return float(largest + np.log(np.exp(logits_V - largest).sum()))
+
+
+def _unnormalized(logits: np.ndarray, largest: SupportsFloat, temperature: float) -> np.ndarray:
+    """Return probabilities but for a factor, float64."""
+    with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
+        return np.exp((logits.astype(np.float64) - float(largest)) / temperature)
 
 
 def choose_all(choosers: Sequence[Chooser], logits: NextLogits) -> list[int | None]:
     """Return the next token for each row of the logits, of which each has its chooser; None where it ends."""
-    likely = logits.likely(LIKELY_TOKENS, np.array([each.sampling.temperature or 1.0 for each in choosers], np.float32))
-    indices = [chooser.index_among(row) for chooser, row in zip(choosers, likely, strict=True)]
-    undecided = [i for i, index in enumerate(indices) if index is None]
-    all_logits = dict(zip(undecided, logits.rows(undecided), strict=True)) if undecided else {}
+    temperatures = [each.sampling.temperature or 1.0 for each in choosers]
+    likely = logits.likely(LIKELY_TOKENS, np.maximum(temperatures, LOWEST).astype(np.float32))
     return [
-        chooser(all_logits[i]) if index is None else chooser.take(row, index)
-        for i, (chooser, row, index) in enumerate(zip(choosers, likely, indices, strict=True))
+        chooser.among(row, lambda i=i: logits.rows([i])[0])
+        for i, (chooser, row) in enumerate(zip(choosers, likely, strict=True))
     ]

@@ -18,7 +18,7 @@ from dualtune.train.comparison import AnswerComparison, comparison_of
 from dualtune.train.hooks import Event
 from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
-from dualtune.train.model_checks import check_causality, check_packing
+from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.prepare import Prepared
 from dualtune.train.state.checkpoint import set_aside
 from dualtune.train.state.metrics import Metrics
@@ -54,7 +54,21 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
         check_layers(engine.description.layers_below_adapter, prepared.spec.targets, prepared.spec.layers)
         parts = [prepared.data.train, prepared.data.eval]
         use_cache(engine, prepared.backend, parts, _base(prepared), prepared.team, packs=config.data.packing)
+    if config.data.packing:  # after the cache, which holds whole documents
+        share_beginnings(engine, prepared)
     return engine
+
+
+def share_beginnings(engine: Engine, prepared: Prepared) -> None:
+    """Compute what the answers of a row have in common once, if this engine can, in all processes alike."""
+    parts = [part for part in (prepared.data.train, prepared.data.eval) if part.answers > 1]
+    if not any(part.beginnings.any() for part in parts if part.beginnings is not None):
+        return
+    reason = why_not_shared(engine, prepared.backend)
+    if prepared.team.agree(reason is not None):
+        reason = reason or "another process cannot compute it once"
+    for documents in parts:
+        documents.shares, documents.why_not_shared = reason is None, reason or ""
 
 
 def load_comparison(
@@ -106,6 +120,8 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine,
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     notes += naming.notes if naming else ()
+    if reason := prepared.data.train.why_not_shared:
+        notes.append(f"a prompt is computed for each of its answers: {reason}")
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:

@@ -118,6 +118,8 @@ def test_a_plain_axolotl_config(translate):
         ({"lora_target_linear": False, "lora_target_modules": ["q_proj"],
           "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
          {"adapter.targets": ["q_proj", "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"]}),
+        ({"lora_target_linear": True, "lora_target_parameters": ["mlp.gate.weight", "mlp.experts.down_proj"]},
+         {"adapter.targets": ["all-linear", "mlp.gate"], "adapter.experts": True}),
         ({"loraplus_lr_ratio": 16, "loraplus_lr_embedding": 1e-6}, {"train.lora_plus_ratio": 16}),
         ({"output_dir": "out", "seed": 7}, {"run.dir": "out", "run.seed": 7}),
         ({"logging_steps": 5, "eval_steps": 20, "save_steps": 30, "save_total_limit": 2},

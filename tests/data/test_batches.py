@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.batches import MOST_PADDING, SequenceLayout, fill, level, micro_batches, pack, padded, plan
+from dualtune.data.batches import MOST_PADDING, RowSizes, SequenceLayout, fill, level, micro_batches, pack, padded, plan
 from dualtune.data.tokens.store import Document
 from dualtune.engine.backend import IGNORE_INDEX
 
@@ -20,7 +20,8 @@ class Listed:
     """Documents in a list."""
 
     items: list[Document]
-    hidden = None
+    hidden = beginnings = None
+    shares = False
 
     @property
     def lengths(self):
@@ -119,7 +120,7 @@ def test_the_longest_document_comes_first():
 
 def test_a_short_row_is_not_padded_to_a_long_one():
     lengths = np.array([1000, 990, 1000 - MOST_PADDING, 1000 - MOST_PADDING - 1])
-    assert plan(lengths, range(4), SequenceLayout(100_000)) == [[[0], [1], [2]], [[3]]]
+    assert plan(RowSizes(lengths), range(4), SequenceLayout(100_000)) == [[[0], [1], [2]], [[3]]]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 200))
@@ -140,10 +141,14 @@ def test_a_document_goes_into_the_fullest_row_that_has_room():
 def test_a_short_last_row_is_shared_out_if_that_saves_a_micro_batch():
     lengths = np.array([500, 400, 90, 300, 200])  # full rows: 990 and 500, too different for one micro-batch
     assert pack(lengths, [0, 1, 3, 4, 2], 1000) == [[0, 1, 2], [3, 4]]
-    assert plan(lengths, range(5), SequenceLayout(2000, row_length=1000)) == [[[0, 4, 2], [1, 3]]]  # 790 and 700
+    assert plan(RowSizes(lengths), range(5), SequenceLayout(2000, row_length=1000)) == [
+        [[0, 4, 2], [1, 3]]
+    ]  # 790 and 700
     # Where even rows save nothing, or would be too long, they stay as full as can be.
-    assert plan(lengths, range(5), SequenceLayout(1000, row_length=1000)) == [[[0, 1, 2]], [[3, 4]]]
-    assert plan(np.array([55, 45, 34, 33, 33]), range(5), SequenceLayout(300, row_length=100)) == [[[0, 1], [2, 3, 4]]]
+    assert plan(RowSizes(lengths), range(5), SequenceLayout(1000, row_length=1000)) == [[[0, 1, 2]], [[3, 4]]]
+    assert plan(RowSizes(np.array([55, 45, 34, 33, 33])), range(5), SequenceLayout(300, row_length=100)) == [
+        [[0, 1], [2, 3, 4]]
+    ]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 9))
@@ -169,7 +174,7 @@ def test_there_are_at_most_eight_widths_for_every_doubling():
 
 def test_the_fill_is_tokens_over_cells():
     lengths = np.array([10, 20, 30])
-    assert fill(lengths, [[[2], [1]], [[0]]]) == pytest.approx(60 / (2 * 32 + 16))
+    assert fill(RowSizes(lengths), [[[2], [1]], [[0]]]) == pytest.approx(60 / (2 * 32 + 16))
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

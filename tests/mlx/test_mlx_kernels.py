@@ -203,14 +203,14 @@ def assert_same_attention(found, expected, inputs, tolerance, is_token_BT=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_in_chunks_is_attention_with_a_mask(dtype, chunk, segments):
     inputs = attention_inputs(dtype, B=2, T=13)
-    segments_BT = None if segments is None else mx.array(segments)
+    rows = None if segments is None else packing.PackedRows(mx.array(segments), mx.zeros((2, 13), mx.int32))
     seen = np.tri(13, dtype=bool)[None]
     if segments is not None:
         seen = seen & (np.array(segments)[:, :, None] == np.array(segments)[:, None])
     mask = mx.array(seen[:, None])
 
     def found(q, k, v):
-        return attention.chunked(q, k, v, 0.3, segments_BT, chunk=chunk)
+        return attention.chunked(q, k, v, 0.3, rows, chunk=chunk)
 
     def expected(q, k, v):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
@@ -224,8 +224,8 @@ def test_attention_by_document_is_attention_with_a_mask(dtype, layout, documents
     batch = pack(documents, layout, pad=3)
     inputs = attention_inputs(dtype, *batch.tokens_BT.shape)
     rows = packing.PackedRows(mx.array(batch.segments_BT), mx.array(batch.positions_BT))
-    pieces = attention.pieces_of(batch.segments_BT)
-    assert sum(is_document for _, is_document in pieces) == 4
+    pieces = attention.pieces_of(batch)
+    assert sum(piece.is_document for piece in pieces) == 4
 
     def found(q, k, v):
         return attention.by_document(q, k, v, 0.3, pieces)

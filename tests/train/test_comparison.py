@@ -115,6 +115,7 @@ class _Few:
         self._documents, self._ids = documents, ids
         self.lengths, self.targets, self.labels = (getattr(documents, n)[ids] for n in ("lengths", "targets", "labels"))
         self.num_targets, self.hidden = int(self.targets.sum()), None
+        self.beginnings, self.shares = None, False
 
     def __len__(self):
         return len(self._ids)

@@ -159,7 +159,8 @@ def test_a_probe_measures_the_probe_documents_and_changes_nothing(prepared_for, 
 class Listed(list):
     """Documents in a list."""
 
-    hidden = None
+    hidden = beginnings = None
+    shares = False
 
     def __init__(self, documents, lengths):
         super().__init__(documents)

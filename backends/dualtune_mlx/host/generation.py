@@ -112,9 +112,9 @@ class MlxNextLogits:
         K = min(most, logits_BV.shape[1])
         tokens_BK = mx.argpartition(-logits_BV, K - 1, axis=-1)[:, :K].astype(mx.int32)
         logits_BK = mx.take_along_axis(logits_BV, tokens_BK, axis=-1)
-        log_sums_B = tempered_sums_B = mx.logsumexp(logits_BV, axis=-1)
-        if (temperatures_B != 1).any():
-            tempered_sums_B = mx.logsumexp(logits_BV / mx.array(temperatures_B)[:, None], axis=-1)
+        log_sums_B, largest_B1 = mx.logsumexp(logits_BV, axis=-1), mx.max(logits_BK, axis=-1, keepdims=True)
+        tempered_BV = (logits_BV - largest_B1) / mx.array(temperatures_B)[:, None]
+        tempered_sums_B = mx.logsumexp(tempered_BV, axis=-1)
         parts = (tokens_BK, logits_BK, log_sums_B, tempered_sums_B)
         mx.eval(*parts)
         return likely_rows(*map(np.array, parts))

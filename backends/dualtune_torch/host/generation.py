@@ -327,10 +327,11 @@ class TorchNextLogits:
     def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
         logits_BV = self._logits_BV.float()
         logits_BK, tokens_BK = logits_BV.topk(min(most, logits_BV.shape[1]))
-        log_sums_B = tempered_sums_B = logits_BV.logsumexp(-1)
+        log_sums_B = logits_BV.logsumexp(-1)
+        tempered_sums_B = log_sums_B - logits_BK[:, 0]
         if (temperatures_B != 1).any():
             (temperatures,) = to_device([temperatures_B], logits_BV.device)
-            tempered_sums_B = (logits_BV / temperatures[:, None]).logsumexp(-1)
+            tempered_sums_B = ((logits_BV - logits_BK[:, :1]) / temperatures[:, None]).logsumexp(-1)
         # One array, so that the device is waited for once.
         sums_B2 = torch.stack([log_sums_B, tempered_sums_B], dim=1)
         packed = (

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.engine.documents import branches_of
 from dualtune_torch.host.transfers import flat_size, views
-from dualtune_torch.kernels.attention import DocumentBorders, borders_in
+from dualtune_torch.kernels.attention import DocumentBorders, borders_in, gathered
 
 TARGET_SIZES = 8  # of micro-batches that are padded, for each number of tokens
 
@@ -56,6 +57,8 @@ def arrays_of(batch: Batch, *, positions: bool) -> dict[str, np.ndarray]:
     arrays |= {"seeds": batch.dropout_seeds_BT.view(np.int32), "borders": borders_in(batch.segments_BT)}
     if (weights_BT := batch.target_weights_BT) is not None:
         arrays["weights"] = weights_BT
+    if branches := branches_of(batch):
+        arrays["keys"], arrays["key uses"], arrays["key borders"] = gathered(batch.segments_BT, branches)
     return arrays
 
 

@@ -6,6 +6,8 @@ for windows and soft caps, uses batched matrix products and a softmax per docume
 keys after them. The backward pass recomputes the probabilities from the log-sum-exp of each row, as in Dao et al.,
 FlashAttention, arXiv 2205.14135, section 3.1.
 
+A document that shares the beginning of another one (`Batch.parents_BT`) has the keys of this beginning before its own.
+
 Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
 R = H / G · Q queries of all the heads that share a key/value head.
 """
@@ -13,9 +15,10 @@ R = H / G · Q queries of all the heads that share a key/value head.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.base.errors import ConfigError
+from dualtune.engine.documents import Branch
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK
 from dualtune_torch.kernels import compiled
@@ -44,6 +48,19 @@ class NotCovered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class GatheredKeys:
+    """The keys of each document of the concatenated rows, one document after another: those of its parent, its own.
+
+    N tokens of the rows, M keys. A token is a key of up to C documents.
+    """
+
+    where_M: Tensor  # the token of each key, int64
+    uses_CN: Tensor  # where each token is a key, int64; M: nowhere else
+    cu_seqlens: Tensor  # where the keys of each document begin, and their end, int32
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
@@ -52,9 +69,14 @@ class DocumentBorders:
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
+    branches: Mapping[tuple[int, int], Branch] = field(default_factory=dict)  # by row and first token
+    keys: GatheredKeys | None = None  # where documents have parents
 
     @classmethod
-    def of(cls, segments_BT: np.ndarray, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+    def of(
+        cls, segments_BT: np.ndarray, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any],
+        branches: Sequence[Branch] = (), keys: GatheredKeys | None = None,
+    ) -> DocumentBorders:  # fmt: skip
         T, borders = segments_BT.shape[1], borders_in(segments_BT)
         lengths = np.diff(borders)
         spans = tuple(
@@ -62,7 +84,8 @@ class DocumentBorders:
             for start, length in zip(borders.tolist(), lengths.tolist(), strict=False)
             if segments_BT.flat[start]
         )
-        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile)
+        placed = {(branch.row, branch.start): branch for branch in branches}
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, branches=placed, keys=keys)
 
     @classmethod
     def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
@@ -74,6 +97,26 @@ def borders_in(segments_BT: np.ndarray) -> np.ndarray:
     """Return where each document starts in the concatenated rows, and their end, int32; padding counts as documents."""
     rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
     return np.append(rows * segments_BT.shape[1] + starts, segments_BT.size).astype(np.int32)
+
+
+def gathered(segments_BT: np.ndarray, branches: Sequence[Branch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the three arrays of `GatheredKeys`, in their order."""
+    T, placed = segments_BT.shape[1], {}
+    for branch in branches:
+        origin = branch.row * T + branch.origin
+        placed[branch.row * T + branch.start] = np.arange(origin, origin + branch.shared)
+    none = np.zeros(0, np.int64)
+    keys = [
+        np.concatenate([placed.get(start, none), np.arange(start, end)])
+        for start, end in pairwise(borders_in(segments_BT).tolist())
+    ]
+    where_M = np.concatenate(keys)
+    by_token_M = np.argsort(where_M, kind="stable")
+    counts_N = np.bincount(where_M, minlength=segments_BT.size)
+    uses_CN = np.full((counts_N.max(), segments_BT.size), len(where_M), np.int64)
+    tokens_M = where_M[by_token_M]
+    uses_CN[np.arange(len(where_M)) - (np.cumsum(counts_N) - counts_N)[tokens_M], tokens_M] = by_token_M
+    return where_M, uses_CN, np.cumsum([0, *map(len, keys)], dtype=np.int32)
 
 
 def attend(
@@ -111,9 +154,8 @@ def attend(
             "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
         )
     window = EVERYTHING if sliding_window is None else sliding_window
-    return DocumentAttention.apply(
-        query, key, value, documents.spans, scale, window, softcap, documents.maybe_compile
-    ), None
+    spans = tuple((*span, documents.branches.get(span[:2])) for span in documents.spans)
+    return DocumentAttention.apply(query, key, value, spans, scale, window, softcap, documents.maybe_compile), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -131,12 +173,32 @@ def _varlen(
         )
     B, _, T, _ = q_BHTd.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
+    cu_keys, longest = where.cu_seqlens, where.longest
+    if (keys := where.keys) is not None:  # the last query of a document sees its last key
+        k, v = (_Gathered.apply(x, keys.where_M, keys.uses_CN) for x in (k, v))
+        cu_keys, longest = keys.cu_seqlens, keys.longest
     out = varlen_attn(
-        q, k, v, where.cu_seqlens, where.cu_seqlens, where.longest, where.longest, scale=scale,
+        q, k, v, where.cu_seqlens, cu_keys, where.longest, longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))
+
+
+class _Gathered(torch.autograd.Function):
+    """x_NGd[where_M], whose gradient is a sum in a fixed order: that of indexing adds atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NGd: Tensor, where_M: Tensor, uses_CN: Tensor) -> Tensor:
+        ctx.save_for_backward(uses_CN)
+        return x_NGd.index_select(0, where_M)
+
+    @staticmethod
+    def backward(ctx: Any, dout_MGd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (uses_CN,) = ctx.saved_tensors
+        with_zero = torch.cat([dout_MGd, dout_MGd.new_zeros(1, *dout_MGd.shape[1:])])
+        first, *others = (with_zero.index_select(0, uses_N) for uses_N in uses_CN)
+        return sum(others, first), None, None
 
 
 @cache  # it is asked in every layer of every step
@@ -222,7 +284,7 @@ class DocumentAttention(torch.autograd.Function):
         q_BHTd: Tensor,
         k_BGTd: Tensor,
         v_BGTd: Tensor,
-        spans: tuple[tuple[int, int, int], ...],
+        spans: tuple[tuple[int, int, int, Branch | None], ...],
         scale: float,
         window: int,
         cap: float | None,
@@ -231,13 +293,14 @@ class DocumentAttention(torch.autograd.Function):
         B, H, T, d = q_BHTd.shape
         out_BTHd = q_BHTd.new_zeros(B, T, H, d)  # padding stays zero
         lse_BHT = q_BHTd.new_empty(B, H, T, dtype=torch.float32)
-        for b, start, end in spans:
+        for b, start, end, branch in spans:
             L, beyond = end - start, _beyond(start, end, T)
-            q_HLd, k_GLd, v_GLd = (x[b, :, start:beyond] for x in (q_BHTd, k_BGTd, v_BGTd))
-            if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start:
-                out_HLd, lse_HL = _flash(q_HLd, k_GLd, v_GLd, scale)
+            q_HLd = q_BHTd[b, :, start:beyond]
+            k_GKd, v_GKd = (_keys(x_BGTd[b], start, beyond, branch) for x_BGTd in (k_BGTd, v_BGTd))
+            if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start and branch is None:
+                out_HLd, lse_HL = _flash(q_HLd, k_GKd, v_GKd, scale)
             else:
-                out_HLd, lse_HL = _in_blocks(q_HLd, k_GLd, v_GLd, scale, window, cap, maybe_compile)
+                out_HLd, lse_HL = _in_blocks(q_HLd, k_GKd, v_GKd, scale, window, cap, maybe_compile)
             out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
             lse_BHT[b, :, start:end] = lse_HL[:, :L]
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
@@ -249,26 +312,46 @@ class DocumentAttention(torch.autograd.Function):
         q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
         spans, scale, window, cap, maybe_compile = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
-        at_T = torch.arange(T, device=q_BHTd.device)
+        longest = max((branch.shared for *_, branch in spans if branch), default=0) + T
+        at_K = torch.arange(longest, device=q_BHTd.device)
         delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
         dq_BHTd, dk_BGTd, dv_BGTd = (_zeros_by_token(x) for x in (q_BHTd, k_BGTd, v_BGTd))
-        blocks = (
-            (b, end, *block) for b, start, end in spans for block in _blocks(start, _beyond(start, end, T), window)
-        )
-        for b, end, queries, keys in blocks:
-            Q = queries.stop - queries.start
-            q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_BGTd[b, :, keys], v_BGTd[b, :, keys]
-            dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
-            scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
-            probs_HQK, dscores_HQK = maybe_compile(gradients)(
-                scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
-                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], end, scale, window, cap,
-            )  # fmt: skip
-            dscores_GRK = dscores_HQK.view_as(scores_GRK)
-            dv_BGTd[b, :, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
-            dk_BGTd[b, :, keys] += dscores_GRK.mT @ q_GRd
-            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end: zero, overwritten later
+        for b, start, end, branch in spans:
+            beyond, shared = _beyond(start, end, T), branch.shared if branch else 0
+            k_GSd, v_GSd = (_keys(x_BGTd[b], start, beyond, branch) for x_BGTd in (k_BGTd, v_BGTd))
+            # Of a document with a parent these are copies, added below.
+            dk_GSd, dv_GSd = (
+                torch.zeros_like(keys) if branch else dx_BGTd[b, :, start:beyond]
+                for keys, dx_BGTd in ((k_GSd, dk_BGTd), (v_GSd, dv_BGTd))
+            )
+            for within, keys in _blocks(beyond - start, window, shared):
+                queries = slice(start + within.start, start + within.stop)
+                at_Q, Q = at_K[shared + within.start : shared + within.stop], within.stop - within.start
+                q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_GSd[:, keys], v_GSd[:, keys]
+                dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
+                scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
+                probs_HQK, dscores_HQK = maybe_compile(gradients)(
+                    scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
+                    delta_BTH[b, queries].T[..., None], at_Q, at_K[keys], shared + end - start, scale, window, cap,
+                )  # fmt: skip
+                dscores_GRK = dscores_HQK.view_as(scores_GRK)
+                dv_GSd[:, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
+                dk_GSd[:, keys] += dscores_GRK.mT @ q_GRd
+                dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end: zero, overwritten later
+            if branch is not None:
+                origin = slice(branch.origin, branch.origin + shared)
+                for dx_BGTd, dx_GSd in ((dk_BGTd, dk_GSd), (dv_BGTd, dv_GSd)):
+                    dx_BGTd[b, :, origin] += dx_GSd[:, :shared]
+                    dx_BGTd[b, :, start:beyond] += dx_GSd[:, shared:]
         return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
+
+
+def _keys(x_GTd: Tensor, start: int, beyond: int, branch: Branch | None) -> Tensor:
+    """Return the keys, or the values, of a document: those that it shares with its parent, and its own."""
+    own_GLd = x_GTd[:, start:beyond]
+    if branch is None:
+        return own_GLd
+    return torch.cat([x_GTd[:, branch.origin : branch.origin + branch.shared], own_GLd], dim=1)
 
 
 def _beyond(start: int, end: int, T: int) -> int:
@@ -287,33 +370,36 @@ def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[T
 
 def _in_blocks(
     q_HLd: Tensor,
-    k_GLd: Tensor,
-    v_GLd: Tensor,
+    k_GKd: Tensor,
+    v_GKd: Tensor,
     scale: float,
     window: int,
     cap: float | None,
     maybe_compile: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `_flash` does, with a window and a soft cap."""
-    (H, L, d), G = q_HLd.shape, len(k_GLd)
-    at_L = torch.arange(L, device=q_HLd.device)
+    """Compute what `_flash` does, with a window and a soft cap, and with keys before those of the queries."""
+    (H, L, d), (G, K, _) = q_HLd.shape, k_GKd.shape
+    at_K = torch.arange(K, device=q_HLd.device)
     out_HLd, lse_HL1 = q_HLd.new_empty(H, L, d), q_HLd.new_empty(H, L, 1, dtype=torch.float32)
-    for queries, keys in _blocks(0, L, window):
-        scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GLd[:, keys].mT
+    for queries, keys in _blocks(L, window, K - L):
+        scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GKd[:, keys].mT
         scores_HQK = scores_GRK.view(H, -1, scores_GRK.shape[-1])
         probs_HQK, lse_HL1[:, queries] = maybe_compile(probabilities)(
-            scores_HQK, at_L[queries], at_L[keys], scale, window, cap
+            scores_HQK, at_K[K - L :][queries], at_K[keys], scale, window, cap
         )
-        out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GLd[:, keys]).view(H, -1, d)
+        out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GKd[:, keys]).view(H, -1, d)
     return out_HLd, lse_HL1.squeeze(-1)
 
 
-def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries of a document in blocks as large as allowed, each with the keys that any of them sees."""
-    size = -(-(end - start) // -(-(end - start) // ATTENTION_BLOCK))
-    for first in range(start, end, size):
-        stop = min(first + size, end)
-        yield slice(first, stop), slice(max(start, first - window + 1), stop)
+def _blocks(L: int, window: int, shared: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Yield the L queries of a document in blocks as large as allowed, each with the keys that any of them sees.
+
+    Before the key of the first query there are `shared` others.
+    """
+    size = -(-L // -(-L // ATTENTION_BLOCK))
+    for first in range(0, L, size):
+        stop = min(first + size, L)
+        yield slice(first, stop), slice(max(0, shared + first - window + 1), shared + stop)
 
 
 def _zeros_by_token(x_BHTd: Tensor) -> Tensor:

@@ -44,11 +44,14 @@ def _computes_product(module: nn.Linear) -> bool:
     return result.is_meta or torch.allclose(result, expected_2O, rtol=0.01, atol=0.01 * float(expected_2O.abs().max()))
 
 
-def shape_of(layer: FrozenLinear) -> tuple[int, int]:
-    """Return (out, in) of a linear layer."""
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """Return (out, in) of a linear layer, or of the matrix of a router."""
     if isinstance(layer, Conv1D):
         return layer.nf, layer.nx
-    return layer.out_features, layer.in_features
+    if isinstance(layer, nn.Linear | AffineLinear | Int8Linear):
+        return layer.out_features, layer.in_features
+    rows, columns = cast(Tensor, layer.weight).shape
+    return rows, columns
 
 
 def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:

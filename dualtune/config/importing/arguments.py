@@ -26,6 +26,7 @@ from dualtune.config.importing.table import (
     translated,
 )
 from dualtune.config.values import RESERVED_VARIABLES
+from dualtune.model.targets import is_router
 
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -323,24 +324,30 @@ _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "d
 
 
 def with_experts(file: ForeignFile, key: str, settings: Settings) -> Settings:
-    """Add PEFT's target_parameters to the translated targets: the projections of experts that they stack."""
+    """Add PEFT's target_parameters to the translated targets: the projections of stacked experts, and routers."""
     if not (names := file.get(key)):
         return settings
     if not isinstance(names, list):
         raise file.wrong(key, "must be a list of names")
-    found: list[str] = []
+    projections: list[str] = []
+    routers: list[str] = []
     for name in map(str, cast(list[Any], names)):
         container, _, parameter = name.rpartition(".")
-        if not container.endswith("experts") or parameter not in _STACKS:
-            file.lose(key, "only stacks of experts are adapted as parameters: gate_up_proj and down_proj", value=name)
-            continue
-        found += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+        if parameter == "weight" and is_router(container):
+            routers.append(container)
+        elif container.endswith("experts") and parameter in _STACKS:
+            projections += [f"{container}.{projection}" for projection in _STACKS[parameter]]
+        else:
+            rule = (
+                "only stacks of experts are adapted as parameters, gate_up_proj and down_proj, and weights of routers"
+            )
+            file.lose(key, rule, value=name)
     targets = settings.get("adapter.targets")
-    if not found:
-        return settings
     if (value := targets.value if isinstance(targets, Note) else targets) == "all-linear":
-        return settings | {"adapter.experts": file.note(True, key)}
-    return settings | {"adapter.targets": file.note([*(value or []), *found], key)}
+        value, projections, has_experts = ["all-linear"] if routers else [], [], bool(projections)
+        settings = settings | ({"adapter.experts": file.note(True, key)} if has_experts else {})
+    added = [*projections, *routers]
+    return settings | {"adapter.targets": file.note([*(value or []), *added], key)} if added else settings
 
 
 def peft_init(value: Any) -> str | None:

@@ -30,7 +30,7 @@ from dualtune.base.errors import DataError, DiskError
 from dualtune.base.files import cache_dir, hidden_sibling, json_bytes, remove_directory
 from dualtune.base.versions import versions_of
 from dualtune.data.sources.rows import BadRows
-from dualtune.data.tokens.tokenize import TokenizedRow
+from dualtune.data.tokens.tokenize import TokenizedRow, Tokens
 
 TOKENS, INDEX_FILE, WEIGHTS = "tokens.bin", "index.bin", "weights.bin"
 INDEX = np.dtype(
@@ -45,6 +45,7 @@ INDEX = np.dtype(
         ("state", "<i4"),
         ("control", "<i4"),  # 1: the row's content contains a control token
         ("label", "<i4"),  # 1: a desirable answer, -1: an undesirable one, 0: neither
+        ("beginning", "<i4"),  # tokens without a target at its beginning that the row's first document begins with, too
         ("digest", "V16"),  # BLAKE2b of the stored tokens, and of the weights if there are any
     ]
 )
@@ -149,6 +150,7 @@ class Writer:
                 weights = None if mask.dtype == bool else mask.astype("<f4")
                 entry["start"], entry["length"] = self._start, len(raw)
                 entry["num_targets"] = np.count_nonzero(mask[1:])
+                entry["beginning"] = 0 if row.answers == 1 else common_beginning(row.documents[0], (tokens, mask))
                 entry["digest"] = np.void(_digest(raw, weights))
                 self._tokens.write(raw.tobytes())
                 if weights is not None:
@@ -168,6 +170,21 @@ class Writer:
     def table(self) -> dict[str, Any]:
         counts = {"left_out": self.left_out, "notices": self.notices}
         return {"files": list(self._files), "num_rows": self.num_rows, "answers": self.answers, **counts}
+
+
+def common_beginning(first: Tokens, other: Tokens) -> int:
+    """Return how many tokens can be computed once for both documents; 0 for one and the same document.
+
+    These tokens are equal and predict no target. The last one before the documents differ predicts another token in
+    each, so it is not among them.
+    """
+    if other[0] is first[0]:
+        return 0
+    length = min(len(first[0]), len(other[0]))
+    differs_T = first[0][:length] != other[0][:length]
+    ends_T = differs_T | (first[1][:length] != 0) | (other[1][:length] != 0)
+    ends_T[0] = differs_T[0]  # nothing precedes the first token, so it is no target
+    return max(0, (int(ends_T.argmax()) if ends_T.any() else length) - 1)
 
 
 def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:

@@ -307,7 +307,7 @@ def bench(
         step_s=step_s,
         num_tokens=num_tokens,
         num_targets=num_targets,
-        fill=num_tokens / sum(b.tokens_BT.size for b in batches),
+        fill=sum(b.num_computed for b in batches) / sum(b.tokens_BT.size for b in batches),
         tokens_per_s=num_tokens / sum(step_s),
         target_tokens_per_s=num_targets / sum(step_s),
         phases_s=phases_s,

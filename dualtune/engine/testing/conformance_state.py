@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, OptimizerState, SharedBase
+from dualtune.engine.backend import IGNORE_INDEX, Batch, CannotShare, Engine, OptimizerState, SharedBase
 from dualtune.engine.card import KEEP_ALL, LAYERS, ActivationCheckpointing
 from dualtune.engine.decoding import NextLogits
 from dualtune.engine.testing import tolerances
@@ -25,7 +25,7 @@ from dualtune.engine.testing.conformance_case import (
     with_each_optimizer,
 )
 from dualtune.engine.testing.oracles import loss_of
-from dualtune.engine.testing.tiny_models import pack, row_of, with_other_padding
+from dualtune.engine.testing.tiny_models import pack, row_of, with_common_beginning, with_other_padding
 from dualtune.model.adapter import Tensors
 
 
@@ -265,7 +265,26 @@ def check_padding_behind_packed_rows_does_not_matter(case: Case) -> None:
     assert_same_loss_and_gradient(case, with_other_padding(pack(case.batch(), ROWS, pad=7)), pack(case.batch(), ROWS))
 
 
+def check_a_common_beginning_is_computed_once(case: Case) -> None:
+    """Documents without the beginning that they share with another one have the numbers that they have with it.
+
+    An engine may refuse them.
+    """
+    once, apart = with_common_beginning((11, 9, 13), case.vocab, 6, pad=3)
+    engine = case.engine()
+    try:
+        found = engine.logprobs(once)
+    except CannotShare:
+        return
+    real = once.segments_BT > 0
+    gap = np.abs(found - case.oracle(once, engine.adapter_state(), case.spec.scale))[real].max()
+    assert gap <= tolerances.LOGPROBS, f"log-probabilities differ by {gap:.2e}"
+    for dropout in (0.0, 0.3):
+        assert_same_loss_and_gradient(case, once, apart, dropout=dropout)
+
+
 PACKING_CHECKS = [
+    check_a_common_beginning_is_computed_once,
     check_packed_equals_separate,
     check_packed_gradient_is_the_padded_gradient,
     check_padding_behind_packed_rows_does_not_matter,

@@ -73,7 +73,12 @@ def llama_oracle(path: Path, rows: Sequence[int] = ()) -> Oracle:
         T = batch.tokens_BT.shape[1]
         window = config["sliding_window"] if layer_type == "sliding_attention" else T
         same_document = batch.segments_BT[:, :, None] == batch.segments_BT[:, None, :]
-        return same_document & np.tri(T, dtype=bool) & ~np.tri(T, k=-window, dtype=bool)
+        own = same_document & np.tri(T, dtype=bool)
+        if batch.parents_BT is not None:  # of its parent, a document sees what lies before its own first position
+            positions_BT1 = np.where(own, batch.positions_BT[:, None, :], T).min(-1, keepdims=True)
+            is_parent = batch.segments_BT[:, None, :] == np.where(batch.parents_BT, batch.parents_BT, -1)[..., None]
+            own |= is_parent & (batch.positions_BT[:, None, :] < positions_BT1)
+        return own & (batch.positions_BT[..., None] - batch.positions_BT[:, None, :] < window)
 
     def attention(
         x_BTD: np.ndarray, w: Tensors, layer: str, positions_BT: np.ndarray, seen_BTT: np.ndarray

@@ -152,6 +152,23 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
     return packed
 
 
+def with_common_beginning(
+    lengths: Sequence[int], vocab: int, shared: int, *, seed: int = 0, pad: int = 0
+) -> tuple[Batch, Batch]:
+    """Return documents that begin with the same tokens: this beginning once, all in one row; and in rows of their own.
+
+    The beginning has `shared` tokens without a target, and the same dropout in all.
+    """
+    apart = random_batch(lengths, vocab, seed=seed, prompt=shared + 1)
+    apart.tokens_BT[:, :shared], apart.dropout_seeds_BT[:, :shared] = (
+        array[0, :shared] for array in (apart.tokens_BT, apart.dropout_seeds_BT)
+    )
+    packed = pack(apart, [range(len(lengths))], pad=pad)
+    keep = (packed.segments_BT[0] <= 1) | (packed.positions_BT[0] >= shared)
+    once = replace(packed, **{name: array[:, keep] for name, array in _arrays(packed).items()})
+    return replace(once, parents_BT=(once.segments_BT > 1).astype(np.int32)), apart
+
+
 def with_other_padding(batch: Batch) -> Batch:
     """Return the batch with other token ids in its padding, and one more row that is only padding."""
     empty = np.zeros_like(batch.tokens_BT[:1])

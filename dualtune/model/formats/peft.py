@@ -8,10 +8,10 @@ affects the function is converted exactly or refused by name.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -24,13 +24,14 @@ from dualtune.model.adapter import (
     divisor,
     exact_targets,
     is_module_path,
+    modules_of,
     parse_name,
     pattern_of,
     short_targets,
     within_stack,
 )
-from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
-from dualtune.model.experts import expert_of
+from dualtune.model.beside import PREFIX, ROWS, BesideAdapter, Biases, is_inside, parse_beside, whole_modules
+from dualtune.model.experts import expert_of, in_transformers, without_number
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
@@ -48,10 +49,11 @@ from dualtune.model.formats.naming import EXPERT_NAMES, PLAIN, Naming
 from dualtune.model.formats.patterns import full_match, matches_end
 from dualtune.model.methods import METHODS, OTHERS
 from dualtune.model.methods.method import Method
-from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_target, position_of
+from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_router, is_target, position_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_BASE_BIAS = ".base_layer.bias"  # of an adapted layer
 MAX_MATCHES = 1_000_000  # of patterns with modules: takes a minute
 
 REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same function
@@ -110,6 +112,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     notes = _check_config(config, where)
     method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
+    tensors = {name.replace(_BASE_BIAS, ".bias"): x for name, x in tensors.items()}
     beside, own = _beside(config, tensors, where, directory / WEIGHTS_FILE)
     pairs = _pairs({name: x for name, x in tensors.items() if name not in own}, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
@@ -121,11 +124,18 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
             pairs, naming.experts, parameters, lambda path: _rank(path, config, where), directory / WEIGHTS_FILE,
         )  # fmt: skip
     _check_parameters(config, pairs, where)
+    if beside.bias == "lora_only":
+        places = [place for name in own if (place := parse_beside(name)) and place[1] == "bias"]
+        if other := [
+            m for m, _ in places if m not in pairs and not any(is_inside(m, whole) for whole in beside.modules)
+        ]:
+            raise FormatError(f"{directory / WEIGHTS_FILE}: bias: lora_only, but {other[0]} with a bias has no adapter")
     for module in pairs.keys() - sources.keys():
-        if not _is_selected(module, config, where):
+        if not any(_is_selected(path, config, where) for path in (module, without_number(module))):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    ranks = {module: _rank(sources.get(module, module), config, where) for module in pairs}
-    alphas = {module: _alpha(sources.get(module, module), config, where) for module in pairs}
+    paths = {module: sources.get(module) or _path(module, parameters) for module in pairs}
+    ranks = {module: _rank(path, config, where) for module, path in paths.items()}
+    alphas = {module: _alpha(path, config, where) for module, path in paths.items()}
     for module in sources:  # gate and up have half of the rank of the parameter that they share, and its scale
         scale, half = alphas[module] / divisor(ranks[module], scaling), len(pairs[module].A_rI)
         ranks[module], alphas[module] = half, alpha_of(scale, half, scaling)
@@ -154,7 +164,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
 def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[BesideAdapter, Tensors]:
     """Return what was trained beside the adapter, and its tensors. FormatError unless config and tensors agree."""
     names = tuple(fields.texts(config, "modules_to_save", where) or ())
-    tables = _token_tables(config, where)
+    tables, bias = _token_tables(config, where), _bias(config, where)
     whole, rows = Tensors(), Tensors()
     for name, tensor in tensors.items():
         place = parse_beside(name)
@@ -162,11 +172,13 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
             continue
         if place[1] == ROWS:
             rows[name] = tensor
-        elif any(is_inside(place[0], module) for module in names):
+        elif any(is_inside(place[0], module) for module in names) or (bias != "none" and place[1] == "bias"):
             whole[name] = tensor
     for module in names:
         if not any(is_inside(place[0], module) for name in whole if (place := parse_beside(name))):
             raise FormatError(f"{weights}: modules_to_save of {where.name} names {module!r}, but no tensor is of it")
+    if not any(name.endswith(".bias") for name in whole):
+        bias = "none"  # of a model that has none, whatever was asked for
     if bool(rows) != bool(tables):
         raise FormatError(f"{weights}: trainable_token_indices of {where.name} and the tensors {ROWS} do not agree")
     ids = {*tables.values()}
@@ -183,8 +195,24 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
             raise FormatError(f"{weights}: {name}: not selected by trainable_token_indices of {where.name}")
     if None in tables and len(rows) > 1:
         raise FormatError(f"{weights}: rows of {len(rows)} modules, but trainable_token_indices names none")
-    beside = BesideAdapter(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
+    row_modules = tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows))
+    beside = BesideAdapter(names, indices, row_modules, bias)
     return beside, {name: np.ascontiguousarray(x, np.float32) for name, x in (whole | rows).items()}
+
+
+def _bias(config: Mapping[str, Any], where: Path) -> Biases:
+    found = config.get("bias", "none")
+    if found not in get_args(Biases):
+        raise fields.wrong(where, "bias", found, f"one of {', '.join(get_args(Biases))}")
+    return found
+
+
+def written_names(tensors: Tensors, spec: AdapterSpec) -> Tensors:
+    """Return tensors in PEFT's names, where the bias of an adapted layer is that of the layer inside of it."""
+    if spec.beside.bias == "none":
+        return tensors
+    biases = {f"{PREFIX}{module}.bias": f"{PREFIX}{module}{_BASE_BIAS}" for module in modules_of(tensors)}
+    return {biases.get(name, name): x for name, x in tensors.items()}
 
 
 def _token_tables(config: Mapping[str, Any], where: Path) -> dict[str | None, tuple[int, ...]]:
@@ -202,7 +230,7 @@ def _beside_keys(spec: AdapterSpec, tensors: Collection[str]) -> dict[str, Any]:
     """Return PEFT's keys for what is trained beside the adapter, with whole paths: a name would select by any end."""
     places = [place for name in tensors if (place := parse_beside(name))]
     keys: dict[str, Any] = {}
-    if whole := sorted({module for module, end in places if end != ROWS}):
+    if whole := whole_modules(places, spec.beside.bias):
         keys["modules_to_save"] = whole
     if tables := sorted(module for module, end in places if end == ROWS):
         ids = [*spec.beside.rows]
@@ -229,15 +257,19 @@ def peft_config(
     assert spec.alpha == int(spec.alpha), spec
     fused = dict(of_experts or {})
     named = spec.targets if not fused else [t for t in spec.targets if t == ALL_LINEAR or _selects_any(t, modules)]
-    targets, parameters = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
-    if parameters:
-        targets = [target for target in targets if target.rpartition(".")[2] not in EXPERT_NAMES]
+    targets, weights = list(exact_targets(modules, named) if modules else ()), by_parameter(spec, modules, naming)
+    linear = [module for module in modules if module not in weights]
+    if weights:
+        targets = [target for target in targets if not _drops(target)]
+    parameters = [*weights.values()]
     if naming.exclusion is not None:  # whole paths of files are those of no class
         targets, parameters = [*map(within_stack, targets)], [*map(within_stack, parameters)]
     parameters += sorted(fused)
     extra: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
-    ranks = _written({m: spec.rank_of(m) for m in modules}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
-    alphas = _written({m: spec.alpha_of(m) for m in modules}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
+    ranks = _written({m: spec.rank_of(m) for m in linear}, spec.rank, spec.rank_pattern, Path(CONFIG_FILE))
+    alphas = _written({m: spec.alpha_of(m) for m in linear}, spec.alpha, spec.alpha_pattern, Path(CONFIG_FILE))
+    ranks |= _of_parameters({path: spec.rank_of(m) for m, path in weights.items()}, spec.rank)
+    alphas |= _of_parameters({path: spec.alpha_of(m) for m, path in weights.items()}, spec.alpha)
     if naming.exclusion is not None:
         ranks, alphas = ({within_stack(name): v for name, v in pattern.items()} for pattern in (ranks, alphas))
     # First, because the first that matches counts, and a name of linear layers may be the end of a parameter's path.
@@ -256,7 +288,7 @@ def peft_config(
         **({"alpha_pattern": {n: int(a) if a == int(a) else a for n, a in alphas.items()}} if alphas else {}),
         "lora_dropout": 0.0 if parameters else spec.dropout,  # of parameters PEFT allows none; mlx-lm's keys have it
         "target_modules": targets,
-        "bias": "none",
+        "bias": spec.beside.bias,
         "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": spec.scaling == "rank_stabilized",
         "use_dora": False,
@@ -272,14 +304,38 @@ def _selects_any(target: str, modules: Iterable[str]) -> bool:
     return any(is_target(module, (target,)) for module in modules)
 
 
-def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> list[str]:
-    """Return the weights that are written as parameters, because PEFT would drop the adapters of their modules.
+def by_parameter(spec: AdapterSpec, modules: Collection[str], naming: Naming) -> dict[str, str]:
+    """Return the modules that are written as parameters, because PEFT would drop or refuse their adapters, and these.
 
     PEFT adapts parameters by plain LoRA only.
     """
     if not naming.has_experts or spec.method != "lora":
-        return []
-    return [f"{module}.weight" for module in sorted(modules) if module.rpartition(".")[2] in EXPERT_NAMES]
+        return {}
+    return {module: f"{in_transformers(module)}.weight" for module in sorted(filter(_drops, modules))}
+
+
+def _drops(module: str) -> bool:
+    """Return whether PEFT drops an adapter of a module, or refuses it, in a model with experts."""
+    return module.rpartition(".")[2] in EXPERT_NAMES or is_router(module)
+
+
+def _of_parameters(values: Mapping[str, Value], default: Value) -> dict[str, Value]:
+    """Return PEFT's pattern of the values of adapted parameters. It matches their whole names: `gate.weight`."""
+    by_end: dict[str, set[Value]] = defaultdict(set)
+    for path, value in values.items():
+        by_end[_end(path)].add(value)
+    others = {path: value for path, value in values.items() if value != default}
+    return {_end(path) if len(by_end[_end(path)]) == 1 else path: value for path, value in others.items()}
+
+
+def _end(parameter: str) -> str:
+    return ".".join(parameter.split(".")[-2:])  # gate.weight
+
+
+def _path(module: str, parameters: Collection[str]) -> str:
+    """Return the path by which PEFT's patterns select a module: of an adapted parameter its whole name."""
+    parameter = f"{in_transformers(module)}.weight"
+    return parameter if is_target(parameter, parameters) else module
 
 
 def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> None:
@@ -288,7 +344,7 @@ def _check_parameters(config: Mapping[str, Any], pairs: Pairs, where: Path) -> N
         module, _, last = name.rpartition(".")
         if stacks.is_parameter(name):
             continue
-        if last != "weight" or not any(is_target(path, (module,)) for path in pairs):
+        if last != "weight" or not any(is_target(in_transformers(path), (module,)) for path in pairs):
             allowed = (
                 "the weights of linear layers, and the stacks of experts that transformers calls gate_up_proj, up_proj "
                 "and down_proj"
@@ -304,8 +360,6 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     for key, reason in REFUSED.items():
         if value := config.get(key):
             raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")
-    if (bias := config.get("bias", "none")) != "none":
-        raise fields.wrong(where, "bias", bias, "none: biases of the base model were trained next to the adapter")
     if str(init := config.get("init_lora_weights", True)).lower() not in HARMLESS_INITS:
         advice = "Save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
         raise fields.wrong(where, "init_lora_weights", init, f"one that does not change the base weights. {advice}")
@@ -381,7 +435,7 @@ def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
     targets, excluded = _selector(config, "target_modules", where), _selector(config, "exclude_modules", where)
     if excluded and _selects(excluded, module, where):
         return False
-    if is_target(f"{module}.weight", fields.texts(config, "target_parameters", where) or ()):
+    if _path(module, fields.texts(config, "target_parameters", where) or ()) != module:
         return True
     if targets is None or targets == ALL_LINEAR:
         return True

@@ -22,15 +22,13 @@ import numpy as np
 
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import Tensors, modules_of, parse_name, tensor_name, within_stack
-from dualtune.model.experts import DOWN, GATE, ROLES, UP, Expert, expert_of, members, stacks_of
+from dualtune.model.experts import DOWN, GATE, ROLES, UP, Expert, expert_of, in_transformers, members, stacks_of
 from dualtune.model.formats.canonical import Pair, Pairs, fold, pad
 from dualtune.model.formats.naming import ExpertNames
 from dualtune.model.targets import is_target
 
 INNER = ".base_layer"
 FUSED, UNGATED = "gate_up_proj", "up_proj"  # transformers' parameters; the other one is DOWN
-# Containers that transformers names otherwise than the files: PEFT renames the tensors of an adapter, not its targets.
-RENAMED = {"block_sparse_moe.experts": "mlp.experts"}
 _SWITCH = re.compile(r"(?P<before>.+)\.(switch_mlp|switch_glu|experts)\.(?P<name>gate_proj|up_proj|down_proj|fc1|fc2)")
 _FC = {"fc1": UP, "fc2": DOWN}  # mlx-lm's names in experts without a gate
 
@@ -71,7 +69,7 @@ def to_parameters(tensors: Tensors, names: ExpertNames, scale_of: Callable[[str]
             found[tensor_name(layer, "A")] = np.ascontiguousarray(A_ErI.reshape(-1, A_ErI.shape[2]))
             found[tensor_name(layer, "B")] = np.ascontiguousarray(B_EOr.transpose(1, 2, 0).reshape(B_EOr.shape[1], -1))
             scale = scales[DOWN if parameter == DOWN else FUSED]
-            forms[within_stack(f"{_in_transformers(container)}.{parameter}")] = rank, scale
+            forms[within_stack(f"{in_transformers(container)}.{parameter}")] = rank, scale
     return Parameters(others, found, forms)
 
 
@@ -128,12 +126,6 @@ def _rows(role: str, out: int, names: ExpertNames) -> slice:
     return slice(second, None, 2) if names.interleaved else slice(second * out, (second + 1) * out)
 
 
-def _in_transformers(container: str) -> str:
-    return next(
-        (container.removesuffix(old) + new for old, new in RENAMED.items() if container.endswith(old)), container
-    )
-
-
 def is_parameter(name: str) -> bool:
     """Return whether an entry of target_parameters is a stack of experts."""
     container, _, parameter = name.rpartition(".")
@@ -162,7 +154,7 @@ def from_parameters(
         if not is_mixture(module):
             continue
         container = module.removesuffix(INNER)
-        mixture = _in_transformers(container)
+        mixture = in_transformers(container)
         first = [name for name in (FUSED, UNGATED) if is_target(f"{mixture}.{name}", parameters)]
         has_down = container in pairs and (container + INNER in pairs or not first)
         parameter = first[0] if first and (module != container or not has_down) else DOWN
