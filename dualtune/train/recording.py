@@ -34,7 +34,7 @@ _PIECE = 1 << 20  # bytes read at once
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class TeacherRecord:
     """What was recorded."""
 
     num_targets: int
@@ -44,7 +44,7 @@ class Recording:
 def record(
     path: Path, teacher: Engine, name: str, parts: Sequence[Documents], k: int,
     show: Callable[[int, int], None] = lambda done, total: None,
-) -> Recording:  # fmt: skip
+) -> TeacherRecord:  # fmt: skip
     """Write what a teacher says of the targets of all documents to a new file.
 
     Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
@@ -67,7 +67,7 @@ def record(
                     show(done, total)
             with new_file(path) as file:
                 file.writelines(unfinished.as_safetensors({"format": FORMAT, "teacher": name}))
-            return Recording(unfinished.num_targets, continued)
+            return TeacherRecord(unfinished.num_targets, continued)
     except OSError as error:
         raise DiskError(f"{path}: the distributions cannot be written: {error.strerror or error}") from error
 
