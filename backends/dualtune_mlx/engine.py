@@ -65,6 +65,8 @@ from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
 
+DERIVED = "derived of "  # among the inputs of a function: what a layer derives from its parameters, by its path
+
 
 class MlxEngine:
     """See `dualtune.engine.backend.Engine`. MLX is lazy: each method that changes state starts its evaluation."""
@@ -125,7 +127,8 @@ class MlxEngine:
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = whole or AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
-        self._bind()
+        self._derived: Arrays = {}
+        self._bind_anew()
         trained = [*model.modules()] if whole else self._beside.modules
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *trained])
         streaming = None
@@ -168,7 +171,7 @@ class MlxEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             loss = self._loss_sum(inputs, slopes=False)
         mx.async_eval(loss)
         return LossSum(loss, batch.num_targets)
@@ -179,13 +182,14 @@ class MlxEngine:
 
     def traced(self, batch: Batch, *, divisor: float) -> tuple[mx.array, mx.array]:
         """Return what `forward_backward` evaluates: the sums of gradients and losses with those of the micro-batch."""
-        inputs = self._inputs(batch, dropout=True)
+        inputs = self._inputs(batch, dropout=True) | self._derived
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
                 return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
         finally:
             self._bind()  # the function above bound its own arguments
+            self._bind_derived(self._derived)
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
@@ -193,7 +197,7 @@ class MlxEngine:
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
-        with self._documents(batch), self._dropout(inputs), self._replaced(inputs):
+        with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
                 return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
             body, head = self._kernels.loss
@@ -205,7 +209,7 @@ class MlxEngine:
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, where = self._inputs(batch), np.arange(batch.num_targets)  # padding follows them
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 where = np.flatnonzero(batch.is_target_BT)
                 top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
@@ -218,7 +222,7 @@ class MlxEngine:
 
     def most_probable(self, batch: Batch) -> np.ndarray:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
@@ -243,7 +247,7 @@ class MlxEngine:
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
-        self._bind()
+        self._bind_anew()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
@@ -268,7 +272,7 @@ class MlxEngine:
         check_state(self.adapter_shapes, state, "adapter")
         trained, start = self._request.adapter.split(state)
         self._params, self._start = from_numpy(trained, self._tensors), from_numpy(start, self._start_tensors)
-        self._bind()
+        self._bind_anew()
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
@@ -325,6 +329,7 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
+        self._bind_derived(inputs)
         named = self._computing(params)
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
@@ -345,6 +350,18 @@ class MlxEngine:
         """Compute with the present weights. An adapter is bound in float32: its layers cast it."""
         self._adapter.start = self._start_layout.named(self._start)
         self._adapter.bind(self._computing(self._params) if self._is_full else self._layout.named(self._params))
+
+    def _bind_anew(self) -> None:
+        """Compute with weights that have changed, and with what follows from them."""
+        self._bind()
+        found = {f"{DERIVED}{path}": layer.derived(self._dtype) for path, layer in self._layers.items()}
+        self._derived = {name: array for name, array in found.items() if array is not None}
+        self._bind_derived(self._derived)
+        mx.async_eval(self._derived)
+
+    def _bind_derived(self, arrays: Arrays) -> None:
+        for name in filter(arrays.__contains__, self._derived):
+            self._layers[name.removeprefix(DERIVED)].bind_derived(arrays[name])
 
     def _updated(
         self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,
@@ -402,6 +419,16 @@ class MlxEngine:
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
         return arrays if batch.hidden_BTD is None else arrays | {"hidden_BTD": to_mlx(batch.hidden_BTD)}
+
+    @contextmanager
+    def _evaluating(self, batch: Batch, inputs: Arrays) -> Iterator[None]:
+        """Compute losses without gradients, from the hidden states among the inputs if there are any."""
+        self._dropout_seeds.is_evaluated = True
+        try:
+            with self._documents(batch), self._replaced(inputs):
+                yield
+        finally:
+            self._dropout_seeds.is_evaluated = False
 
     def _replaced(self, inputs: Arrays) -> AbstractContextManager[None]:
         """Use the hidden states among the inputs, if there are any."""

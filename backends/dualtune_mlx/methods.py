@@ -27,9 +27,10 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, Int8Linear)
 
 
 class DropoutSeeds:
-    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
+    """What adapted layers know of the current micro-batch: its dropout seeds, or None where dropout is off."""
 
     seeds_BT: mx.array | None = None
+    is_evaluated: bool = False  # losses are computed, without gradients
 
     @contextmanager
     def after(self, slope: mx.array) -> Iterator[None]:
@@ -79,6 +80,14 @@ class AdaptedLayer(nn.Module):
 
     def delta(self, number: int | None = None) -> mx.array:
         """ΔW, float32 [out, in]; of a stack that of one expert."""
+        raise NotImplementedError
+
+    def derived(self, dtype: mx.Dtype) -> mx.array | None:
+        """Return what it computes with that follows from the trainable parameters alone, if there is such an array."""
+        return None
+
+    def bind_derived(self, derived: mx.array) -> None:
+        """Compute with this array in place of `derived`, which is computed once after each change of the parameters."""
         raise NotImplementedError
 
 

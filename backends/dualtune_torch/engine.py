@@ -160,7 +160,7 @@ class TorchEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
-        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch):
             return LossSum(self._loss_sum(inputs), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
@@ -193,7 +193,7 @@ class TorchEngine:
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
         dropout_ = self._dropout(inputs) if dropout else nullcontext()
-        with torch.no_grad(), self._together(), dropout_, self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch), dropout_:
             head = self._kernels.head
             if head is None:
                 return _numpy(target_logprobs(self._logits(inputs), inputs.labels_BT))
@@ -219,7 +219,7 @@ class TorchEngine:
     def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""
         inputs = self._inputs(batch)
-        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch):
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
@@ -379,6 +379,16 @@ class TorchEngine:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
         shares_positions = self._kernels.attention and len(batch.tokens_BT) > 1
         return arrays_of(batch, positions=shares_positions or needs_positions(batch, self._num_positions))
+
+    @contextmanager
+    def _evaluating(self, batch: Batch) -> Iterator[None]:
+        """Compute losses without gradients, from the hidden states of the batch if it has them."""
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            self._dropout_seeds.is_evaluated = True
+            try:
+                yield
+            finally:
+                self._dropout_seeds.is_evaluated = False
 
     @contextmanager
     def _dropout(self, inputs: Inputs) -> Iterator[None]:

@@ -22,9 +22,10 @@ from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, 
 
 
 class DropoutSeeds:
-    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
+    """What adapted layers know of the current micro-batch: its dropout seeds, or None where dropout is off."""
 
     seeds_BT: Tensor | None = None
+    is_evaluated: bool = False  # losses are computed, without gradients
 
 
 class AdaptedLayer(nn.Module):

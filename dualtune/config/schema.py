@@ -151,8 +151,8 @@ class AdapterConfig(Section):
     alpha_pattern: Alphas = {}  # noqa: RUF012
     """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
     merge_for: MergeFor = "none"
-    """The format to which the merged model will be quantized: training then sees the merge rounded as it rounds; none
-    trains on the merge as it is."""
+    """The format to which the merged model will be quantized: training and its evaluations see the merge rounded as it
+    rounds; none leaves the merge as it is."""
     train_modules: Names = ()
     """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
     embed_tokens, lm_head or norm."""

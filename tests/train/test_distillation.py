@@ -194,6 +194,7 @@ class _Few:
     def __init__(self, documents, ids):
         self._documents, self._ids = documents, ids
         self.lengths, self.hidden = documents.lengths[ids], None
+        self.beginnings, self.shares = None, False
 
     def __len__(self):
         return len(self._ids)
