@@ -131,8 +131,8 @@ def adapter(decoder: Shape, ask: Ask) -> MemoryPart:
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     norms = num_scaled(decoder, ask)
-    formula += f" + {norms:,} norms × 4 B" * bool(norms)
-    size = (MASTER_BYTES + copy) * n + 4 * (on.inputs + norms)
+    formula += f" + {norms:,} norms of W and of the sum × 8 B" * bool(norms)
+    size = (MASTER_BYTES + copy) * n + 4 * on.inputs + 8 * norms
     if kept:  # both are computed with side by side, also in float32
         of_both = (ask.item_bytes - copy) * n + ask.item_bytes * kept
         formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B + {of_both:,} B of copies"
