@@ -206,10 +206,17 @@ def test_a_rollback_goes_further_back_when_the_first_did_not_help(spiking):
     expected="adapter bitwise equal to the run that was not stopped",
 )
 @pytest.mark.parametrize(
-    ("spiking", "stop"), [*((24, stop) for stop in (21, 24, 25, 26, 27, 31)), (20, 21), (20, 22), (20, 23)],
+    ("how", "spiking", "stop"),
+    [
+        *(("SIGTERM", 24, stop) for stop in (21, 24, 26)), *(("SIGTERM", 20, stop) for stop in (21, 23)),
+        *(("kill", 24, stop) for stop in (24, 25, 31)), ("kill", 20, 22),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (
+            *(("SIGTERM", 24, stop) for stop in (25, 27, 31)), ("SIGTERM", 20, 22),
+            *(("kill", 24, stop) for stop in (21, 26, 27)), ("kill", 20, 21), ("kill", 20, 23),
+        )),
+    ],
     indirect=["spiking"],
 )  # fmt: skip
-@pytest.mark.parametrize("how", ["SIGTERM", "kill"])
 def test_a_preemption_does_not_change_a_rollback(spiking, monkeypatch, stop, how):
     from dualtune.engine.testing.numpy_engine import NumpyEngine
 

@@ -65,7 +65,8 @@ def measure(open_backend, tmp_path, monkeypatch):
     return measure_
 
 
-COMBINED = {"both, side by side", "vision tower and linear attention", "Llama in a wrapper", "another"}
+COMBINED = {"both, side by side", "vision tower and linear attention", "Llama in a wrapper", "another",
+            "mixture with plain attention"}  # fmt: skip
 
 
 def cases(families):

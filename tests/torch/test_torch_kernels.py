@@ -23,14 +23,19 @@ CLOSE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # relative, by nor
 COMPILE = {"plain": lambda function: function, "compiled": compiled.compile_function}
 
 
-@pytest.fixture(params=COMPILE)
-def maybe_compile(request):
-    return COMPILE[request.param]
-
-
 @pytest.fixture(params=DTYPES)
 def dtype(request):
     return request.param
+
+
+def long(*values):
+    """Compiling takes seconds for each dtype: one more of a kind that has a case."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+PLAIN = [(dtype, "plain") for dtype in DTYPES]
+WITH = ("dtype", "how")
+COMPILED = [("float32", "compiled"), ("bfloat16", "compiled"), long("float16", "compiled")]
 
 
 def randn(*shape, seed=0, dtype="float32"):
@@ -62,23 +67,28 @@ def segments_of(rows):
     return segments
 
 
+ATTENTION = [(4, 4, None, None), (6, 2, 4, None), (3, 1, 100, 2.0)]  # heads, groups, window, cap
+
+
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
-    ("heads", "groups", "window", "cap", "how"),
+    ("dtype", "how", "heads", "groups", "window", "cap"),
     [
-        (4, 4, None, None, "plain"), (6, 2, 4, None, "plain"), (3, 1, 100, 2.0, "plain"),
-        (6, 2, None, None, "compiled"), (6, 2, 4, 2.0, "compiled"),
+        *((dtype, "plain", *each) for dtype in DTYPES for each in ATTENTION),
+        ("float32", "compiled", 6, 2, 4, 2.0), ("bfloat16", "compiled", 6, 2, None, None),
+        *(long(dtype, "compiled", 6, 2, 4, 2.0) for dtype in ("bfloat16", "float16")),
+        *(long(dtype, "compiled", 6, 2, None, None) for dtype in ("float32", "float16")),
     ],
 )  # fmt: skip
 def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, window, cap, how, dtype):
-    segments, maybe_compile = segments_of(rows), COMPILE[how]
+    segments = segments_of(rows)
     B, T, d = *segments.shape, 8
     shapes = [(B, T, heads, d), (B, T, groups, d), (B, T, groups, d)]
     inputs = [randn(*shape, seed=i, dtype=dtype).transpose(1, 2) for i, shape in enumerate(shapes)]
     real = torch.from_numpy(segments > 0)[..., None, None]
     weights = randn(B, T, heads, d, seed=9) * real  # nothing is asked of the padding
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
-    where = attention.DocumentBorders.of(segments, torch.device("cpu"), maybe_compile)
+    where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE[how])
     out, _ = attention.attend(
         torch.nn.Module(), *found, None, scaling=0.3, sliding_window=window, softcap=cap, documents=where
     )
@@ -165,13 +175,14 @@ def test_what_attention_does_not_know_is_refused(name, value):
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
 @pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0)], ids=["", "bias", "cap"])
-def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, maybe_compile, monkeypatch):
+@pytest.mark.parametrize(WITH, [*PLAIN, *COMPILED])
+def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, how, monkeypatch):
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     offsets = randn(97, seed=2, dtype=dtype) if bias else None
     labels = torch.arange(rows) * 31 % 97
     a, b = leaf(hidden), leaf(hidden.float())
-    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, maybe_compile)
+    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, COMPILE[how])
     plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels, cap)
     assert loss.dtype == torch.float32
     assert gap(loss, plain) <= CLOSE[dtype]
@@ -253,9 +264,10 @@ def run(layers, x, seeds):
 @pytest.mark.parametrize("dropout", [0.0, 0.3, 0.05])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7), (1, 33)])
-def test_a_group_computes_what_its_layers_do(shape, bias, dropout, dtype, maybe_compile):
+@pytest.mark.parametrize(WITH, [*PLAIN, *COMPILED])
+def test_a_group_computes_what_its_layers_do(shape, bias, dropout, dtype, how):
     seeds, (plain, _), (layers, buffer) = make_layers(dtype, dropout=dropout, bias=bias)
-    add_groups(paths(layers), buffer, maybe_compile)
+    add_groups(paths(layers), buffer, COMPILE[how])
     seeds.seeds_BT = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 31), 1 << 31, shape).astype(np.int32))
     x = randn(*shape, 40, seed=50, dtype=dtype)
     (expected, dx_plain), (found, dx) = run(plain, x, seeds), run(layers, x, seeds)
@@ -344,15 +356,23 @@ def test_a_group_keeps_its_input_once_and_no_mask():
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("r", [8, 4], ids=["all channels", "half of them"])
-def test_rotation_and_its_gradient_are_those_of_transformers(r, dtype, maybe_compile):
+@pytest.mark.parametrize(
+    ("dtype", "how", "r"),
+    [
+        *((*each, r) for each in PLAIN for r in (8, 4)), ("float32", "compiled", 4), ("bfloat16", "compiled", 8),
+        *(long(*each) for each in (("float32", "compiled", 8), ("bfloat16", "compiled", 4))),
+        *(long("float16", "compiled", r) for r in (8, 4)),
+    ],
+)  # fmt: skip
+def test_rotation_and_its_gradient_are_those_of_transformers(r, dtype, how):
+    """Of all 8 channels of a head, and of half of them."""
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
     angles = torch.arange(10)[None, :, None] / 3.0 ** torch.arange(r // 2)
     cos, sin = (torch.cat((f(angles), f(angles)), -1).to(DTYPES[dtype]) for f in (torch.cos, torch.sin))
     inputs = [randn(1, 10, heads, 8, seed=heads, dtype=dtype).transpose(1, 2) for heads in (4, 2)]
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
-    ours = blocks.rotate_both(*found, cos, sin, maybe_compile=maybe_compile)
+    ours = blocks.rotate_both(*found, cos, sin, maybe_compile=COMPILE[how])
     theirs = apply_rotary_pos_emb(*expected, cos.float(), sin.float())
     for y, z in zip(ours, theirs, strict=True):
         assert gap(y, z) <= CLOSE[dtype]
@@ -370,7 +390,13 @@ def test_an_interleaved_rotation_is_left_alone():
     assert not blocks._rotates_alike(interleaved)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("float32", "llama"), ("bfloat16", "gemma"), long("float32", "gemma"), long("bfloat16", "llama"),
+        long("float16", "llama"), long("float16", "gemma"),
+    ],
+)  # fmt: skip
 def test_compiled_norms_and_mlps_are_the_plain_ones(kind, dtype):
     import transformers
 

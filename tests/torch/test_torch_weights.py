@@ -11,14 +11,13 @@ CLOSE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # relative, by nor
 COMPILE = {"plain": lambda function: function, "compiled": compiled.compile_function}
 
 
-@pytest.fixture(params=COMPILE)
-def maybe_compile(request):
-    return COMPILE[request.param]
-
-
-@pytest.fixture(params=DTYPES)
-def dtype(request):
-    return request.param
+CODE = pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        ("float32", "plain"), ("bfloat16", "plain"), ("float16", "plain"), ("bfloat16", "compiled"),
+        *(pytest.param(dtype, "compiled", marks=pytest.mark.long) for dtype in ("float32", "float16")),
+    ],
+)  # fmt: skip
 
 
 def randn(*shape, seed=0, dtype="float32"):
@@ -34,7 +33,8 @@ def gap(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def test_the_loss_in_chunks_takes_weights(dtype, maybe_compile, monkeypatch):
+@CODE
+def test_the_loss_in_chunks_takes_weights(dtype, how, monkeypatch):
     """Fractions, 0, negative ones, and ones so small that float16 holds them only with its loss scale."""
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     rows, cap = 40, 3.0
@@ -42,10 +42,10 @@ def test_the_loss_in_chunks_takes_weights(dtype, maybe_compile, monkeypatch):
     labels = torch.arange(rows) * 31 % 97
     for weights in (torch.tensor([0.3, 0.0, -1.5, 2.0]).repeat(rows // 4), torch.full((rows,), 1e-8)):
         a, b = leaf(hidden), leaf(hidden.float())
-        loss = cross_entropy.LinearCrossEntropy.apply(a, head, None, labels, cap, maybe_compile, weights)
+        loss = cross_entropy.LinearCrossEntropy.apply(a, head, None, labels, cap, COMPILE[how], weights)
         plain = cross_entropy.reference(b, head.float(), None, labels, cap, weights)
         with torch.no_grad():
-            alone = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, labels, cap, maybe_compile, weights)
+            alone = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, labels, cap, COMPILE[how], weights)
         assert gap(loss, plain) <= CLOSE[dtype] and gap(alone, plain) <= CLOSE[dtype]
         (loss * 1024.0).backward()
         (plain * 1024.0).backward()
@@ -53,10 +53,11 @@ def test_the_loss_in_chunks_takes_weights(dtype, maybe_compile, monkeypatch):
         assert not a.grad[weights == 0].any()
 
 
-def test_the_logprobs_of_targets_come_in_chunks(dtype, maybe_compile, monkeypatch):
+@CODE
+def test_the_logprobs_of_targets_come_in_chunks(dtype, how, monkeypatch):
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head, labels = randn(40, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype), torch.arange(40) * 31 % 97
-    found = cross_entropy.target_logprobs(hidden, head, None, labels, 3.0, maybe_compile)
+    found = cross_entropy.target_logprobs(hidden, head, None, labels, 3.0, COMPILE[how])
     logits = attention.capped(hidden.float() @ head.float().T, 3.0)
     assert found.dtype == torch.float32
     assert gap(found, logits.log_softmax(-1)[torch.arange(40), labels]) <= CLOSE[dtype]

@@ -31,6 +31,7 @@ AVERAGES: dict[RuleName, tuple[str, Averaging]] = {
     "sgd": ("ema", Averaging(least=0.4)),
 }  # fmt: skip
 TOGETHER = {*AVERAGES, "schedule_free", "muon"}  # checked with LoRA+ too: one of each kind of update
+PLAIN = {"adamw", "muon"}  # beside the plain code of layers, because an optimizer is the same code beside either
 LORA_PLUS = {"lora_B.weight": 3.0}  # learning-rate factors
 CODES_APART = 2e-3  # share of the values
 
@@ -135,7 +136,7 @@ def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]
 
     @wraps(check)
     def check_each(case: Case) -> None:
-        for options in optimizers_of(case.backend):
+        for options in optimizers_of(case):
             try:
                 check(replace(case, **options))
             except AssertionError as error:
@@ -145,16 +146,16 @@ def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]
     return check_each
 
 
-def optimizers_of(backend: Backend) -> Iterator[dict[str, Any]]:
+def optimizers_of(case: Case) -> Iterator[dict[str, Any]]:
     """Yield what the backend honours of the table of optimizers, plain and with the rest on top, as fields of a case.
 
     An average and LoRA+ come together, so that the second pass has both.
     """
-    honoured = backend.capabilities()
+    honoured = case.backend.capabilities()
     factors = LORA_PLUS if NUMBER in honoured.get("train.lora_plus_ratio", ()) else {}
     for name in OPTIMIZERS:
         key, default = ("train.schedule", "cosine") if name == "schedule_free" else ("train.optimizer", "adamw")
-        if name not in honoured.get(key, {default}):
+        if name not in honoured.get(key, {default}) or (case.kernels == "reference" and name not in PLAIN):
             continue
         yield {"optimizer": name}
         kind, average = AVERAGES.get(name, ("none", None))
