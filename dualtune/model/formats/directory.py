@@ -357,7 +357,7 @@ def peft_layout(adapter: Adapter, *, apart: bool = False) -> tuple[dict[str, Any
         naming=adapter.naming,
         of_experts=forms,
     )
-    return config, linear | of_experts
+    return config, peft.written_names(linear | of_experts, spec)
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:
