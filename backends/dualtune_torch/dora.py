@@ -25,13 +25,15 @@ class DoRALinear(LoRALinear):
     """
 
     squares_O: Tensor  # ‖W‖² of each row
+    norms_O: Tensor  # those of the sum, in one place
 
     def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         super().__init__(base, module, spec, seeds)
         weight_OI = weight_of(base, torch.float32)
         self.register_buffer("squares_O", _norms(weight_OI).square_(), persistent=False)
         self.lora_m = nn.Parameter(torch.empty_like(self.squares_O))
-        self._norms_O: Tensor | None = None
+        self.register_buffer("norms_O", torch.empty_like(self.squares_O), persistent=False)
+        self._is_stale = True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         return _Scaled.apply(super().forward(x_BTI), self.growth(x_BTI.dtype), self.bias)
@@ -41,10 +43,14 @@ class DoRALinear(LoRALinear):
 
         The norm is computed once after each change of the adapter: a step has it for all of its micro-batches.
         """
-        if self._norms_O is None:
+        self.prepare(dtype)
+        return self.lora_m / self.norms_O - 1
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        if self._is_stale:
             with torch.no_grad():
-                self._norms_O = self._norms_of_sum(weight_of(self.base, dtype))
-        return self.lora_m / self._norms_O - 1
+                self.norms_O.copy_(self._norms_of_sum(weight_of(self.base, dtype)))
+            self._is_stale = False
 
     def _norms_of_sum(self, weight_OI: Tensor) -> Tensor:
         (A_rI, B_Or), s = self.factors(), self.scale
@@ -53,7 +59,7 @@ class DoRALinear(LoRALinear):
         return (self.squares_O + change_O).maximum(LEAST_SHARE * self.squares_O).sqrt_().clamp_min_(LEAST_NORM)
 
     def refresh(self) -> None:
-        self._norms_O = None
+        self._is_stale = True
 
     def adapted(self, weight_OI: Tensor) -> Tensor:
         return super().adapted(weight_OI) * (1 + self.growth(weight_OI.dtype))[:, None].to(weight_OI.dtype)

@@ -86,6 +86,7 @@ class TorchEngine:
         # Layers are adapted before they are streamed, and streamed before the adapter's buffer is made on the device of
         # the rest of the model.
         self._streamed: StreamedLayers | None = None
+        self._graphs: MicroStepGraphs | None = None
         if self._is_full:
             self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
@@ -114,11 +115,11 @@ class TorchEngine:
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
-        self._graphs: MicroStepGraphs | None = None
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
             check_recordable(self._kernels, request.adapter, moves_weights=moves_weights)
             self._graphs = MicroStepGraphs(model.device)
+            self._prepare()
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
@@ -289,6 +290,13 @@ class TorchEngine:
         self._adapter.refresh()
         for layer in self._layers.values():
             layer.refresh()
+        if self._graphs is not None:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Compute what no graph may hold, because only the first micro-batch of a step does it."""
+        for layer in self._layers.values():
+            layer.prepare(compute_dtype(self.model))
 
     def optimizer_state(self) -> OptimizerState:
         optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self._adapter.shapes)

@@ -57,6 +57,9 @@ class AdaptedLayer(nn.Module):
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compute at once what the first micro-batch of a step would, for a micro-step that is recorded without it."""
+
     def delta(self, number: int | None = None) -> Tensor:
         """ΔW, float32 [out, in], a tensor of its own; of a stack that of one expert."""
         raise NotImplementedError
