@@ -201,8 +201,9 @@ class TrainConfig(Section):
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName | Name = "adamw"
     """How gradients update the weights; adamw_8bit keeps its moments in 8 bits: 2 bytes for a trained weight instead of
-    8; lion 4, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates of matrices
-    orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate; else the name of an installed one."""
+    8; lion 4 and lion_8bit 1, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates
+    of matrices orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate; else the name of an
+    installed one."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
     embedding_learning_rate: Positive | None = None
