@@ -2,10 +2,10 @@
 
     python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [VARIANT …]
 
-A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `dtype=float32`, `block=128` (queries of
-attention) or `rows=512` (of a chunk of the loss). The others are compared with the first one. Every variant is a
-separate engine on the same documents; each round takes a step of every variant, forth and back. Seconds are those of
-whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
+A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `method=dora`, `dtype=float32`,
+`block=128` (queries of attention) or `rows=512` (of a chunk of the loss). The others are compared with the first one.
+Every variant is a separate engine on the same documents; each round takes a step of every variant, forth and back.
+Seconds are those of whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from peers_inputs import SHAPES
 
 from dualtune.config.schema import AdapterConfig
 from dualtune.data.batches import SequenceLayout, micro_batches
-from dualtune.data.documents import in_memory
-from dualtune.engine.backend import Backend, LoadRequest, get_backend
+from dualtune.data.documents import Documents, in_memory
+from dualtune.engine.backend import Backend, Batch, LoadRequest, get_backend
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune_torch.kernels import attention, cross_entropy
@@ -56,14 +56,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES[args.shape]
-    (folder / "config.json").write_text(json.dumps(shape))
-    vocab = SHAPES[args.shape]["vocab_size"]
-    rng = np.random.default_rng(0)
-    documents = in_memory(
-        [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*LENGTHS, NUM_DOCUMENTS)]
-    )
-    batches = micro_batches(documents, range(NUM_DOCUMENTS), SequenceLayout(2048, 2048), seed=0, step=0)
+    documents, batches = documents_of(args.shape, folder)
     backend = get_backend("torch", "cpu")
     steps = {name: stepper(backend, folder, batches, name) for name in args.variants}
     for step in steps.values():
@@ -87,6 +80,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def documents_of(name: str, folder: Path) -> tuple[Documents, list[Batch]]:
+    """Write the config of a model of this shape, and return documents for it and their micro-batches."""
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES[name]
+    (folder / "config.json").write_text(json.dumps(shape))
+    vocab, rng = SHAPES[name]["vocab_size"], np.random.default_rng(0)
+    documents = in_memory(
+        [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*LENGTHS, NUM_DOCUMENTS)]
+    )
+    return documents, micro_batches(documents, range(NUM_DOCUMENTS), SequenceLayout(2048, 2048), seed=0, step=0)
+
+
 def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> Callable[[], float]:
     """A function that takes one optimizer step and returns its seconds."""
     given = dict(item.split("=") for item in variant.split(",") if item)
@@ -95,10 +99,11 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
         int(given.pop("rows", cross_entropy.LOSS_ROWS["cpu"])),
     )
     dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
+    method = given.pop("method", "lora")
     if given:
         raise SystemExit(f"variant {variant!r}: unknown settings: {', '.join(given)}")
     defaults = AdapterConfig()
-    spec = AdapterSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
+    spec = AdapterSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets), method=method)
     engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, OptimizerSpec(), seed=1, kernels=kernels))
     num_targets = sum(batch.num_targets for batch in batches)
 

@@ -27,7 +27,7 @@ class WholeModel(Bound):
 
     def __init__(self, model: nn.Module, base: BaseWeights | None, dropout_seeds: DropoutSeeds) -> None:
         """ConfigError for a parameter that is not one tensor of the files as it is: its name would say nothing."""
-        self.dropout_seeds = dropout_seeds
+        self.dropout_seeds, self.start = dropout_seeds, {}
         self.bound: dict[str, mx.array] = dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
         names = {path: path for path in self.bound} if base is None else stored_names(model, base)
         if other := sorted(self.bound.keys() - names.keys()):

@@ -21,8 +21,16 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
-from dualtune.model.beside import BesideAdapter, Table, parameter_name, rows_name, trained_parameters, trained_rows
-from dualtune.model.formats.naming import canonical_parameter
+from dualtune.model.beside import (
+    BesideAdapter,
+    Table,
+    parameter_name,
+    rows_name,
+    trained_biases,
+    trained_parameters,
+    trained_rows,
+)
+from dualtune.model.formats.naming import canonical_parameter, stored_bias
 from dualtune.model.targets import is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.host.places import stored_names
@@ -122,9 +130,9 @@ class TrainedBeside:
 
 
 def train_beside(
-    model: nn.Module, beside: BesideAdapter, base: BaseWeights | None, adapted: Collection[str]
+    model: nn.Module, beside: BesideAdapter, base: BaseWeights | None, adapted: Mapping[str, nn.Module]
 ) -> TrainedBeside:
-    """Say what is trained, and wrap tables with trained rows. `adapted`: canonical paths of adapted layers.
+    """Say what is trained, and wrap tables with trained rows. `adapted`: the layers by canonical path.
 
     ConfigError for what cannot be trained.
     """
@@ -151,6 +159,18 @@ def train_beside(
         module = cast(nn.Module, modules[module_path])
         values = cast(mx.array, module[key])
         found(parameter_name(canonical), canonical, Trained((module,), _binding(module, key)), values, paths[canonical])
+    # The bias of an adapted layer is inside of it, and of a packed one too.
+    inside: dict[str, Any] = {f"{path}.bias": layer.base for path, layer in adapted.items() if layer.count is None}
+    inside = {name: layer for name, layer in inside.items() if "bias" in layer}
+    for canonical in trained_biases(beside, [*paths, *inside], adapted):
+        if canonical in inside:
+            module, tensors = inside[canonical], [stored_bias(canonical, base.tensors)] if base else []
+        else:
+            path = paths[canonical]
+            module, tensors = modules[path.rpartition(".")[0]], [stored[path]] if path in stored else []
+        name = parameter_name(canonical)
+        trained.parts[name], trained.tensors[name] = Trained((module,), _binding(module, "bias")), tensors
+        start[name] = cast(mx.array, module["bias"])
     if beside.rows and embedding is None:
         raise ConfigError("adapter.train_rows: the embedding of this model was not found. Use the other backend")
     weights = {path: f"{path}.weight" for path in (embedding, head) if path}

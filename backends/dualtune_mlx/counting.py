@@ -223,9 +223,7 @@ def _layer(
     ]
     # Their input is that of the experts, of which each adapter of a router keeps one more here: too much, but little.
     adaptable += [
-        CountedLinear(path, *linear_shape(m), len(groups) + 2)
-        for path, m in modules.items()
-        if is_own_router(path, m)
+        CountedLinear(path, *linear_shape(m), len(groups) + 2) for path, m in modules.items() if is_own_router(path, m)
     ]
     return CountedLayer(
         linears=tuple(adaptable),

@@ -28,14 +28,8 @@ class DoRALinear(LoRALinear):
         mx.eval(self._squares_O)  # now, so that one unpacked weight is in memory at a time
 
     def __call__(self, x_BTI: mx.array) -> mx.array:
-        h_O = self.growth(x_BTI.dtype)
-        if not self.shared.drops:
-            z_BTO = super().__call__(x_BTI)
-            return _scaled(z_BTO, self._without_bias(z_BTO), h_O)
-        w_BTO = times_weight(self.shared.after_dropout(x_BTI), self.base)
-        u_BTr = self.shared.product(self.weights, x_BTI)
-        u_BTO = (u_BTr.flatten(0, -2) @ self.weights.lora_B_Or.T.astype(x_BTI.dtype)).reshape(w_BTO.shape)
-        return _scaled(self.base(x_BTI) + u_BTO, w_BTO + u_BTO, h_O)
+        z_BTO = super().__call__(x_BTI)
+        return _scaled(z_BTO, self._without_bias(z_BTO), self.growth(x_BTI.dtype))
 
     def growth(self, dtype: mx.Dtype) -> mx.array:
         """Return h = m / ‖W + s B A‖ - 1, float32. The norm is a constant in the gradient."""

@@ -33,7 +33,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.engine.documents import shared_tokens
-from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.model.adapter import AdapterSpec, Tensors, rank_axis
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
@@ -64,6 +64,8 @@ from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
+
+DERIVED = "derived of "  # among the inputs of a function: what a layer derives from its parameters, by its path
 
 
 class MlxEngine:
@@ -100,30 +102,33 @@ class MlxEngine:
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
-        fresh = whole.state() if whole else self._initial(request.adapter)
+        fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
         order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
         self._layout = FlatLayout({name: shapes[name] for name in order})
         # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
-        self.adapter_shapes = shapes_apart(self._layout.shapes)
-        self._tensors = FlatLayout(self.adapter_shapes)
+        self._tensors = FlatLayout(shapes_apart(self._layout.shapes))
+        self.adapter_shapes = request.adapter.state_shapes(self._tensors.shapes)
+        # A start that is kept lies in an array of its own.
+        kept = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
+        self._start_layout, self._start_tensors = FlatLayout(kept), FlatLayout(shapes_apart(kept))
+        self._start = from_numpy(start, self._start_tensors)
         self._params = from_numpy(fresh, self._tensors)
-        mx.eval(self._params)
-        del fresh
+        mx.eval(self._params, self._start)
+        del fresh, start
         self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_chunks=self._is_full)
-        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        slots = request.optimizer.slot_shapes(self._tensors.shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
-        kept = request.adapter.kept(self.adapter_shapes)
-        self._kept = None if kept is None else from_numpy(kept, self._tensors)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = whole or AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
-        self._bind()
+        self._derived: Arrays = {}
+        self._bind_anew()
         trained = [*model.modules()] if whole else self._beside.modules
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *trained])
         streaming = None
@@ -148,7 +153,7 @@ class MlxEngine:
             ),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
-            trainable_parameters=self._params.size - (0 if self._kept is None else int(np.array(self._kept).sum())),
+            trainable_parameters=self._params.size,
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
         )
@@ -166,7 +171,7 @@ class MlxEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             loss = self._loss_sum(inputs, slopes=False)
         mx.async_eval(loss)
         return LossSum(loss, batch.num_targets)
@@ -177,21 +182,22 @@ class MlxEngine:
 
     def traced(self, batch: Batch, *, divisor: float) -> tuple[mx.array, mx.array]:
         """Return what `forward_backward` evaluates: the sums of gradients and losses with those of the micro-batch."""
-        inputs = self._inputs(batch, dropout=True)
+        inputs = self._inputs(batch, dropout=True) | self._derived
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
-                return self._accumulate(self._params, self._grads, self._loss, inputs, factor)
+                return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
         finally:
             self._bind()  # the function above bound its own arguments
+            self._bind_derived(self._derived)
             self._adapter.forget()
 
     def gradient(self) -> Tensors:
-        return to_numpy(self._without_kept(self._grads / self._loss_scale), self._tensors)
+        return to_numpy(self._grads / self._loss_scale, self._tensors)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
-        with self._documents(batch), self._dropout(inputs), self._replaced(inputs):
+        with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
                 return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
             body, head = self._kernels.loss
@@ -203,7 +209,7 @@ class MlxEngine:
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, where = self._inputs(batch), np.arange(batch.num_targets)  # padding follows them
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 where = np.flatnonzero(batch.is_target_BT)
                 top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
@@ -216,7 +222,7 @@ class MlxEngine:
 
     def most_probable(self, batch: Batch) -> np.ndarray:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
-        with self._documents(batch), self._replaced(inputs):
+        with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
@@ -241,7 +247,7 @@ class MlxEngine:
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
-        self._bind()
+        self._bind_anew()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
@@ -251,7 +257,8 @@ class MlxEngine:
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:
-        return to_numpy(self._params, self._tensors)
+        start = to_numpy(self._start, self._start_tensors)
+        return self._request.adapter.joined(to_numpy(self._params, self._tensors), start)
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
@@ -263,8 +270,9 @@ class MlxEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = from_numpy(state, self._tensors)
-        self._bind()
+        trained, start = self._request.adapter.split(state)
+        self._params, self._start = from_numpy(trained, self._tensors), from_numpy(start, self._start_tensors)
+        self._bind_anew()
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
@@ -272,7 +280,7 @@ class MlxEngine:
         return OptimizerState(step, {slot: to_numpy(slots[slot], own) for slot, own in self._slot_layouts.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._tensors.shapes, state)
         self._step = mx.array(float(state.step))
         slots = {slot: from_numpy(state.slots.get(slot, {}), own) for slot, own in self._slot_layouts.items()}
         self._slots = self._optimizer.load(slots, state.step)
@@ -312,14 +320,16 @@ class MlxEngine:
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 
     def _add_gradient(
-        self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
+        self, params: mx.array, start: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
+        self._adapter.start = self._start_layout.named(start)
 
         def scaled_loss(params: Arrays) -> mx.array:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
+        self._bind_derived(inputs)
         named = self._computing(params)
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
@@ -338,24 +348,30 @@ class MlxEngine:
 
     def _bind(self) -> None:
         """Compute with the present weights. An adapter is bound in float32: its layers cast it."""
+        self._adapter.start = self._start_layout.named(self._start)
         self._adapter.bind(self._computing(self._params) if self._is_full else self._layout.named(self._params))
+
+    def _bind_anew(self) -> None:
+        """Compute with weights that have changed, and with what follows from them."""
+        self._bind()
+        found = {f"{DERIVED}{path}": layer.derived(self._dtype) for path, layer in self._layers.items()}
+        self._derived = {name: array for name, array in found.items() if array is not None}
+        self._bind_derived(self._derived)
+        mx.async_eval(self._derived)
+
+    def _bind_derived(self, arrays: Arrays) -> None:
+        for name in filter(arrays.__contains__, self._derived):
+            self._layers[name.removeprefix(DERIVED)].bind_derived(arrays[name])
 
     def _updated(
         self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(self._without_kept(grads / self._loss_scale), max_norm)
+        grads, norm = clip(grads / self._loss_scale, max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        # Zeros with a gradient of zero stay so in every rule, with all of its slots.
-        moving = self._without_kept(params)
-        new, slots = self._optimizer.update(moving, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
-        if self._kept is not None:
-            new = mx.where(self._kept, params, new)
+        new, slots = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
         return new, slots, step + good, norm
-
-    def _without_kept(self, flat: mx.array) -> mx.array:
-        return flat if self._kept is None else mx.where(self._kept, 0.0, flat)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:
@@ -403,6 +419,16 @@ class MlxEngine:
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
         return arrays if batch.hidden_BTD is None else arrays | {"hidden_BTD": to_mlx(batch.hidden_BTD)}
+
+    @contextmanager
+    def _evaluating(self, batch: Batch, inputs: Arrays) -> Iterator[None]:
+        """Compute losses without gradients, from the hidden states among the inputs if there are any."""
+        self._dropout_seeds.is_evaluated = True
+        try:
+            with self._documents(batch), self._replaced(inputs):
+                yield
+        finally:
+            self._dropout_seeds.is_evaluated = False
 
     def _replaced(self, inputs: Arrays) -> AbstractContextManager[None]:
         """Use the hidden states among the inputs, if there are any."""

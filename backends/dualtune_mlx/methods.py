@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 
-from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.adapter import AdapterSpec, rank_axis, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.experts import check_stackable, check_whole, members, stacks_of
 from dualtune.model.formats.naming import canonical_name
@@ -27,9 +27,10 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, Int8Linear)
 
 
 class DropoutSeeds:
-    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
+    """What adapted layers know of the current micro-batch: its dropout seeds, or None where dropout is off."""
 
     seeds_BT: mx.array | None = None
+    is_evaluated: bool = False  # losses are computed, without gradients
 
     @contextmanager
     def after(self, slope: mx.array) -> Iterator[None]:
@@ -81,11 +82,20 @@ class AdaptedLayer(nn.Module):
         """ΔW, float32 [out, in]; of a stack that of one expert."""
         raise NotImplementedError
 
+    def derived(self, dtype: mx.Dtype) -> mx.array | None:
+        """Return what it computes with that follows from the trainable parameters alone, if there is such an array."""
+        return None
+
+    def bind_derived(self, derived: mx.array) -> None:
+        """Compute with this array in place of `derived`, which is computed once after each change of the parameters."""
+        raise NotImplementedError
+
 
 class Bound:
     """The arrays with which a model computes, by the name of what is trained."""
 
     bound: dict[str, mx.array]
+    start: Mapping[str, mx.array]  # that is kept beside what is trained, by the same names: bound with it
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Compute with these arrays: those of all names, or of some."""
@@ -115,7 +125,7 @@ class AdaptedLayers(Bound):
         self.layers = layers
         self._beside = beside.parts if beside else {}
         self.dropout_seeds = dropout_seeds
-        self.bound: dict[str, mx.array] = {}
+        self.bound, self.start = {}, {}
         parts, method = sorted(spec.method_spec.parts), spec.method
         self._names = {path: {part: tensor_name(path, part, method) for part in parts} for path in layers}
 
@@ -130,9 +140,14 @@ class AdaptedLayers(Bound):
         self.bound |= params
         for path, names in self._names.items():
             if params.keys() >= {*names.values()}:
-                self.layers[path].bind({part: params[name] for part, name in names.items()})
+                self.layers[path].bind({part: self._with_start(name, params[name]) for part, name in names.items()})
         for name in self._beside.keys() & params.keys():
             self._beside[name].bind(params[name])
+
+    def _with_start(self, name: str, trained: mx.array) -> mx.array:
+        if name not in self.start:
+            return trained
+        return mx.concatenate([trained, self.start[name].astype(trained.dtype)], cast(int, rank_axis(name)))
 
     def trace(self, origins: Origins) -> None:
         """Make the inputs of all layers again in the backward pass, while their origins are kept."""

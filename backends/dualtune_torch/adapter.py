@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.model.adapter import Tensors, tensor_name
+from dualtune.model.adapter import Tensors, rank_axis, scaled_ranks, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.experts import shapes_apart
 from dualtune.model.methods import METHODS
@@ -34,18 +34,34 @@ class AdapterBuffer:
     (`dualtune.model.experts`): these lie in it one after another.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, *, starts: bool = False
+    ) -> None:
+        """`starts`: whether a start is kept beside each A and B. The copy then has both, side by side."""
         self.of_base: dict[str, nn.Parameter] = {}  # the parameters of the base that compute with the copy
         self.shapes = shapes_apart(shapes)
         self.flat = torch.zeros(sum(map(math.prod, self.shapes.values())), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
         self.masters, self.grads = _views(self.flat.detach(), shapes), _views(self.flat.grad, shapes)
-        self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
-        self.compute = _views(self._compute.detach(), shapes)
+        kept = {name: shape for name, shape in shapes.items() if starts and rank_axis(name)}
+        self._start_shapes = shapes_apart(kept)
+        self._start = torch.zeros(sum(map(math.prod, kept.values())), device=device)
+        self.start = _views(self._start, kept)
+        wide = {**shapes, **scaled_ranks(kept, 2, 1)}
+        if dtype == torch.float32 and not kept:
+            self._compute = self.flat.detach()
+        else:
+            self._compute = torch.empty(sum(map(math.prod, wide.values())), device=device, dtype=dtype)
+        self.compute = _views(self._compute, wide)
 
     def refresh(self) -> None:
         """Update the copy in the compute dtype. Call this after every change of the flat tensor."""
-        if self._compute.dtype != torch.float32:
+        if self.start:
+            parts = {name: self.compute[name].chunk(2, rank_axis(name) or 0) for name in self.start}
+            trained = [parts[name][0] if name in parts else self.compute[name] for name in self.masters]
+            torch._foreach_copy_(trained, [*self.masters.values()])
+            torch._foreach_copy_([parts[name][1] for name in self.start], [*self.start.values()])
+        elif self._compute.dtype != torch.float32:
             self._compute.copy_(self.flat.detach())
 
     def train(self, name: str, parameter: nn.Parameter) -> None:
@@ -62,16 +78,13 @@ class AdapterBuffer:
             parameter.register_post_accumulate_grad_hook(_add_to(self.grads[name]))
         self.of_base[name] = parameter
 
-    def load(self, into: Tensor, state: Tensors) -> None:
-        fill(into, self.shapes, state)
+    def load(self, trained: Tensors, start: Tensors) -> None:
+        fill(self.flat, self.shapes, trained)
+        fill(self._start, self._start_shapes, start)
 
-    def where(self, marks: Mapping[str, np.ndarray] | None) -> Tensor | None:
-        """Return a flat mask of these places, or None."""
-        if marks is None:
-            return None
-        mask = torch.zeros_like(self.flat, dtype=torch.bool, requires_grad=False)
-        self.load(mask, {**marks})
-        return mask
+    def state(self) -> tuple[Tensors, Tensors]:
+        """Return copies of what is trained, and of the start that is kept."""
+        return self.to_numpy(self.flat), to_numpy(self._start, self._start_shapes)
 
     def to_numpy(self, flat: Tensor) -> Tensors:
         return to_numpy(flat, self.shapes)
@@ -100,6 +113,8 @@ def adapter_buffer(
     dtype: torch.dtype,
     method: str = "lora",
     beside: TrainedBeside | None = None,
+    *,
+    starts: bool = False,
 ) -> AdapterBuffer:
     """Make the weights and gradients of adapted layers (by module path), and what is trained beside them, views of a
     new buffer."""
@@ -113,7 +128,10 @@ def adapter_buffer(
     }
     named |= beside.rows
     shapes = {name: tuple(weight.shape) for name, weight in {**named, **beside.whole}.items()}
-    buffer = AdapterBuffer(shapes, device, dtype)
+    buffer = AdapterBuffer(shapes, device, dtype, starts=starts)
+    if starts:
+        for path, layer in layers.items():
+            layer.start = (buffer.start[tensor_name(path, "A")], buffer.start[tensor_name(path, "B")])
     for name, weight in named.items():
         weight.data, weight.grad = buffer.masters[name], buffer.grads[name]
     for name, parameter in beside.whole.items():

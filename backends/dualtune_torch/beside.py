@@ -28,11 +28,13 @@ from dualtune.model.beside import (
     parameter_name,
     rows_name,
     shifts_choice,
+    trained_biases,
     trained_parameters,
     trained_rows,
 )
-from dualtune.model.formats.naming import canonical_parameter
+from dualtune.model.formats.naming import canonical_parameter, stored_bias
 from dualtune.model.weight_files import BaseWeights
+from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import is_linear, weight_of
 from dualtune_torch.weights.places import stored_names
 
@@ -135,9 +137,9 @@ class TrainedBeside:
 
 
 def train_beside(
-    model: PreTrainedModel, beside: BesideAdapter, base: BaseWeights | None, adapted: Collection[str]
+    model: PreTrainedModel, beside: BesideAdapter, base: BaseWeights | None, adapted: Mapping[str, AdaptedLayer]
 ) -> TrainedBeside:
-    """Make the parameters trainable, and wrap tables with trained rows. `adapted`: canonical paths of adapted layers.
+    """Make the parameters trainable, and wrap tables with trained rows. `adapted`: the layers by canonical path.
 
     ConfigError for what cannot be trained.
     """
@@ -158,6 +160,15 @@ def train_beside(
     # Files may hold an output head that the config ties: a merge would leave it as it was.
     in_files = base.tensors if base else {}
     copies = {of: [alias for alias in tied if tied[alias] == of and alias in in_files] for of in tied.values()}
+    # The bias of an adapted layer is inside of it, under another path than in the files.
+    inside = {f"{m}.bias": getattr(layer.base, "bias", None) for m, layer in adapted.items() if layer.count is None}
+    biases = {name: bias for name, bias in inside.items() if isinstance(bias, nn.Parameter)}
+    parameters, stored = (
+        parameters | biases,
+        stored | {name: stored_bias(name, base.tensors) for name in biases if base},
+    )
+    chosen |= dict.fromkeys(trained_biases(beside, parameters, adapted))
+    _check_head(model, chosen, names)
     for name in chosen:
         parameter = parameters[name]
         state_name = parameter_name(name)
@@ -167,10 +178,20 @@ def train_beside(
         trained.tensors[state_name] = [*([stored[name]] if name in stored else []), *copies.get(name, ())]
     paths = {id(module): path for path, module in model.named_modules()}
     inverse = {name: path for path, name in names.items()}
-    trained.modules += [model.get_submodule(inverse[name].rpartition(".")[0]) for name in chosen]
+    trained.modules += [model.get_submodule(inverse[name].rpartition(".")[0]) for name in chosen if name not in biases]
     if beside.rows:
         _train_rows(model, beside, trained, names, paths, stored, copies)
     return trained
+
+
+def _check_head(model: PreTrainedModel, chosen: Collection[str], names: Mapping[str, str]) -> None:
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if head is not None and names.get(f"{path}.bias") in chosen:
+        raise ConfigError(
+            "adapter.bias: got all, but this model's output head has a bias, which is computed together with the loss. "
+            "Set adapter.bias: lora_only"
+        )
 
 
 def _train_rows(

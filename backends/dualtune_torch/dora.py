@@ -21,47 +21,45 @@ from dualtune_torch.weights.frozen import FrozenLinear, weight_of
 class DoRALinear(LoRALinear):
     """y = z + h ∘ (z - b), with z the output of the LoRA layer and 1 + h = m / ‖W + s B A‖.
 
-    h is small in training, so that it keeps its digits where y is computed in 16 bits. A `group` may compute z; with
-    dropout, where what is scaled is not z, there is only the plain code.
+    h is small in training, so that it keeps its digits where y is computed in 16 bits.
     """
 
     squares_O: Tensor  # ‖W‖² of each row
+    norms_O: Tensor  # those of the sum, in one place
 
     def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         super().__init__(base, module, spec, seeds)
-        self.grouped = not spec.dropout
         weight_OI = weight_of(base, torch.float32)
         self.register_buffer("squares_O", _norms(weight_OI).square_(), persistent=False)
         self.lora_m = nn.Parameter(torch.empty_like(self.squares_O))
-        self._norms_O: Tensor | None = None
+        self.register_buffer("norms_O", torch.empty_like(self.squares_O), persistent=False)
+        self._is_stale = True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        h_O = self.growth(x_BTI.dtype)
-        if not self.drops:
-            return _Scaled.apply(super().forward(x_BTI), None, h_O, self.bias)
-        dropped_BTI = self.after_dropout(x_BTI)
-        u_BTO, w_BTO = self.update(dropped_BTI), self.base(dropped_BTI)
-        w_BTO = w_BTO if self.bias is None else w_BTO - self.bias
-        return _Scaled.apply(self.base(x_BTI) + u_BTO, w_BTO + u_BTO, h_O, None)
+        return _Scaled.apply(super().forward(x_BTI), self.growth(x_BTI.dtype), self.bias)
 
     def growth(self, dtype: torch.dtype) -> Tensor:
         """Return h = m / ‖W + s B A‖ - 1, float32. `dtype`: that in which packed weights are unpacked.
 
         The norm is computed once after each change of the adapter: a step has it for all of its micro-batches.
         """
-        if self._norms_O is None:
+        self.prepare(dtype)
+        return self.lora_m / self.norms_O - 1
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        if self._is_stale:
             with torch.no_grad():
-                self._norms_O = self._norms_of_sum(weight_of(self.base, dtype))
-        return self.lora_m / self._norms_O - 1
+                self.norms_O.copy_(self._norms_of_sum(weight_of(self.base, dtype)))
+            self._is_stale = False
 
     def _norms_of_sum(self, weight_OI: Tensor) -> Tensor:
-        A_rI, B_Or, s = self.lora_A, self.lora_B, self.scale
+        (A_rI, B_Or), s = self.factors(), self.scale
         product_Or = (weight_OI @ A_rI.T.to(weight_OI.dtype)).float()
         change_O = (B_Or * (2 * s * product_Or + s**2 * (B_Or @ (A_rI @ A_rI.T)))).sum(1)
         return (self.squares_O + change_O).maximum(LEAST_SHARE * self.squares_O).sqrt_().clamp_min_(LEAST_NORM)
 
     def refresh(self) -> None:
-        self._norms_O = None
+        self._is_stale = True
 
     def adapted(self, weight_OI: Tensor) -> Tensor:
         return super().adapted(weight_OI) * (1 + self.growth(weight_OI.dtype))[:, None].to(weight_OI.dtype)
@@ -77,24 +75,22 @@ class DoRALinear(LoRALinear):
 
 
 class _Scaled(torch.autograd.Function):
-    """z + h ∘ w, where w is z - bias if none is given. The gradient of h is summed over the tokens in float32."""
+    """z + h ∘ (z - b). The gradient of h is summed over the tokens in float32."""
 
     @staticmethod
-    def forward(ctx: Any, z_BTO: Tensor, w_BTO: Tensor | None, h_O: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.is_own = w_BTO is None
-        ctx.save_for_backward(z_BTO if w_BTO is None else w_BTO, h_O, bias_O)
-        w_BTO = _without(z_BTO, bias_O) if w_BTO is None else w_BTO
-        return torch.addcmul(z_BTO, w_BTO, h_O.to(z_BTO.dtype))
+    def forward(ctx: Any, z_BTO: Tensor, h_O: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(z_BTO, h_O, bias_O)
+        return torch.addcmul(z_BTO, _without(z_BTO, bias_O), h_O.to(z_BTO.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        w_BTO, h_O, bias_O = ctx.saved_tensors
-        dh_O = (g_BTO * _without(w_BTO, bias_O)).flatten(0, -2).sum(0, dtype=h_O.dtype)
-        h_O = h_O.to(g_BTO.dtype)
-        if ctx.is_own:
-            return torch.addcmul(g_BTO, g_BTO, h_O), None, dh_O, None
-        return g_BTO, g_BTO * h_O, dh_O, None
+        z_BTO, h_O, bias_O = ctx.saved_tensors
+        dh_O = (g_BTO * _without(z_BTO, bias_O)).flatten(0, -2).sum(0, dtype=h_O.dtype)
+        dbias_O = None
+        if ctx.needs_input_grad[2]:  # what it has through z is z's
+            dbias_O = (-h_O * g_BTO.flatten(0, -2).sum(0, dtype=h_O.dtype)).to(g_BTO.dtype)
+        return torch.addcmul(g_BTO, g_BTO, h_O.to(g_BTO.dtype)), dh_O, dbias_O
 
 
 def _without(z_BTO: Tensor, bias_O: Tensor | None) -> Tensor:

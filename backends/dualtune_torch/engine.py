@@ -86,6 +86,7 @@ class TorchEngine:
         # Layers are adapted before they are streamed, and streamed before the adapter's buffer is made on the device of
         # the rest of the model.
         self._streamed: StreamedLayers | None = None
+        self._graphs: MicroStepGraphs | None = None
         if self._is_full:
             self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             self._adapter = model_buffer(model, DTYPES[description["dtype"]])
@@ -97,13 +98,12 @@ class TorchEngine:
                 device = torch.device(description["device"])
                 self._streamed = StreamedLayers(model, device, request.resident_layers)
             dtype, method = compute_dtype(model), request.adapter.method
-            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside)
-        self.adapter_shapes = self._adapter.shapes
+            starts = request.adapter.keeps_start
+            self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside, starts=starts)
+        self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
-        self._kept: Tensor | None = None
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))
-            self._kept = self._adapter.where(request.adapter.kept(self.adapter_shapes))
         # Documents are separated before kernels are tried, because the trials read packed rows.
         self._separate = SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)
@@ -115,11 +115,11 @@ class TorchEngine:
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
-        self._graphs: MicroStepGraphs | None = None
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
             check_recordable(self._kernels, request.adapter, moves_weights=moves_weights)
             self._graphs = MicroStepGraphs(model.device)
+            self._prepare()
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
@@ -127,7 +127,7 @@ class TorchEngine:
             adapted_as=adapted_as(shapes_of(self._layers), request.adapter.targets, experts=request.adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
-            trainable_parameters=self._adapter.flat.numel() - (0 if self._kept is None else int(self._kept.sum())),
+            trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -160,7 +160,7 @@ class TorchEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         inputs = self._inputs(batch)
-        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch):
             return LossSum(self._loss_sum(inputs), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
@@ -188,13 +188,12 @@ class TorchEngine:
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
-        gradient = self._adapter.flat.grad / self._loss_scale
-        return self._adapter.to_numpy(gradient if self._kept is None else gradient.masked_fill_(self._kept, 0))
+        return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
         dropout_ = self._dropout(inputs) if dropout else nullcontext()
-        with torch.no_grad(), self._together(), dropout_, self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch), dropout_:
             head = self._kernels.head
             if head is None:
                 return _numpy(target_logprobs(self._logits(inputs), inputs.labels_BT))
@@ -220,7 +219,7 @@ class TorchEngine:
     def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""
         inputs = self._inputs(batch)
-        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+        with self._evaluating(batch):
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
@@ -240,17 +239,10 @@ class TorchEngine:
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
-        held = None
-        if self._kept is not None:  # zeros with a gradient of zero stay so in every rule, with all of its slots
-            flat.grad.masked_fill_(self._kept, 0)
-            held = flat.detach().masked_fill(~self._kept, 0)
-            flat.detach().masked_fill_(self._kept, 0)
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
-        if held is not None:
-            flat.detach().add_(held)
         self._refresh()
         return StepOutput(loss, norm)
 
@@ -277,7 +269,7 @@ class TorchEngine:
         allocator.free_memory()
 
     def adapter_state(self) -> Tensors:
-        return self._adapter.to_numpy(self._adapter.flat)
+        return self._request.adapter.joined(*self._adapter.state())
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
@@ -290,7 +282,7 @@ class TorchEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._adapter.load(self._adapter.flat, state)
+        self._adapter.load(*self._request.adapter.split(state))
         self._refresh()
 
     def _refresh(self) -> None:
@@ -298,16 +290,23 @@ class TorchEngine:
         self._adapter.refresh()
         for layer in self._layers.values():
             layer.refresh()
+        if self._graphs is not None:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Compute what no graph may hold, because only the first micro-batch of a step does it."""
+        for layer in self._layers.values():
+            layer.prepare(compute_dtype(self.model))
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self.adapter_shapes)
+        optimizer, slots = self._optimizer, self._request.optimizer.slot_shapes(self._adapter.shapes)
         state = {slot: to_numpy(optimizer.read(slot), shapes) for slot, shapes in slots.items()}
         return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._adapter.shapes, state)
         self._optimizer.count.fill_(state.step)
-        for slot, shapes in self._request.optimizer.slot_shapes(self.adapter_shapes).items():
+        for slot, shapes in self._request.optimizer.slot_shapes(self._adapter.shapes).items():
             self._optimizer.load(slot, partial(fill, shapes=shapes, state=state.slots.get(slot, {})))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
@@ -380,6 +379,16 @@ class TorchEngine:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
         shares_positions = self._kernels.attention and len(batch.tokens_BT) > 1
         return arrays_of(batch, positions=shares_positions or needs_positions(batch, self._num_positions))
+
+    @contextmanager
+    def _evaluating(self, batch: Batch) -> Iterator[None]:
+        """Compute losses without gradients, from the hidden states of the batch if it has them."""
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            self._dropout_seeds.is_evaluated = True
+            try:
+                yield
+            finally:
+                self._dropout_seeds.is_evaluated = False
 
     @contextmanager
     def _dropout(self, inputs: Inputs) -> Iterator[None]:

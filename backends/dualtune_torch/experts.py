@@ -75,7 +75,7 @@ class ExpertLoRA(AdaptedLayer):
         self.projection, self.count = projection, projection.count
         device = getattr(projection.experts, projection.parameter).device
         (out_features, in_features), count = projection.shape, self.count
-        self.scale, rank = spec.scale_of(first := members(stack, 1)[0]), spec.width_of(first)
+        self.scale, rank = spec.scale_of(first := members(stack, 1)[0]), spec.rank_of(first)
         self.dropout, self.dropout_seeds = spec.dropout, seeds
         self.lora_A = nn.Parameter(torch.empty(count, rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(count, out_features, rank, device=device))
@@ -84,8 +84,9 @@ class ExpertLoRA(AdaptedLayer):
 
     def forward(self, x_SI: Tensor, tokens_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the change of the projection's output. `tokens`: the number of each row's token in the batch."""
-        u_Sr = grouped(self._after_dropout(x_SI, tokens_S), self.lora_A.to(x_SI.dtype), ends_E)
-        return grouped(self.scale * u_Sr, self.lora_B.to(x_SI.dtype), ends_E)
+        A_ErI, B_EOr = self.factors()
+        u_Sr = grouped(self._after_dropout(x_SI, tokens_S), A_ErI.to(x_SI.dtype), ends_E)
+        return grouped(self.scale * u_Sr, B_EOr.to(x_SI.dtype), ends_E)
 
     def _after_dropout(self, x_SI: Tensor, tokens_S: Tensor) -> Tensor:
         seeds_BT = self.dropout_seeds.seeds_BT
@@ -116,7 +117,8 @@ class ExpertLoRA(AdaptedLayer):
 
     def delta(self, number: int | None = None) -> Tensor:
         assert number is not None
-        return (self.lora_B[number].detach() @ self.lora_A[number].detach()).mul_(self.scale)
+        A_rI, B_Or = (factor[number].detach() for factor in self.factors())
+        return (B_Or @ A_rI).mul_(self.scale)
 
 
 class AdaptedExperts(nn.Module):

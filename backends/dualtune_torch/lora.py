@@ -43,7 +43,7 @@ class LoRALinear(AdaptedLayer):
         out_features, in_features = shape_of(base)
         self.base = base
         self.module = module
-        self.scale, rank = spec.scale_of(module), spec.width_of(module)
+        self.scale, rank = spec.scale_of(module), spec.rank_of(module)
         self.dropout = spec.dropout
         self.dropout_seeds = seeds
         self.lora_A = nn.Parameter(torch.empty(rank, in_features, device=device))
@@ -72,8 +72,9 @@ class LoRALinear(AdaptedLayer):
 
     def update(self, x_BTI: Tensor) -> Tensor:
         """Return scale · B (A x)."""
-        u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
-        return F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
+        A_rI, B_Or = self.factors()
+        u_BTr = self.scale * F.linear(x_BTI, A_rI.to(x_BTI.dtype))
+        return F.linear(u_BTr, B_Or.to(x_BTI.dtype))
 
     @property
     def weight(self) -> Tensor:
@@ -92,7 +93,8 @@ class LoRALinear(AdaptedLayer):
 
     def adapted(self, weight_OI: Tensor) -> Tensor:
         """Return the weight with the adapter, as a function of the trainable parameters."""
-        return weight_OI + (self.scale * (self.lora_B @ self.lora_A)).to(weight_OI.dtype)
+        A_rI, B_Or = self.factors()
+        return weight_OI + (self.scale * (B_Or @ A_rI)).to(weight_OI.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -102,7 +104,8 @@ class LoRALinear(AdaptedLayer):
         return {"A": self.lora_A, "B": self.lora_B}
 
     def delta(self, number: int | None = None) -> Tensor:
-        return (self.lora_B.detach() @ self.lora_A.detach()).mul_(self.scale)
+        A_rI, B_Or = (factor.detach() for factor in self.factors())
+        return (B_Or @ A_rI).mul_(self.scale)
 
 
 def drop_rule(p: float) -> tuple[int, float]:

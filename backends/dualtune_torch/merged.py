@@ -19,7 +19,7 @@ from dualtune_torch.weights.frozen import FrozenLinear, weight_of
 
 
 class MergedLoRALinear(LoRALinear):
-    """y = Q(W + scale · B A) x + b in training, with the rounding Q; elsewhere what LoRA computes.
+    """y = Q(W + scale · B A) x + b in training and in evaluations, with the rounding Q; elsewhere what LoRA computes.
 
     Q has no slope, so A and B get the gradient of the weight that is rounded, as if it were not ("straight-through",
     Bengio et al., arXiv 1308.3432).
@@ -34,6 +34,8 @@ class MergedLoRALinear(LoRALinear):
         self._merged_OI: Tensor | None = None
 
     def forward(self, x_BTI: Tensor) -> Tensor:
+        if self.dropout_seeds.is_evaluated:
+            return F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
         if self.dropout_seeds.seeds_BT is None:
             return super().forward(x_BTI)
         # The update is added and taken away: its value is in the merge, and its gradient is that of A and B.

@@ -22,9 +22,10 @@ from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, 
 
 
 class DropoutSeeds:
-    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
+    """What adapted layers know of the current micro-batch: its dropout seeds, or None where dropout is off."""
 
     seeds_BT: Tensor | None = None
+    is_evaluated: bool = False  # losses are computed, without gradients
 
 
 class AdaptedLayer(nn.Module):
@@ -32,6 +33,7 @@ class AdaptedLayer(nn.Module):
 
     base: FrozenLinear
     grouped: bool = False  # whether `kernels.lora` may compute it
+    start: tuple[Tensor, Tensor] | None = None  # A and B of a start that is kept beside what is trained, float32
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
 
     @property
@@ -47,8 +49,16 @@ class AdaptedLayer(nn.Module):
         """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B, with a start that is kept."""
+        A, B = self.trainable()["A"], self.trainable()["B"]
+        return (A, B) if self.start is None else (torch.cat([A, self.start[0]], -2), torch.cat([B, self.start[1]], -1))
+
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compute at once what the first micro-batch of a step would, for a micro-step that is recorded without it."""
 
     def delta(self, number: int | None = None) -> Tensor:
         """ΔW, float32 [out, in], a tensor of its own; of a stack that of one expert."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,15 @@ def write_safetensors(
                 raise ValueError(f"{name}: got {content.nbytes} bytes, the header says {forms[name].num_bytes}")
             stream.write(content)
             del content  # before the next one is read
+
+
+def safetensors_of_files(
+    forms: Mapping[str, StoredForm], pieces: Callable[[str], Iterable[bytes]], metadata: Mapping[str, str]
+) -> Iterator[bytes]:
+    """Yield the bytes of a file as the library writes it, of which `pieces(name)` yields those of a tensor."""
+    yield _header(forms, metadata)
+    for name in _ordered(forms):
+        yield from pieces(name)
 
 
 def write_model_weights(

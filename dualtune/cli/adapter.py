@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dualtune.model.adapter import Scaling
     from dualtune.model.inspection import AdapterDifference, AdapterReport
 
-LAYOUTS = click.Choice(["dual", "peft", "mlx"])
+LAYOUTS = click.Choice(["dual", "peft", "mlx", "vllm"])
 MAX_ROWS = 12  # modules that differ, in a text
 SCALINGS = click.Choice(["standard", "rank_stabilized"])
 

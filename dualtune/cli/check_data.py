@@ -170,7 +170,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     """Check all rows. An error that ends them early is reported with them."""
     from dualtune.data.chat.formats import Example
     from dualtune.data.documents import REASONS
-    from dualtune.data.sources.rows import BadRow, advice_for
+    from dualtune.data.sources.rows import BadRow, Tie, advice_for
     from dualtune.data.tokens.masks import LOST, TOLD, check_lost_text, sentences
     from dualtune.data.tokens.tokenize import State, TokenizedRow
 
@@ -193,7 +193,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
                     num_control += 1
                     if num_control <= MOST_CONTROL_TEXT:
                         control.append(redact(f"{row.path}:{row.line}: {row.control_token} in its own text"))
-            elif isinstance(row, BadRow):
+            elif isinstance(row, BadRow) and not isinstance(row, Tie):
                 num_bad += 1
                 kind = _DETAIL.sub("…", row.reason)[:200]
                 kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS] += 1
@@ -244,12 +244,13 @@ def _preferences(counts: PreferenceCounts) -> dict[str, Any] | None:
     """Return the numbers of preferences as JSON has them; None if there are none."""
     from dualtune.data.preferences import difference
 
-    if not (counts.num_rows or counts.num_equal):
+    if not (counts.num_rows or counts.num_equal or counts.num_ties):
         return None
     first = asdict(difference(counts.first)) if counts.first else None
     return {
         "prompts": counts.num_prompts,
         "equal_pairs": counts.num_equal,
+        "ties": counts.num_ties,
         "pairs": asdict(counts.pairs) if counts.pairs else None,
         "labels": asdict(counts.labels) if counts.labels else None,
         "first_pair": first and {key: redact(text) if isinstance(text, str) else text for key, text in first.items()},
@@ -268,7 +269,8 @@ def _say_preferences(counts: PreferenceCounts) -> None:
     pairs, labels = counts.pairs, counts.labels
     if pairs:
         equal = f"; {counts.num_equal} more have equal answers" if counts.num_equal else ""
-        tell(f"pairs       {pairs.pairs}, of {counts.num_prompts} different prompts{equal}")
+        ties = f"; {counts.num_ties} ties are left out" if counts.num_ties else ""
+        tell(f"pairs       {pairs.pairs}, of {counts.num_prompts} different prompts{equal}{ties}")
         for name, text in describe_pairs(pairs):
             tell(f"{name:<12}{text}")
     if labels:

@@ -41,7 +41,8 @@ def record_command(
     """Record what the teacher says of the data of CONFIG, whose model is the student.
 
     The teacher reads the student's tokens, so both need the same tokenizer. The file may be recorded on another machine
-    than the one that trains: it is found again by the documents' contents.
+    than the one that trains: it is found again by the documents' contents. If the recording is stopped, the same
+    command goes on: what it has is in OUT.partial.
     """
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
@@ -49,8 +50,8 @@ def record_command(
         from dualtune.data.documents import Data
         from dualtune.data.tokens.tokenizer import Tokenizer
         from dualtune.model.base_model import resolve_model
-        from dualtune.train.distillation import record
         from dualtune.train.inference import load_model
+        from dualtune.train.recording import record
 
         settings = load_config(config, overrides)
         tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), settings.data)
@@ -67,9 +68,12 @@ def record_command(
         if (size := loaded.tokenizer.vocabulary_size) is not None and top_k >= size:
             raise ConfigError(f"--top-k: got {top_k}, but the teacher has {size} tokens; allowed: 1 to {size - 1}")
         shown.begin("recording", "documents")
-        num_targets = record(out, loaded.engine, teacher, parts, top_k, shown.update)
-    result = {"file": str(out), "documents": sum(map(len, parts)), "targets": num_targets, "top_k": top_k}
+        recorded = record(out, loaded.engine, teacher, parts, top_k, shown.update)
+    result = {"file": str(out), "documents": sum(map(len, parts)), "targets": recorded.num_targets, "top_k": top_k,
+              "continued": recorded.num_continued}  # fmt: skip
     if as_json:
         return say_json(result)
-    say(f"recorded    {num_targets} targets with {top_k} tokens each, in {out}")
+    if recorded.num_continued:
+        say(f"continued   {recorded.num_continued} documents were recorded before")
+    say(f"recorded    {recorded.num_targets} targets with {top_k} tokens each, in {out}")
     return say(f"next        dualtune train {config} --train.objective distill --distill.distributions {out}")

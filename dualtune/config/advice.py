@@ -39,7 +39,7 @@ NO_SUCH_KEY = {
             "trainable_token_indices add_tokens resize_token_embeddings add_new_tokens"
         ),
         "New control tokens are named in 'data.new_special_tokens'": "additional_special_tokens add_special_tokens",
-        "Biases of the base stay as they are": "bias lora_bias",
+        "B has no bias; those of the base are trained by 'adapter.bias'": "lora_bias",
         "NEFTune is not supported yet": "neftune neftune_noise_alpha noise_alpha",
         "The model's own tokenizer is always used": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
         "Batches are prepared while the previous step runs; there is nothing to set": (
@@ -86,6 +86,7 @@ FOREIGN_KEYS = {
         "adapter.method": "dora fine_tune_type peft_type use_dora",
         "adapter.scaling": "rslora use_rslora",
         "adapter.dropout": "lora_dropout",
+        "adapter.bias": "biases train_bias",
         "adapter.init": "init_lora_weights peft_init_lora_weights",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
         "adapter.layers": "layers_to_transform lora_layers num_layers peft_layers_to_transform",

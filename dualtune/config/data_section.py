@@ -26,8 +26,9 @@ from dualtune.config.values import (
 from dualtune.model.beside import NewToken
 
 Format = Literal[
-    "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired_preference"
-]
+    "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired_preference",
+    "comparison",
+]  # fmt: skip
 Consecutive = Literal["join", "keep", "refuse"]
 Columns = Annotated[dict[str, Name | None], Field(json_schema_extra={"format": "columns"})]
 

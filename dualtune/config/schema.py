@@ -42,6 +42,7 @@ from dualtune.config.values import (
     dotted,
     refuse,
 )
+from dualtune.model.beside import Biases
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
@@ -150,14 +151,16 @@ class AdapterConfig(Section):
     alpha_pattern: Alphas = {}  # noqa: RUF012
     """The same for alpha: a module with another rank and the alpha of all has another alpha / rank."""
     merge_for: MergeFor = "none"
-    """The format to which the merged model will be quantized: training then sees the merge rounded as it rounds; none
-    trains on the merge as it is."""
+    """The format to which the merged model will be quantized: training and its evaluations see the merge rounded as it
+    rounds; none leaves the merge as it is."""
     train_modules: Names = ()
     """Modules of the base whose own parameters are trained beside the adapter, named by the path or its end, such as
     embed_tokens, lm_head or norm."""
     train_rows: Literal["new"] | TokenRows = ()
     """Tokens, by id or text, of which the rows in the embedding and in the output head are trained, beside those
     that data.new_tokens adds; new is these alone."""
+    bias: Biases = "none"
+    """The biases of the base that are trained beside the adapter: none, all, or lora_only, those of adapted layers."""
     init: InitName = INITS[0]
     """The start: A drawn from run.seed and B zero, where kaiming is uniform within ±1/√in, normal has deviation 0.02
     and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
@@ -458,7 +461,7 @@ _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
 _ADAPTER_ONLY = (
     "rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "train_modules",
-    "train_rows", "init", "merge_for",
+    "train_rows", "bias", "init", "merge_for",
 )  # fmt: skip
 
 
@@ -641,6 +644,7 @@ def _impossible_beside(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]
     """Yield what needs a base that is frozen, where parameters of it are trained beside an adapter."""
     adapter, data, memory = config.adapter, config.data, config.memory
     asked = [key for key in ("train_modules", "train_rows") if getattr(adapter, key)]
+    asked += ["bias"] * (adapter.bias != "none")
     of_data = [key for key in ("new_tokens", "new_special_tokens") if getattr(data, key)]
     keys: list[KeyPath] = [*(("adapter", key) for key in asked), *(("data", key) for key in of_data)]
     if adapter.train_rows == "new" and not of_data:

@@ -280,6 +280,7 @@ def check_objective(objective: str, example: Example) -> None:
 
 
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
+REPEATS, TIES = ("exact", "near"), "ties"  # kinds of rows that are left out
 REASONS = {  # also keys in `--json`, so these words stay
     State.NO_TARGET: "no token to learn",
     State.TOO_LONG: "no trainable token within max_length",
@@ -299,7 +300,8 @@ class Documents:
         self.weights = tuple(weights) or (1.0,) * len(stores)
         self.num_rows = sum(int(chosen.sum()) for chosen in rows)
         self.num_bad = sum(store.num_bad for store in stores)
-        self.left_out = sum((Counter(store.left_out) for store in stores), Counter[str]())  # by data.dedup, by kind
+        # Duplicates and ties, by kind.
+        self.left_out = sum((Counter(store.left_out) for store in stores), Counter[str]())
         self.hidden: HiddenStates | None = None  # what need not be computed of these documents, by index
         self.shares = False  # whether the engine computes a beginning once that the answers of a row have in common…
         self.why_not_shared = ""  # …and if it cannot, why
@@ -478,7 +480,7 @@ class Documents:
         if self.num_bad:
             text += f"; {self.num_bad} bad rows left out"
         if self.left_out:
-            text += f"; {duplicates_left_out(self.left_out)}"
+            text += f"; {describe_left_out(self.left_out)}"
         return f"{text}; {self.remark}" if self.remark else text
 
 
@@ -489,11 +491,13 @@ def notices(*parts: Documents) -> list[str]:
     return sentences(counts, sum(store.num_rows for store in stores))
 
 
-def duplicates_left_out(left_out: Mapping[str, int]) -> str:
-    """Say how many rows data.dedup has left out, by kind."""
-    kinds = ", ".join(f"{left_out[kind]} {kind}" for kind in ("exact", "near") if left_out.get(kind))
-    total = sum(left_out.values())
-    return f"{total} duplicate{'' if total == 1 else 's'} left out ({kinds})"
+def describe_left_out(left_out: Mapping[str, int]) -> str:
+    """Say how many rows data.dedup has left out, by kind, and how many ties."""
+    kinds = ", ".join(f"{left_out[kind]} {kind}" for kind in REPEATS if left_out.get(kind))
+    total, ties = sum(left_out.get(kind, 0) for kind in REPEATS), left_out.get(TIES, 0)
+    texts = [f"{total} duplicate{'' if total == 1 else 's'} left out ({kinds})"] if total else []
+    texts += [f"{ties} tie{'' if ties == 1 else 's'} left out: neither answer is better"] if ties else []
+    return "; ".join(texts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -596,6 +600,7 @@ class Data:
             rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length, unpaired=unpaired)
             for row in bad.sift(rows):
                 writer.add(row)
+            writer.left_out += Counter({TIES: bad.num_ties})
             show(files.name, 1.0)
             check(bad.count, bad.first, writer.num_rows, writer.notices)  # what is refused is not kept
 

@@ -15,7 +15,7 @@ from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import EQUAL_PAIR, Example, answers, num_shared
 from dualtune.data.similarity import text_of_message
-from dualtune.data.sources.rows import BadRow
+from dualtune.data.sources.rows import BadRow, Tie
 from dualtune.data.tokens.tokenize import TokenizedRow
 
 MOST_LONGER = 0.8  # a larger share of pairs in which the same answer is the longer one is a warning
@@ -138,6 +138,7 @@ class PreferenceCounts:
     def __init__(self, max_length: int | None = None, weights: tuple[float, float] = (1.0, 1.0)) -> None:
         """With `max_length`, lengths are those of tokenized rows. `weights`: of desirable and undesirable answers."""
         self.num_equal = 0  # pairs of equal answers, which are bad rows
+        self.num_ties = 0  # pairs of which neither answer is better, which are left out
         self.first: Example | None = None  # the first pair
         self._max_length, self._weights = max_length, weights
         self._prompts: set[int] = set()
@@ -149,6 +150,7 @@ class PreferenceCounts:
         for example in examples:
             if isinstance(example, BadRow):
                 self.num_equal += example.reason == EQUAL_PAIR
+                self.num_ties += isinstance(example, Tie)
             elif example.rejected is not None or example.label:
                 self._prompts.add(hash(_prompt_of(example)))
                 self._labels[example.label] += 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from dualtune.config import Config
 from dualtune.data.batches import RowSizes, SequenceLayout, fill, plan
-from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
+from dualtune.data.documents import REASONS, Documents, OpenedSource, describe_left_out, notices, unused_valid
 from dualtune.data.order import Order
 from dualtune.data.preferences import (
     LabelNumbers,
@@ -257,7 +257,7 @@ def describe(numbers: Survey) -> list[tuple[str, str]]:
             f"90 % up to {lengths.p90}",
         ),
         ("over-long", _over_long(numbers)),
-        *([("left out", duplicates_left_out(numbers.left_out))] if numbers.left_out else []),
+        *([("left out", describe_left_out(numbers.left_out))] if numbers.left_out else []),
         ("duplicates", _with_pair(f"{numbers.duplicates} of the {units}", numbers.first_duplicate)),
     ]
     if numbers.eval_documents:

@@ -22,7 +22,7 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of
-from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.sources.rows import BadRow, RawRow, Tie
 from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.check_config_model import failure, find_model, load_tokenizer
@@ -96,7 +96,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
         return replace(failure(name, error), fix=fix), nothing
     # What the sample says of the source is known also where its row is a failure.
-    bad = [row for row in first if isinstance(row, BadRow)]
+    bad = [row for row in first if isinstance(row, BadRow) and not isinstance(row, Tie)]
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     num_first = len(first) - len(tokenized) + len({row.number for row in tokenized})  # kto learns two from a pair
     whole = num_rows == num_first

@@ -279,7 +279,7 @@ def state_size(engine: Engine) -> int:
 
 class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A new engine has the adapter that its spec's `initial` gives
-    for its seed. What `AdapterSpec.kept` marks has no gradient, no share in the norm, and never changes.
+    for its seed. A start that is kept (`AdapterSpec.split`) never changes: gradient and optimizer state leave it out.
 
     If the spec trains the model whole, "adapter" below means all parameters of the model, by their own names: a new
     engine has those of the base, which `neutral_state` reads again, and `save_merged` writes the trained ones.
@@ -495,12 +495,12 @@ def check_state(shapes: Shapes, tensors: Tensors, title: str) -> None:
             raise ValueError(f"{title}: tensors {problem}: {shown}")
 
 
-def check_slots(optimizer: OptimizerSpec, adapter: Shapes, state: OptimizerState) -> None:
-    """Raise ValueError unless the state has the slots of this optimizer, as they follow from the adapter's shapes.
+def check_slots(optimizer: OptimizerSpec, trained: Shapes, state: OptimizerState) -> None:
+    """Raise ValueError unless the state has the slots of this optimizer for tensors of these shapes.
 
-    A slot that no tensor of the adapter has may be absent.
+    A slot that no tensor has may be absent.
     """
-    shapes = optimizer.slot_shapes(adapter)
+    shapes = optimizer.slot_shapes(trained)
     if not {slot for slot, own in shapes.items() if own} <= {*state.slots} <= {*shapes}:
         got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, shapes))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")

@@ -26,6 +26,7 @@ BACKEND_KEYS = (
     "adapter.merge_for",
     "adapter.train_modules",
     "adapter.train_rows",
+    "adapter.bias",
     "data.packing",
     "train.optimizer",
     "train.schedule",

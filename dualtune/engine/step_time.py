@@ -177,20 +177,12 @@ class _Step:
         """Rows of the output head: without the fused loss those of all tokens."""
         return self.cells if has_plain_loss(self.decoder, self.ask) else sum(self.documents.targets)
 
-    @property
-    def drops_base(self) -> bool:
-        """Whether adapted layers multiply their input after dropout by W too, as DoRA's do."""
-        return self.ask.scales_outputs and self.ask.dropout
-
     def groups(self) -> dict[str, list[Linear]]:
-        """Return the adapted linear layers of one layer, by what they read: one group has one input.
-
-        With DoRA's dropout each has an input of its own.
-        """
+        """Return the adapted linear layers of one layer, by what they read: one group has one input."""
         by_input: dict[str, list[Linear]] = {}
         for name, linear in self.decoder.linears().items():
             if name in self.on.inside:
-                by_input.setdefault(name if self.drops_base else linear.reads, []).append(linear)
+                by_input.setdefault(linear.reads, []).append(linear)
         return by_input
 
 
@@ -265,13 +257,12 @@ def _base_products(step: _Step) -> Iterator[Piece]:
     stored = step.ask.quantization != "none" and step.ask.quantization not in step.costs.unpacking
     weight_bytes = _stored_bytes(step.ask) if stored else c
     for is_backward, layers in enumerate(step.layers):
-        for name, linear in step.decoder.linears().items():
+        for linear in step.decoder.linears().values():
             first = is_backward and linear.reads == "before attention" and _below_lowest(step)
             times = layers - bool(first)
             size = linear.out * linear.in_
             # The gradient of a weight that is trained is another product.
             products = 2 if is_backward and step.ask.trains_model else 1
-            products += step.drops_base and name in step.on.inside
             moved = c * T * (linear.out + linear.in_) + step.micro_batches * weight_bytes * size
             side = min(linear.out, linear.in_, T / step.micro_batches)
             yield Piece(BASE, bool(is_backward), products * times * 2 * T * size, side, bytes=products * times * moved)

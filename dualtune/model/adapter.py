@@ -116,7 +116,7 @@ class AdapterSpec:
         return self.init in KEPT_INITS and not self.trains_model
 
     def width_of(self, module: str) -> int:
-        """The rank of a module's matrices: what is trained, and a start that is kept."""
+        """The rank of a module's matrices in a state: of what is trained, and of a start that is kept."""
         return self.rank_of(module) * (2 if self.keeps_start else 1)
 
     @property
@@ -131,18 +131,23 @@ class AdapterSpec:
             alpha_pattern=tuple((target, factor * alpha) for target, alpha in self.alpha_pattern),
         )  # fmt: skip
 
-    def kept(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
-        """Return where each tensor holds the kept start, which no step moves, by name; None if none is kept."""
-        if not self.keeps_start:
-            return None
-        where = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
-        for name, is_kept in where.items():
-            module, part = parse_name(name) or ("", "")
-            if part == "A":
-                is_kept[self.rank_of(module) :] = True
-            elif part == "B":
-                is_kept[:, self.rank_of(module) :] = True
-        return where
+    def split(self, state: Tensors) -> tuple[Tensors, Tensors]:
+        """Return (what is trained, the kept start) of a state, by the same names. Without a start the latter is empty.
+
+        What is trained has its own half of the rank: the first rows of A and columns of B.
+        """
+        axes = {name: axis for name in state if self.keeps_start and (axis := rank_axis(name))}
+        halves = {name: np.split(state[name], 2, axis) for name, axis in axes.items()}
+        return {**state, **{name: both[0] for name, both in halves.items()}}, {n: both[1] for n, both in halves.items()}
+
+    def joined(self, trained: Tensors, start: Tensors) -> Tensors:
+        """Return the state of what `split` returns."""
+        wide = {name: np.concatenate([trained[name], kept], rank_axis(name)) for name, kept in start.items()}
+        return {**trained, **wide}
+
+    def state_shapes(self, trained: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a state whose trained part has these."""
+        return scaled_ranks(trained, 2, 1) if self.keeps_start else dict(trained)
 
     @property
     def trains_model(self) -> bool:
@@ -203,6 +208,21 @@ def parse_name(name: str) -> tuple[str, str] | None:
     """Return (module path, part) of a canonical name; None if no method has such a name."""
     match = _NAME.match(name)
     return (match["module"], _PARTS[match["end"]]) if match else None
+
+
+def rank_axis(name: str) -> int | None:
+    """Return which axis of a tensor is the rank, from the end, so that a stack of experts has the same; None: none."""
+    parsed = parse_name(name)
+    return {"A": -2, "B": -1}.get(parsed[1]) if parsed else None
+
+
+def scaled_ranks(shapes: Mapping[str, tuple[int, ...]], times: int, over: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes with every rank multiplied by times / over."""
+    found = {name: [*shape] for name, shape in shapes.items()}
+    for name, shape in found.items():
+        if axis := rank_axis(name):
+            shape[axis] = shape[axis] * times // over
+    return {name: tuple(shape) for name, shape in found.items()}
 
 
 def owner_of(name: str) -> str | None:

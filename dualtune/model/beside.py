@@ -1,9 +1,9 @@
 """What is trained beside the layers that a method adapts: parameters of the base itself, under their own names.
 
-Whole modules, or some rows of the embedding and of the output head. The state holds what these parameters are, not what
-is added to them; a new adapter has those of the base. Names are PEFT's: `base_model.model.<module>.weight` for a module
-of `modules_to_save`, and `base_model.model.<module>.token_adapter.trainable_tokens_delta`, of shape [rows, width], for
-the rows of `trainable_token_indices`, in the order of the ids.
+Whole modules, biases, or some rows of the embedding and of the output head. The state holds what these parameters are,
+not what is added to them; a new adapter has those of the base. Names are PEFT's: `base_model.model.<module>.weight` for
+a module of `modules_to_save`, and `base_model.model.<module>.token_adapter.trainable_tokens_delta`, of shape [rows,
+width], for the rows of `trainable_token_indices`, in the order of the ids. A bias is `base_model.model.<module>.bias`.
 
 An output head that is the embedding has no parameters of its own: training one of the two trains both.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.experts import in_transformers
@@ -22,6 +22,7 @@ from dualtune.model.targets import is_target
 PREFIX = "base_model.model."
 ROWS = "token_adapter.trainable_tokens_delta"
 _ENDS = ("weight", "bias", ROWS)
+Biases = Literal["none", "all", "lora_only"]  # PEFT's names: all of the model, or those of the adapted layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,24 @@ class BesideAdapter:
     rows: tuple[int, ...] = ()  # token ids
     # Whose rows; none are named: those of the embedding, and of the output head if it has parameters of its own.
     row_modules: tuple[str, ...] = ()
+    bias: Biases = "none"
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.rows)
+        return bool(self.modules or self.rows or self.bias != "none")
 
     def renamed(self, names: Mapping[str, str]) -> BesideAdapter:
         """Return it with other whole paths; what is the end of a path stays."""
         modules, tables = (tuple(names.get(name, name) for name in part) for part in (self.modules, self.row_modules))
-        return BesideAdapter(modules, self.rows, tables)
+        return BesideAdapter(modules, self.rows, tables, self.bias)
 
     @property
     def keys(self) -> str:
         """The keys of the config that ask for it."""
-        named = {"adapter.train_modules": self.modules, "adapter.train_rows": self.rows}
+        named = {
+            "adapter.train_modules": self.modules,
+            "adapter.train_rows": self.rows,
+            "adapter.bias": self.bias != "none",
+        }
         return " and ".join(key for key, value in named.items() if value)
 
 
@@ -123,6 +129,22 @@ def trained_parameters(beside: BesideAdapter, parameters: Iterable[str], adapted
     return sorted(chosen)
 
 
+def trained_biases(beside: BesideAdapter, parameters: Iterable[str], adapted: Collection[str]) -> list[str]:
+    """Return the biases that are trained, of the parameters of a model: canonical paths as `model.norm.bias`.
+
+    Those of modules that are trained whole are left out. ConfigError if there are none.
+    """
+    if beside.bias == "none":
+        return []
+    found = sorted(name for name in parameters if name.endswith(".bias"))
+    if beside.bias == "lora_only":
+        found = [name for name in found if name.removesuffix(".bias") in adapted]
+    if not found:
+        whose = "this model has none" if beside.bias == "all" else "no adapted layer of this model has one"
+        raise ConfigError(f"adapter.bias: got {beside.bias}, but {whose}. Set adapter.bias: none")
+    return [name for name in found if not any(is_inside(name.removesuffix(".bias"), m) for m in beside.modules)]
+
+
 def shifts_choice(tensor: str) -> bool:
     """Return whether a tensor shifts the choice of experts alone: no loss has a slope for it."""
     return tensor.rpartition(".")[2] in ("e_score_correction_bias", "expert_bias")
@@ -175,9 +197,14 @@ def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
     return sizes or None
 
 
-def beside_of(names: Iterable[str], rows: tuple[int, ...]) -> BesideAdapter:
-    """Return what exactly the tensors of a state train, by whole paths. `rows`: the ids of its rows, if it has any."""
-    parsed = [place for name in names if (place := parse_beside(name))]
-    modules = tuple(sorted({module for module, end in parsed if end != ROWS}))
-    row_modules = tuple(sorted({module for module, end in parsed if end == ROWS}))
-    return BesideAdapter(modules, rows if row_modules else (), row_modules)
+def whole_modules(places: Iterable[tuple[str, str]], bias: Biases) -> list[str]:
+    """Return the modules that are trained whole, of the places of tensors: a bias alone is that of `bias`."""
+    return sorted({module for module, end in places if end == "weight" or (end == "bias" and bias == "none")})
+
+
+def beside_of(names: Iterable[str], spec: BesideAdapter) -> BesideAdapter:
+    """Return what exactly the tensors of a state train, by whole paths. `spec`: the ids of its rows, and its biases."""
+    places = [place for name in names if (place := parse_beside(name))]
+    row_modules = tuple(sorted({module for module, end in places if end == ROWS}))
+    rows = spec.rows if row_modules else ()
+    return BesideAdapter(tuple(whole_modules(places, spec.bias)), rows, row_modules, spec.bias)

@@ -232,7 +232,8 @@ def _key(
     if state is not None:
         patterns = [[*adapter.rank_pattern.items()], [*adapter.alpha_pattern.items()]]
         own = [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling, *patterns]
-    return {**engine_key(engine, backend, base), "adapter": own}
+    rounded = {} if adapter.merge_for == "none" else {"merge_for": adapter.merge_for}  # the reference too
+    return {**engine_key(engine, backend, base), "adapter": own, **rounded}
 
 
 def _read(path: Path, number: int) -> np.ndarray | None:

@@ -11,7 +11,7 @@ teacher's probability, p the student's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, SupportsFloat
@@ -19,15 +19,14 @@ from typing import Literal, SupportsFloat
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.base.errors import ConfigError, DataError, DiskError, FormatError
-from dualtune.base.files import expanded, new_file
-from dualtune.base.tensors import bytes_of, safetensors_pieces
+from dualtune.base.errors import ConfigError, DataError, FormatError
+from dualtune.base.files import expanded
+from dualtune.base.tensors import bytes_of
 from dualtune.base.untrusted import open_file, read_header, read_metadata
 from dualtune.config import Config
 from dualtune.data.documents import Documents
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
-from dualtune.train.activation_cache import each_alone
 from dualtune.train.evaluation import measure_share
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.recovery import Recovery
@@ -38,7 +37,7 @@ from dualtune.train.team import Team
 # which order, or in which split, a run uses them, and a document that has changed is not in it.
 
 FORMAT = "dualtune-distributions-1"
-_FORMS = {"documents": "U8", "ends": "I64", "logprobs": "F32", "tokens": "I32"}
+FORMS = {"documents": "U8", "ends": "I64", "logprobs": "F32", "tokens": "I32"}
 _DTYPES = {"documents": "u1", "ends": "<i8", "logprobs": "<f4", "tokens": "<i4"}
 _BITS = {"U8": 8, "I64": 64, "F32": 32, "I32": 32}
 
@@ -78,16 +77,16 @@ class Distributions:
 
 
 def read_distributions(path: Path) -> Distributions:
-    """Open a file that `record` has written, without reading all of it into memory. FormatError for any other file."""
+    """Open a file that `recording.py` has written, without reading all of it into memory. FormatError for another."""
     with open_file(path) as file:
         entries, start = read_header(file, path, _BITS)
     notes, forms = read_metadata(path), {entry.name: entry.dtype for entry in entries}
-    if notes.get("format") != FORMAT or forms != _FORMS:
+    if notes.get("format") != FORMAT or forms != FORMS:
         raise FormatError(f"{path}: is not a file of distributions. Write one with `dualtune distill record`")
     maps = {
         entry.name: np.memmap(path, _DTYPES[entry.name], "r", start + entry.begin, entry.shape) for entry in entries
     }
-    content = _content_of(maps[name] for name in _FORMS)
+    content = _content_of(maps[name] for name in FORMS)
     ends, tokens_Nk = np.array(maps["ends"]), maps["tokens"]
     fits = maps["documents"].shape == (len(ends), 16) and maps["logprobs"].shape == tokens_Nk.shape
     fits = fits and tokens_Nk.ndim == 2 and ends[-1] == len(tokens_Nk) and (np.diff(ends, prepend=0) >= 0).all()
@@ -95,44 +94,6 @@ def read_distributions(path: Path) -> Distributions:
         raise FormatError(f"{path}: is damaged: its numbers are not those that were recorded. Copy it again")
     places = {digest.tobytes(): place for place, digest in enumerate(maps["documents"])}
     return Distributions(path, notes.get("teacher", ""), content, ends, tokens_Nk, maps["logprobs"], places)
-
-
-def record(
-    path: Path, teacher: Engine, name: str, parts: Sequence[Documents], k: int,
-    show: Callable[[int, int], None] = lambda done, total: None,
-) -> int:  # fmt: skip
-    """Write what a teacher says of the targets of all documents to a new file, and return the number of targets.
-
-    Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
-    recorded once. Raises DiskError.
-    """
-    recorded: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
-    done, total = 0, sum(map(len, parts))
-    for documents in parts:
-        digests = documents.digests()
-        for batch in each_alone(documents):
-            tokens_Mk, logprobs_Mk = teacher.top_logprobs(batch, k)
-            ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
-            for (document,), tokens_nk, logprobs_nk in zip(
-                batch.documents, np.split(tokens_Mk, ends), np.split(logprobs_Mk, ends), strict=True
-            ):
-                recorded.setdefault(digests[document].tobytes(), (tokens_nk, logprobs_nk))
-            done += len(batch.documents)
-            show(done, total)
-    arrays = {
-        "documents": np.frombuffer(b"".join(recorded), "u1").reshape(-1, 16),
-        "ends": np.cumsum([len(tokens_nk) for tokens_nk, _ in recorded.values()]).astype("<i8"),
-        "logprobs": np.concatenate([logprobs_nk for _, logprobs_nk in recorded.values()]).astype("<f4"),
-        "tokens": np.concatenate([tokens_nk for tokens_nk, _ in recorded.values()]).astype("<i4"),
-    }
-    notes = {"format": FORMAT, "teacher": name, "content": _content_of(arrays.values())}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as file:
-            file.writelines(safetensors_pieces(arrays, notes))
-    except OSError as error:
-        raise DiskError(f"{path}: the distributions cannot be written: {error.strerror or error}") from error
-    return len(arrays["tokens"])
 
 
 def _content_of(arrays: Iterable[np.ndarray]) -> str:

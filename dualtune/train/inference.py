@@ -114,7 +114,7 @@ def load_tokenizer(
 
 def inference_spec(adapter: Adapter) -> AdapterSpec:
     """Return what an engine needs to know of an adapter that is not trained."""
-    beside = beside_of(filter(is_of_base, adapter.tensors), adapter.spec.beside.rows)
+    beside = beside_of(filter(is_of_base, adapter.tensors), adapter.spec.beside)
     return replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)), beside=beside)
 
 

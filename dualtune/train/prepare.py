@@ -338,6 +338,7 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     keys = ("method", "rank", "alpha", "scaling", "targets", "experts")
     values: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
     values |= {key: dict(getattr(start.spec, key)) for key in ("rank_pattern", "alpha_pattern")}
+    values["bias"] = start.spec.beside.bias
     if config.adapter.targets == ALL_LINEAR:
         del values["targets"]
     problems = [
@@ -380,10 +381,10 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
 
 def _beside(config: Config, start: Adapter | None, model: ModelFiles | None) -> BesideAdapter:
     if start is not None:  # exactly its tensors
-        return beside_of(filter(is_of_base, start.tensors), start.spec.beside.rows)
+        return beside_of(filter(is_of_base, start.tensors), start.spec.beside)
     adapter, tokens = config.adapter, [token.text for token in config.data.added_tokens]
     if model is None:
-        return BesideAdapter(adapter.train_modules)
+        return BesideAdapter(adapter.train_modules, bias=adapter.bias)
     tables = [name for name in adapter.train_modules if is_embedding(f"{name}.weight") or is_head(f"{name}.weight")]
     if tokens and len(tables) == 1 and tied_head(model.directory) is None:
         raise ConfigError(
@@ -395,7 +396,7 @@ def _beside(config: Config, start: Adapter | None, model: ModelFiles | None) -> 
             f"adapter.train_rows: got new, but adapter.train_modules trains all rows of {tables[0]}. Remove one"
         )
     named = adapter.rows if tables else (*adapter.rows, *tokens)
-    return BesideAdapter(adapter.train_modules, trained_tokens(named, model.tokenizer))
+    return BesideAdapter(adapter.train_modules, trained_tokens(named, model.tokenizer), bias=adapter.bias)
 
 
 def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from dualtune.engine.backend import Backend
 from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name
 from dualtune.model.base_model import resolve_model
+from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
@@ -112,12 +113,12 @@ def _fits(shape: tuple[int, ...], into: tuple[int, ...] | None, rank: int) -> bo
 
 
 def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
-    """Return a spec that all adapters fit in: the largest rank, and the modules of all.
+    """Return a spec that all adapters fit in: the largest rank, the modules of all, and what is trained beside any.
 
     The scale is that of the adapters if they agree; otherwise it is 1, and `fit` multiplies B by each one's own.
-    ConfigError if they were trained by different methods.
+    ConfigError if they were trained by different methods, or with rows of different tokens.
     """
-    first = inference_spec(adapters[0])
+    specs = [*map(inference_spec, adapters)]
     if len(methods := sorted({adapter.spec.method for adapter in adapters})) > 1:
         raise ConfigError(
             f"adapter: got adapters of {' and '.join(methods)}, but one loaded model has adapters of one method. Load "
@@ -128,7 +129,21 @@ def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
     scales = {spec.scale_of(module) for spec, module in each}
     scale = scales.pop() if len(scales) == 1 else 1.0
     modules = sorted({module for _, module in each})
-    return AdapterSpec(rank, scale * rank, 0.0, tuple(modules), method=first.method)
+    return AdapterSpec(
+        rank, scale * rank, 0.0, tuple(modules), method=specs[0].method, beside=_common([s.beside for s in specs])
+    )
+
+
+def _common(each: Sequence[BesideAdapter]) -> BesideAdapter:
+    rows = {beside.rows for beside in each if beside.rows}
+    if len(rows) > 1:
+        raise ConfigError(
+            "adapter: got adapters with trained rows of different tokens, but one loaded model has those of one list. "
+            "Load them one after another, or merge one: dualtune adapter merge"
+        )
+    modules = sorted({module for beside in each for module in beside.modules})
+    tables = sorted({table for beside in each for table in beside.row_modules})
+    return BesideAdapter(tuple(modules), rows.pop() if rows else (), tuple(tables))
 
 
 def fit(adapter: Adapter, spec: AdapterSpec, neutral: Tensors) -> Tensors:

@@ -129,7 +129,12 @@ def test_a_kept_start_is_plain_lora_of_twice_the_rank(scaling):
     for module in ("a.q_proj", "a.v_proj"):
         assert plain.rank_of(module) == spec.width_of(module) == 2 * spec.rank_of(module)
         assert plain.scale_of(module) == pytest.approx(spec.scale_of(module), rel=1e-15)
-    kept = spec.kept({tensor_name("a.q_proj", "A"): (6, 9), tensor_name("a.q_proj", "B"): (7, 6)})
-    assert kept[tensor_name("a.q_proj", "A")].sum(1).tolist() == [0, 0, 0, 9, 9, 9]
-    assert kept[tensor_name("a.q_proj", "B")].sum(0).tolist() == [0, 0, 0, 7, 7, 7]
-    assert plain.kept({}) is None
+    A, B = np.arange(54.0).reshape(6, 9), np.arange(42.0).reshape(7, 6)
+    state = {tensor_name("a.q_proj", "A"): A, tensor_name("a.q_proj", "B"): B, "base_model.model.norm.weight": A[0]}
+    trained, start = spec.split(state)
+    assert [w.tolist() for w in trained.values()] == [A[:3].tolist(), B[:, :3].tolist(), A[0].tolist()]
+    assert [w.tolist() for w in start.values()] == [A[3:].tolist(), B[:, 3:].tolist()]
+    shapes = {name: w.shape for name, w in state.items()}
+    assert spec.state_shapes({name: w.shape for name, w in trained.items()}) == shapes
+    assert all(np.array_equal(spec.joined(trained, start)[name], w) for name, w in state.items())
+    assert plain.split(state) == (state, {}) and plain.state_shapes(shapes) == shapes

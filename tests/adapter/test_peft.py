@@ -244,7 +244,6 @@ def test_magnitudes_of_dora_go_there_and_back(tmp_path, layout):
 
 
 REFUSED_SAVES = {
-    "bias": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
     "init_lora_weights.*pissa": {"init_lora_weights": "pissa"},
     "init_lora_weights.*olora": {"init_lora_weights": "olora"},
@@ -297,7 +296,7 @@ def test_initializations_that_change_the_base_are_refused(tmp_path, init, random
         ({"lora_alpha": 0}, "lora_alpha: got '0', must be a number from"),
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_dropout": 1.0}, "lora_dropout"),
-        ({"bias": "all"}, "bias"),
+        ({"bias": "some"}, "bias: got 'some', must be one of none, all, lora_only"),
         ({"target_modules": ["k_proj"]}, "q_proj: not selected by target_modules|down_proj: not selected"),
         ({"target_modules": "(unclosed"}, "not a regular expression"),
         ({"target_modules": [1]}, "target_modules: got .* must be a list of strings"),

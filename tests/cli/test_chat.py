@@ -19,14 +19,17 @@ from dualtune.base.errors import ConfigError
 from dualtune.cli import chat as module
 from dualtune.cli.chat import side_by_side
 from dualtune.data.chat.template import named_template
+from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import AdapterSpec, init_adapter
-from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.model.beside import BesideAdapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
 from dualtune.train.inference import load_model, stream_text
 from dualtune.train.sampling import Sampling
 from dualtune.use import chat as chat_module
-from dualtune.use.chat import Chat, load_adapter_set
+from dualtune.use.chat import Chat, common_spec, load_adapter_set
 
 NUMPY = ("--platform", "numpy")
 SHAPES = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 64)}  # out, in
@@ -95,6 +98,27 @@ def test_each_adapter_of_a_set_is_the_function_that_it_is_alone(open_backend, ti
         np.testing.assert_allclose(found.engine.logprobs(batch), alone[name], atol=1e-5)
     with pytest.raises(ConfigError, match="got 'three', allowed: base, one, two"):
         found.use("three")
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_set_has_what_each_adapter_trains_beside_its_layers(open_backend, tiny_llama, directories, tmp_path, backend):
+    backend, batch, found = open_backend(backend), random_batch([7, 5], vocab=262), {"one": directories["one"]}
+    batch.tokens_BT[:, 2] = 7
+    for name, beside in (("rows", BesideAdapter(rows=(7, 90))), ("norm", BesideAdapter(modules=("model.norm",)))):
+        spec = replace(SPECS["one"], targets=("q_proj",), beside=beside)
+        engine = backend.load(LoadRequest(tiny_llama, "float32", "none", "pretrained", spec, OptimizerSpec(), seed=0))
+        engine.load_adapter_state({key: x + np.float32(0.1) for key, x in engine.adapter_state().items()})
+        found[name] = tmp_path / name
+        write_adapter(found[name], Adapter(replace(spec, beside=beside), engine.adapter_state()))
+    models = load_adapter_set(backend, str(tiny_llama), found, dtype="float32")
+    for name in ("rows", "base", "norm", "one"):
+        alone = load_model(backend, str(tiny_llama), found.get(name), dtype="float32").engine.logprobs(batch)
+        models.use(name)
+        np.testing.assert_allclose(models.engine.logprobs(batch), alone, atol=1e-5)
+    adapter = read_adapter(found["rows"])
+    other = replace(adapter, spec=replace(adapter.spec, beside=BesideAdapter(rows=(7, 91))))
+    with pytest.raises(ConfigError, match="trained rows of different tokens"):
+        common_spec([adapter, other])
 
 
 def test_a_set_of_dora_leaves_what_one_does_not_adapt_as_it_is(open_backend, tiny_llama, directories, tmp_path):

@@ -272,7 +272,10 @@ def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_f
     ("args", "message"),
     [
         ([], "Missing argument 'TARGET...'"),
-        (["a.jsonl", "--format", "csv"], "--format: got 'csv', allowed: auto, preference, unpaired_preference"),
+        (
+            ["a.jsonl", "--format", "csv"],
+            "--format: got 'csv', allowed: auto, preference, comparison, unpaired_preference",
+        ),
         (["a.jsonl", "--column", "question"], "--column: got 'question', allowed: OURS=YOURS"),
         (["a.yaml", "--format", "text"], "--format and --column are for data; a.yaml sets its own."),
         (["none.yaml"], "none.yaml"),

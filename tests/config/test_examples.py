@@ -113,6 +113,7 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
         "adapter.dropout": 0.05, "adapter.targets": SEVEN, "adapter.layers": "all", "adapter.rank_pattern": {},
         "adapter.merge_for": "none",
         "adapter.alpha_pattern": {}, "adapter.train_modules": (), "adapter.train_rows": (), "adapter.experts": False,
+        "adapter.bias": "none",
         "adapter.init": "kaiming", "adapter.init_from": None,
         "train.epochs": 3, "train.steps": None, "train.tokens_per_step": "auto", "train.documents_per_step": 16,
         "train.micro_batch_tokens": 12288, "train.learning_rate": 2e-4, "train.schedule": "cosine",

@@ -22,6 +22,7 @@ DEFAULTS = {
         "merge_for": "none",
         "train_modules": (),
         "train_rows": (),
+        "bias": "none",
         "init": "kaiming",
         "init_from": None,
     },

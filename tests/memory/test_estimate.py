@@ -10,7 +10,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.data.batches import padded as padded_row
 from dualtune.engine.memory import estimate as module
-from dualtune.engine.memory.estimate import Ask, ask_of, estimate, longest_that_fits, num_trained, padded
+from dualtune.engine.memory.estimate import Ask, ask_of, estimate, longest_that_fits, num_kept, num_trained, padded
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
 from dualtune.train.evaluation import layout_of
 
@@ -100,13 +100,13 @@ def test_all_linear_is_the_seven_modules_of_a_gated_decoder():
     assert estimate(MISTRAL, replace(H100, targets="all-linear")) == estimate(MISTRAL, H100)
 
 
-def test_ranks_count_by_module_and_a_kept_start_twice():
+def test_ranks_count_by_module_and_a_kept_start_only_where_it_computes():
     one = replace(H100, targets=("q_proj",), rank=4)
     n = num_trained(MISTRAL, one)
     assert num_trained(MISTRAL, replace(one, rank_pattern=(("layers.0.self_attn.q_proj", 8),))) == n + n // 32
-    assert num_trained(MISTRAL, replace(one, init="pissa")) == 2 * n == num_trained(MISTRAL, replace(one, rank=8))
-    kept = part(replace(one, init="pissa"), "optimizer").bytes - part(replace(one, rank=8), "optimizer").bytes
-    assert kept == 5 * 2 * n  # float32 copies of what does not move, and a mask
+    assert num_trained(MISTRAL, replace(one, init="pissa")) == n == num_kept(MISTRAL, replace(one, init="pissa"))
+    assert part(replace(one, init="pissa"), "optimizer") == part(one, "optimizer")  # no gradient and no moments
+    assert part(replace(one, init="pissa"), "adapter").bytes - part(one, "adapter").bytes == (4 + 2) * n
     wide = part(replace(one, rank_pattern=(("q_proj", 8),)), "activations").bytes
     assert wide == part(replace(one, rank=8), "activations").bytes > part(one, "activations").bytes
     with pytest.raises(ConfigError, match=r"adapter.rank_pattern: no adapted layer is called 'v_proj'"):

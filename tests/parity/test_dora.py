@@ -42,30 +42,12 @@ def load(backends, tiny):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class OurDropout(torch.nn.Module):
-    """In the place of PEFT's dropout: the mask that is a function of the seeds."""
-
-    def __init__(self, module, in_dim, p, seeds):
-        super().__init__()
-        self.keys, self.p, self.seeds = channel_keys(module, in_dim), p, seeds
-
-    def forward(self, x):
-        return x * torch.from_numpy(keep_mask(self.seeds[0], self.keys, self.p)) / (1 - self.p)
-
-
 def losses_of_peft(model_dir, spec, batches, steps):
     """The steps of a run, written out with PEFT's layers and torch's AdamW."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     weights = {n: m.weight.detach().numpy() for n, m in base.named_modules() if n.split(".")[-1] in TARGETS}
-    config = peft.LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(TARGETS), use_dora=True, lora_dropout=spec.dropout
-    )
+    config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(TARGETS), use_dora=True)
     model = peft.get_peft_model(base, config).train()
-    seeds = [None]
-    for name, layer in model.named_modules():
-        if isinstance(layer, peft.tuners.lora.Linear) and spec.dropout:
-            module = name.removeprefix("base_model.model.")
-            layer.lora_dropout["default"] = OurDropout(module, layer.in_features, spec.dropout, seeds)
     shapes = {module: weight.shape for module, weight in weights.items()}
     start = init_adapter(shapes, spec.rank, 5, method="dora", weight=weights.__getitem__)
     found = peft.set_peft_model_state_dict(model, {n: torch.from_numpy(w) for n, w in start.items()})
@@ -74,7 +56,6 @@ def losses_of_peft(model_dir, spec, batches, steps):
     optimizer, losses = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), []
     for step in range(steps):
         batch = batches[step % len(batches)]
-        seeds[0] = batch.dropout_seeds_BT
         tokens, labels = (torch.from_numpy(x).long() for x in (batch.tokens_BT, batch.labels_BT))
         logits = model(input_ids=tokens, attention_mask=torch.from_numpy(batch.segments_BT)).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -95,17 +76,57 @@ def losses_of(engine, batches, steps):
     return losses
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
-def test_each_step_is_that_of_peft(load, tiny, dropout):
-    """The start, the detached norm, the dropped input of both products: any other choice is another loss."""
-    batches, spec = [random_batch([9, 16, 5, 12], VOCAB, seed=s) for s in range(4)], replace(SPEC, dropout=dropout)
-    expected = losses_of_peft(tiny.model_dir, spec, batches, steps=16)
+def test_each_step_is_that_of_peft(load, tiny):
+    """The start and the detached norm: any other choice is another loss."""
+    batches = [random_batch([9, 16, 5, 12], VOCAB, seed=s) for s in range(4)]
+    expected = losses_of_peft(tiny.model_dir, SPEC, batches, steps=16)
     assert expected[-1] < expected[0] - 0.1, "nothing was learned, so nothing is shown"
     for name in ("torch", "mlx"):
-        found = losses_of(load(name, spec), batches, range(16))
+        found = losses_of(load(name), batches, range(16))
         gap = np.abs(np.array(found) - expected).max()
         print(f"{name}: {gap:.1e}")
         assert gap <= tolerances.STEP_LOSS, name
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_with_dropout_only_the_update_reads_the_dropped_input(load, gpt2, name):
+    """The gradients are those of the equation of mlx-lm's layer by autograd in float64, with biases."""
+    spec = replace(SPEC, targets=("c_attn", "c_fc"), dropout=0.3)
+    engine = load(name, spec, model_dir=gpt2.model_dir)
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    state, batch = engine.adapter_state(), random_batch([9, 16, 5, 12], VOCAB)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(gpt2.model_dir, dtype=torch.float64)
+    for module in engine._layers:
+        parts = {part: torch.from_numpy(x).double().requires_grad_() for part, x in values_of(state, module).items()}
+        old = reference.get_submodule(module)
+        reference.set_submodule(module, MlxLMsDoRA(old, module, parts, spec, batch.dropout_seeds_BT))
+    logits = reference(
+        input_ids=torch.from_numpy(batch.tokens_BT).long(), attention_mask=torch.from_numpy(batch.segments_BT)
+    ).logits
+    labels = torch.from_numpy(batch.labels_BT).long().flatten()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    (loss / batch.num_targets).backward()
+    expected = {
+        f"base_model.model.{module}.{end}": reference.get_submodule(module).parts[part].grad.numpy()
+        for module in engine._layers
+        for part, end, _ in METHOD.parameters
+    }
+    assert_close(gradient(engine, batch), expected, tolerances.GRADIENT)
+
+
+class MlxLMsDoRA(torch.nn.Module):
+    """mlx_lm.tuner.dora.DoRALinear in torch, on a Conv1D of GPT-2, with the mask that is a function of the seeds."""
+
+    def __init__(self, base, module, parts, spec, seeds):
+        super().__init__()
+        self.W, self.bias, self.parts = base.weight.detach().T, base.bias.detach(), parts
+        mask = keep_mask(seeds, channel_keys(module, self.W.shape[1]), spec.dropout)
+        self.mask, self.scale = torch.from_numpy(mask / (1 - spec.dropout)), spec.scale_of(module)
+
+    def forward(self, x):
+        A, B, m = (self.parts[part] for part in "ABm")
+        norms = torch.linalg.norm(self.W + self.scale * B @ A, dim=1).detach()
+        return (m / norms) * (x @ self.W.T + self.scale * (x * self.mask) @ A.T @ B.T) + self.bias
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])

@@ -268,6 +268,22 @@ def stack_of(module):
     return expert.stack if expert else module
 
 
+def test_a_kept_start_of_every_expert_stays(load, models):
+    """The state has it beside what is trained, whose gradient is that of LoRA of twice the rank, on both engines."""
+    spec = dataclasses.replace(SPEC, init="olora")
+    for name in ("torch", "mlx"):
+        engine, plain = (load(name, models("qwen3_moe"), each) for each in (spec, spec.plain))
+        state = engine.adapter_state()
+        plain.load_adapter_state(state)
+        expected, _ = spec.split(gradient(plain, BATCH))
+        assert_close(gradient(engine, BATCH), expected, tolerances.GRADIENT)
+        engine.forward_backward(BATCH, divisor=BATCH.num_targets)
+        engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+        (moved, same), (before, start) = spec.split(engine.adapter_state()), spec.split(state)
+        assert_equal(same, start)
+        assert all((moved[n] != w).any() for n, w in before.items() if expected[n].any())
+
+
 # --- other programs ---------------------------------------------------------------------------------------------------
 
 

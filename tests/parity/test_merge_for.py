@@ -2,6 +2,8 @@
 
 import json
 import math
+from importlib import import_module
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
+from dualtune.train import comparison
 from dualtune.train.hooks import Hook
 from dualtune.train.state.metrics import each_row
 from dualtune.train.state.run_dir import METRICS
@@ -93,7 +96,7 @@ def rounded_base(model_dir, out, adapter, scale, name):
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 @pytest.mark.parametrize("name", ["affine4", "q4_0"])
 def test_training_is_that_of_lora_on_the_rounded_base(load, tiny, tmp_path, backend, name):
-    """Loss, log-probabilities and gradient; evaluation and generation do not round."""
+    """Loss, log-probabilities and gradient, and what evaluations say; `logprobs` and generation do not round."""
     engine, batch = load(backend, name), random_batch([9, 7], VOCAB, seed=1)
     state = random_adapter(engine.adapter_state())
     rounded_base(tiny.model_dir, tmp_path / "base", state, 6.0 / 4, name)
@@ -102,11 +105,51 @@ def test_training_is_that_of_lora_on_the_rounded_base(load, tiny, tmp_path, back
         one.load_adapter_state(state)
     in_training = engine.target_logprobs(batch, dropout=True)
     assert np.abs(in_training - on_rounded.target_logprobs(batch)).max() <= tolerances.LOGPROBS
+    assert np.abs(in_training - engine.target_logprobs(batch)).max() <= tolerances.LOGPROBS
+    gap = float(engine.evaluate(batch).loss_sum) - float(on_rounded.evaluate(batch).loss_sum)
+    assert abs(gap) <= tolerances.LOGPROBS * batch.num_targets
+    assert np.array_equal(engine.most_probable(batch), on_rounded.most_probable(batch))
     assert np.abs(in_training - plain.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
     assert_close(gradient(engine, batch), gradient(on_rounded, batch), tolerances.GRADIENT)
-    for measure in ("target_logprobs", "logprobs"):
-        gap = np.abs(getattr(engine, measure)(batch) - getattr(plain, measure)(batch))
-        assert gap[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+    gap = np.abs(engine.logprobs(batch) - plain.logprobs(batch))
+    assert gap[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+    prompt = batch.tokens_BT[0, :5]
+    texts = [list(islice(one.generate(prompt, choose=lambda x: int(x.argmax())), 4)) for one in (engine, plain)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("backend", "kernels"), [("torch", "auto"), ("mlx", "auto"), ("mlx", "fused")])
+def test_a_merge_is_rounded_once_for_all_micro_batches_of_an_update(load, monkeypatch, backend, kernels):
+    rounded = []
+
+    def counted(weight, xp):
+        rounded.append(weight.shape)
+        return weight
+
+    monkeypatch.setitem(vars(import_module(f"dualtune_{backend}.merged")), "ROUNDINGS", {"q4_0": counted})
+    engine, batches = load(backend, "q4_0", kernels=kernels), [random_batch([9, 7], VOCAB, seed=n) for n in range(3)]
+    layers = len(engine.adapter_shapes) // 2
+    for _ in range(3):
+        rounded.clear()
+        expected = 0.0
+        for batch in batches:
+            engine.forward_backward(batch, divisor=60)
+            expected += float(engine.evaluate(batch).loss_sum) / 60
+        loss = float(engine.optim_step(lr=1e-2, max_grad_norm=1.0).loss)
+        assert loss == pytest.approx(expected, abs=tolerances.STEP_LOSS)  # of these weights, also where it is compiled
+        after = float(engine.evaluate(batches[0]).loss_sum)
+    assert len(rounded) == layers
+    engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=3))
+    assert abs(float(engine.evaluate(batches[0]).loss_sum) - after) > 1e-3
+
+
+def test_the_reference_of_a_run_that_rounds_is_another(load, backends, tiny):
+    engine, base = load("torch", "q4_0"), {"weights_sha256": "0"}
+    keys = [
+        comparison._key(engine, backends["torch"], base, None, tiny.config(tiny.model_dir / "x", adapter=adapter))
+        for adapter in ({}, {"dropout": 0.0, "merge_for": "q4_0"}, {"dropout": 0.0, "merge_for": "q8_0"})
+    ]
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == 3
 
 
 class Stop(Hook):

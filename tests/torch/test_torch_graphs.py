@@ -17,6 +17,8 @@ from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 
+from dualtune_torch import dora  # noqa: E402
+from dualtune_torch import engine as engine_module  # noqa: E402
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device  # noqa: E402
 from dualtune_torch.kernels import graphs  # noqa: E402
 
@@ -101,9 +103,12 @@ def test_a_step_is_recorded_the_second_time_and_replayed_with_new_numbers(monkey
 
 def test_what_cannot_be_recorded_is_refused(engine):
     kernels = engine._kernels
-    for method in ("full", "dora"):
-        with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but adapter.method: {method}"):
-            graphs.check_recordable(kernels, replace(SPEC, method=method), moves_weights=False)
+    for changes, message in (
+        ({"method": "full"}, "adapter.method: full"),
+        ({"merge_for": "q4_0"}, "adapter.merge_for"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but {message}"):
+            graphs.check_recordable(kernels, replace(SPEC, **changes), moves_weights=False)
     with pytest.raises(ConfigError, match=r"memory.sharding"):
         graphs.check_recordable(kernels, SPEC, moves_weights=True)
     with pytest.raises(ConfigError, match=r"depend on the data \(loss plain"):
@@ -112,6 +117,36 @@ def test_what_cannot_be_recorded_is_refused(engine):
         graphs.check_offload(ActivationCheckpointing("all", offload=True))
     with pytest.raises(ConfigError, match="document by document"):  # float32, and no flash kernel
         engine._recordable_step(_sent(PACKED))
+
+
+def test_a_recorded_micro_step_of_dora_computes_no_norms(open_backend, tmp_path, monkeypatch):
+    """They are computed beside the graphs after each change of the adapter, into the place that the graphs read."""
+    spec = replace(SPEC, method="dora", targets=("q_proj",))
+    request = LoadRequest(write_tiny_llama(tmp_path), "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs.MicroStepGraphs, "run", lambda self, arrays, step: step(_sent(PACKED)))
+    monkeypatch.setattr(engine_module, "check_recordable", lambda *args, **options: None)
+    plain, recorded = (open_backend("torch").load(replace(request, kernels=kernels)) for kernels in ("auto", "graph"))
+    computed, right = [], dora.DoRALinear._norms_of_sum
+    monkeypatch.setattr(dora.DoRALinear, "_norms_of_sum", lambda self, w: (computed.append(self), right(self, w))[1])
+    monkeypatch.setattr(recorded, "_recordable_step", lambda sent: recorded._micro_step(
+        Inputs.of(sent, recorded._inputs(PACKED).documents), sent["divisor"][0]
+    ))  # fmt: skip
+    places = [layer.norms_O.data_ptr() for layer in recorded._layers.values()]
+    for _ in range(2):
+        for engine in (recorded, plain):
+            engine.load_adapter_state(random_adapter(engine.adapter_state()))
+            assert len(computed) == (len(places) if engine is recorded else 0)
+            computed.clear()
+            engine.forward_backward(PACKED, divisor=7.0)
+            assert len(computed) == (0 if engine is recorded else len(places))
+            computed.clear()
+        found, expected = ({n: g.numpy().copy() for n, g in each._adapter.grads.items()} for each in (recorded, plain))
+        assert_close(found, expected, 1e-5)
+        for engine in (recorded, plain):
+            engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+        computed.clear()
+    assert [layer.norms_O.data_ptr() for layer in recorded._layers.values()] == places
 
 
 def test_only_an_nvidia_gpu_records():

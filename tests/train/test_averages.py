@@ -8,9 +8,12 @@ from safetensors.numpy import load_file
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
+from dualtune.engine.backend import OptimizerState
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.card import Card, Device
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.model.adapter import AdapterSpec, tensor_name
+from dualtune.model.optimizer import Averaging, OptimizerSpec
 from dualtune.show.run import run
 from dualtune.train.evaluation import result_of
 from dualtune.train.hooks import Hook
@@ -303,3 +306,18 @@ def rewrite_config(path, change):
 def test_an_older_dualtune_is_told_that_it_is_too_old(lab, way, version):
     path = newest(lab.run(**RUN | way)).path
     assert json.loads((path / "MANIFEST.json").read_text())["schema_version"] == version
+
+
+def test_the_result_leaves_a_kept_start_as_it_is():
+    """Slots are those of what is trained, half of the rank; of a factored slot no values are taken for the result."""
+    spec = AdapterSpec(2, 4.0, 0.0, ("q_proj",), init="pissa")
+    rng = np.random.default_rng(0)
+    names = {part: tensor_name("layers.0.q_proj", part) for part in "AB"}
+    state = {names["A"]: rng.normal(size=(4, 7)), names["B"]: rng.normal(size=(5, 4))}
+    trained, start = spec.split(state)
+    optimizer = OptimizerSpec("adafactor", average=Averaging())
+    shapes = optimizer.slot_shapes({name: w.shape for name, w in trained.items()})
+    slots = {slot: {name: rng.normal(size=shape) for name, shape in own.items()} for slot, own in shapes.items()}
+    moved, same = spec.split(result_of(optimizer, state, OptimizerState(3, slots)))
+    assert all(np.array_equal(same[name], kept) for name, kept in start.items())
+    assert all(np.array_equal(moved[name], trained[name] + slots["offset"][name]) for name in trained)

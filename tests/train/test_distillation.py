@@ -13,10 +13,11 @@ from dualtune.config import parse_config
 from dualtune.engine.backend import IGNORE_INDEX
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
-from dualtune.train.distillation import forward_kl, generalized_jsd, read_distributions, record
+from dualtune.train.distillation import forward_kl, generalized_jsd, read_distributions
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
+from dualtune.train.recording import record
 from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.step import TrainingStep
@@ -194,6 +195,7 @@ class _Few:
     def __init__(self, documents, ids):
         self._documents, self._ids = documents, ids
         self.lengths, self.hidden = documents.lengths[ids], None
+        self.beginnings, self.shares = None, False
 
     def __len__(self):
         return len(self._ids)
@@ -285,7 +287,7 @@ def test_the_command_records_what_a_run_needs(lab, write_rows, dualtune_main, tm
     config.write_text(f"model: {{name: {student}}}\ndata: {{train: {rows}, eval: 0}}\n")
     args = ["distill", "record", str(config), "--platform", "cpu", "--json", "--out", str(out), "--teacher"]
     result = json.loads(dualtune_main(*args, student, "--top-k", "3").stdout)
-    assert result.keys() == {"file", "documents", "targets", "top_k"} and result["documents"] == 24
+    assert result.keys() == {"file", "documents", "targets", "top_k", "continued"} and result["documents"] == 24
     distributions = read_distributions(out)
     assert distributions.tokens_Nk.shape == (result["targets"], 3) and distributions.teacher == student
     prepared = prepare(lab.config(**RUN | {"data__train": str(rows), "distill__distributions": str(out)}), lab.backend)

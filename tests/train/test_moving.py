@@ -148,7 +148,7 @@ def test_a_key_without_a_rule_is_forbidden():
     assert keys - RULES.keys() == {
         "model.quantization", "model.init", "adapter.method", "adapter.rank", "adapter.alpha", "adapter.scaling",
         "adapter.init", "adapter.layers", "adapter.rank_pattern", "adapter.alpha_pattern", "adapter.train_modules",
-        "adapter.train_rows", "adapter.experts", "data.new_tokens", "data.new_special_tokens",
+        "adapter.train_rows", "adapter.experts", "adapter.bias", "data.new_tokens", "data.new_special_tokens",
         "adapter.targets", "data.max_length", "data.loss_on", "train.tokens_per_step", "train.documents_per_step",
         "train.optimizer", "train.average", "train.policy", "train.objective", "run.seed",
         *(f"preference.{key}" for key in PreferenceConfig.model_fields),

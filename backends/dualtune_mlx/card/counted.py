@@ -14,6 +14,7 @@ from dualtune.engine.memory.estimate import (
     MemoryPart,
     adapted_by,
     has_plain_loss,
+    num_kept,
     num_scaled,
     num_trained,
     optimizer,
@@ -66,7 +67,9 @@ def adapter(counted: Counted, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
+    kept = num_kept(counted, ask)
+    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
+    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
 
 
 def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:
@@ -88,13 +91,12 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     masks = 0
     if ask.dropout:  # a mask for each input; in plain code the input and a mask for each module
         masks = 2 * sum(linear.sent * linear.in_ for linear in on) - read if ask.kernels == "reference" else read
-    if ask.scales_outputs:
-        masks += sum(linear.out + linear.in_ * ask.dropout for linear in on)
+    scaled = sum(linear.out for linear in on) * ask.scales_outputs
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     of_modules = ranks(counted, ask)
     made = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
-    return saved.token + scores + c * (made + read + masks)
+    return saved.token + scores + c * (made + read + masks + scaled)
 
 
 def _row(ask: Ask) -> int:

@@ -25,6 +25,7 @@ from dualtune.engine.memory.estimate import (
     int8_weights,
     largest_update,
     mean_rank,
+    num_kept,
     num_scaled,
     num_trained,
     optimizer,
@@ -125,7 +126,9 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    return MemoryPart("adapter", MASTER_BYTES * n + 4 * (keys + norms), formula)
+    kept = num_kept(decoder, ask)
+    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
+    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
 
 
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:
@@ -162,8 +165,7 @@ def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
     numbers = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     numbers += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     numbers += math.ceil(mean_rank(decoder, ask) * len(inputs))
-    if ask.scales_outputs:  # and with dropout a mask for each module
-        numbers += sum(layer.out for layer in linears) + sum(inputs) * ask.dropout
+    numbers += sum(layer.out for layer in linears) * ask.scales_outputs
     if (
         ask.checkpointing.adapter_inputs
     ):  # norms and gated activations keep what these inputs are made of, masks are made too

@@ -57,6 +57,7 @@ CARD = Card(
         "adapter.merge_for": ("none", *ROUNDINGS),
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
+        "adapter.bias": ("none", "all", "lora_only"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon", INSTALLED),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),

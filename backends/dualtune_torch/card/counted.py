@@ -126,7 +126,7 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     of_modules = ranks(counted, ask)
     made = c * sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in adapted)
     made += c * sum(linear.out for linear in adapted) * ask.scales_outputs
-    if ask.adapts_alone and ask.dropout:  # the input after dropout and a mask, for each module
+    if ask.kernels == "reference" and ask.dropout:  # the input after dropout and a mask, for each module
         return T * (made + (c + 1) * sum(linear.sent * linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.sent * linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)

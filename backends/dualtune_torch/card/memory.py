@@ -24,6 +24,7 @@ from dualtune.engine.memory.estimate import (
     int8_weights,
     largest_update,
     mean_rank,
+    num_kept,
     num_scaled,
     num_trained,
     optimizer,
@@ -126,12 +127,17 @@ def nf4_bytes(n: int) -> int:
 
 
 def adapter(decoder: Shape, ask: Ask) -> MemoryPart:
-    on, n, copy = adapted_by(decoder, ask), num_trained(decoder, ask), _copy_bytes(ask)
+    on, n, kept, copy = adapted_by(decoder, ask), num_trained(decoder, ask), num_kept(decoder, ask), _copy_bytes(ask)
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     norms = num_scaled(decoder, ask)
-    formula += f" + {norms:,} norms × 4 B" * bool(norms)
-    return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * (on.inputs + norms), formula)
+    formula += f" + {norms:,} norms of W and of the sum × 8 B" * bool(norms)
+    size = (MASTER_BYTES + copy) * n + 4 * on.inputs + 8 * norms
+    if kept:  # both are computed with side by side, also in float32
+        of_both = (ask.item_bytes - copy) * n + ask.item_bytes * kept
+        formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B + {of_both:,} B of copies"
+        size += MASTER_BYTES * kept + of_both
+    return MemoryPart("adapter", size, formula)
 
 
 def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
@@ -223,8 +229,6 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     token_bytes = _norms(decoder, ask, is_compiled=is_compiled(decoder, ask))
-    if ask.adapts_alone:
-        reads, token_bytes = frozenset[str | int](), token_bytes + _dropped_alone(decoder, ask)
     if not _norms_are_recomputed(decoder, ask):
         token_bytes += (
             c * d * (("before attention" in reads) + ("before feed-forward" in reads))

@@ -80,7 +80,7 @@ def choose(
     expected = own_results(model)
     alone = [module for module in model.modules() if isinstance(module, AdaptedLayer) and not module.grouped]
     if any(layer.count is None for layer in alone):  # stacks of experts are no linear layers
-        chosen.remarks.append("adapters plain: DoRA's dropout has no fast code")
+        chosen.remarks.append("adapters plain: adapter.merge_for has no fast code")
     elif "lora" in names and (
         any(isinstance(module, AdaptedLayer) for module in model.modules())
         or not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters())

@@ -71,10 +71,8 @@ def check_recordable(kernels: Kernels, adapter: AdapterSpec, *, moves_weights: b
         raise _refusal("adapter.method: full adds gradients to the float32 ones from Python")
     if adapter.beside:
         raise _refusal(f"{adapter.beside.keys} trains parameters of the base")
-    if adapter.reads_base:
-        raise _refusal(
-            f"adapter.method: {adapter.method} computes with the base only in the first micro-batch of a step"
-        )
+    if adapter.merge_for != "none":
+        raise _refusal("adapter.merge_for rounds the merge in the first micro-batch of a step alone")
     if moves_weights:
         raise _refusal("memory.resident_layers and memory.sharding move weights while a step computes")
     if not kernels.attention or kernels.head is None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dualtune.model.adapter import tensor_name
+from dualtune.model.beside import parameter_name
 from dualtune.model.dropout import check_tokens, input_of
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.lora import LoRALinear, LoRAPieces, add_product, back_g, drop_rule, dropped
@@ -47,7 +48,10 @@ class LoRAGroup:
         self.dA_SI = _stacked([adapter.grads[tensor_name(path, "A")] for path in layers])
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
+        # Biases of the base that are trained too.
+        self.dbias_O = [adapter.grads.get(parameter_name(f"{path}.bias")) for path in layers]
         self.ranks = [B_Or.shape[1] for B_Or in self.B_Or]
+        self.trained = [dB_Or.shape[1] for dB_Or in self.dB_Or]  # of these ranks the first ones; the start has the rest
         self.maybe_compile = maybe_compile
         self.gpu = gpu  # Triton kernels in place of some of the code below
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
@@ -144,21 +148,29 @@ class _GroupedLoRA(torch.autograd.Function):
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
         u, v = (both_MS.split(group.ranks, dim=1) for both_MS in (u_MS, v_MS))
-        for layer, B_Or, dB_Or, g_BTO, u_Mr, v_Mr in zip(
-            group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
+        for layer, B_Or, dB_Or, dbias_O, g_BTO, u_Mr, v_Mr in zip(
+            group.layers, group.B_Or, group.dB_Or, group.dbias_O, grads_BTO, u, v, strict=True
         ):
             g_MO = g_BTO.reshape(len(kept_MI), -1)
-            (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
+            if dbias_O is not None:
+                dbias_O += g_MO.sum(0, dtype=dbias_O.dtype)
+            if layer.start is None:
+                (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
+            else:
+                back_g(g_MO, B_Or, u_Mr[:, : dB_Or.shape[1]], layer.scale, v_Mr, dB_Or)
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
+        moved_MS = v_MS
+        if group.trained != group.ranks:
+            moved_MS = torch.cat([v_Mr[:, :r] for v_Mr, r in zip(v, group.trained, strict=True)], 1)
         if seeds_M is None or group.gpu.add_dA is None:
-            add_product(group.dA_SI, v_MS.T, kept_MI)
+            add_product(group.dA_SI, moved_MS.T, kept_MI)
         else:
-            group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
+            group.gpu.add_dA(group.dA_SI, moved_MS, kept_MI, *_mask(group, seeds_M))
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:

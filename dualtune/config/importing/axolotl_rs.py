@@ -5,7 +5,7 @@ The defaults are those that its documents state; where they are silent, a key ke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from dualtune.config.importing.arguments import (
     DETECTED,
@@ -18,6 +18,7 @@ from dualtune.config.importing.arguments import (
     nf4_only,
 )
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, renamed, translated
+from dualtune.model.beside import Biases
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "./outputs", "seed": 42, "lora.r": 8, "lora.alpha": 16,
@@ -43,6 +44,14 @@ def is_in_sections(keys: dict[str, Any]) -> bool:
     quantization = keys.get("quantization")
     has_bits = isinstance(quantization, dict) and "bits" in quantization
     return has_bits or any(isinstance(keys.get(name), dict) for name in SECTIONS[:3])
+
+
+def _bias(file: ForeignFile) -> Settings:
+    if (name := file.get("lora.bias")) in (None, "none"):
+        return {}
+    if name not in get_args(Biases):
+        raise file.wrong("lora.bias", f"allowed are {', '.join(get_args(Biases))}")
+    return {"adapter.bias": file.note(name, "lora.bias")}
 
 
 def _method(file: ForeignFile) -> Settings:
@@ -130,7 +139,7 @@ RULES = (
     renamed("seed", "run.seed", ForeignFile.count, "the random numbers differ", least=0),
     translated("lora.modules_to_save", "adapter.train_modules",
                lambda file: listed(file, "lora.modules_to_save", "adapter.train_modules")),
-    absent("lora.bias", "biases stay as they are"),
+    translated("lora.bias", "adapter.bias", _bias),
     absent("hybrid", "predictive training has the section hybrid here: see docs/hybrid.md"),
     needless("device", "it is set by --platform"),
 )  # fmt: skip

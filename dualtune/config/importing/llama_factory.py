@@ -72,6 +72,11 @@ def _new_tokens(file: ForeignFile) -> Settings:
     return settings
 
 
+def _muon(file: ForeignFile) -> Settings:
+    """Translate the switch that wins over `optim`, and means the same formula."""
+    return {"train.optimizer": file.note("muon", "use_muon")} if file.flag("use_muon") else {}
+
+
 def _method(file: ForeignFile) -> Settings:
     if not file.flag("do_train"):
         raise file.wrong("do_train", "without training there is nothing to translate; see `dualtune eval` and `chat`")
@@ -378,7 +383,7 @@ RULES = (
     absent("create_new_adapter", "a run has one adapter, which adapter.init_from may start"),
     absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
            "this kind of training is not supported yet"),
-    absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",
+    absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
            "the optimizers are adamw, adamw_8bit, lion, adafactor, muon and sgd", "train.optimizer"),
     absent("use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha moe_aux_loss_coef",
            "the loss is the cross-entropy of the targets"),
@@ -406,4 +411,5 @@ RULES = (
              "the layout in memory is chosen automatically"),
     needless("hf_hub_token ms_hub_token om_hub_token", "log in with `hf auth login`"),
     *arguments.RULES,
+    translated("use_muon", "train.optimizer", _muon, "it wins over optim; the learning rate is that of AdamW"),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 | format              | keys (optional ones in brackets)                                                    |
 |---------------------|-------------------------------------------------------------------------------------|
 | preference          | chosen, rejected [prompt or messages, input, history]: strings, or lists of messages |
+| comparison          | answer_a, answer_b, better [prompt, input]: two answers, and which one is better    |
 | unpaired_preference | label, and the keys of any format below but text                                    |
 | messages            | messages: [{role, content}, …]                                                      |
 | sharegpt            | conversations: [{from, value}, …]                                                   |
@@ -25,7 +26,7 @@ parts, only the second part is trained on.
 
 A preference is a pair of examples (`answers`). What both conversations begin with is not trained on; from the first
 message that differs, every assistant message is. An unpaired preference is one example with a label, which judges what
-follows the last question.
+follows the last question. A comparison is a preference once its verdict is read; `comparisons.py` has the layouts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any
 
 from dualtune.base.errors import DataError
 from dualtune.config.data_section import Consecutive
+from dualtune.data.chat.comparisons import LAYOUTS, TIE, A, B, Layout
 from dualtune.data.chat.conversations import (
     Message,
     RowReading,
@@ -68,7 +70,7 @@ from dualtune.data.chat.row_values import (
     shown,
     unread,
 )
-from dualtune.data.sources.rows import BadRow, RawRow, RowError
+from dualtune.data.sources.rows import BadRow, RawRow, RowError, Tie, TieError
 
 # The prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), for models without a chat template.
 ALPACA_PROMPT = (
@@ -242,7 +244,8 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
         kinds = reading.notices | unread(row.fields, read, texts, thoughts)
         return replace(example, notices=frozenset(kinds)) if kinds else example
     except RowError as reason:
-        return BadRow(row.path, row.line, str(reason))
+        kind = Tie if isinstance(reason, TieError) else BadRow
+        return kind(row.path, row.line, str(reason))
     except RecursionError:
         return BadRow(row.path, row.line, "is nested too deeply")
 
@@ -307,6 +310,30 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
         raise RowError(EQUAL_PAIR)
     _compare_scores(fields, reading)
     return replace(chosen, rejected=rejected)
+
+
+def _compares(layout: Layout) -> Format:
+    """Return the format of rows with two answers and a verdict."""
+
+    def convert(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+        better = layout.verdict(fields["better"])
+        if better == TIE:
+            raise TieError("neither answer is better")
+        pair = [("chosen", better), ("rejected", B if better == A else A)]
+        scores = {A: "score_a", B: "score_b"}
+        named = {key: value for key, value in fields.items() if key not in (A, B, "better", *scores.values())}
+        for key, answer in pair[:1] if "rejected" in reading.columns else pair:  # left out, for sft
+            named[key] = fields[answer]
+            if scores[answer] in fields:
+                named[f"score_{key}"] = fields[scores[answer]]
+        return _preference(row, named, reading)
+
+    optional = tuple(key for key in _COMPARED if key not in layout.keys)
+    return Format(convert, layout.keys, optional, {**SYSTEM_NAMES, **layout.aliases})
+
+
+def _without_verdict(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+    raise RowError(f"needs a prompt, two answers and a verdict in known columns; its keys are: {listed(row.fields)}")
 
 
 def _compared(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> list[Example]:
@@ -470,6 +497,7 @@ _PLAIN = {
     ),
 }  # fmt: skip
 _JUDGED = tuple(_judged(format) for format in _PLAIN.values())
+_COMPARED = ("prompt", A, B, "better", "input", "score_a", "score_b", *_COMMON)
 # In order of detection: the most specific keys first.
 FORMATS = {
     "preference": Format(
@@ -477,12 +505,18 @@ FORMATS = {
         ("prompt", "messages", "input", *_COMMON, "history", "score_chosen", "score_rejected"),
         {
             **SYSTEM_NAMES,
-            "chosen": ("chosen_response",), "rejected": ("rejected_response",),
+            "chosen": ("chosen_response", "response_chosen", "answer_chosen"),
+            "rejected": ("rejected_response", "response_rejected", "answer_rejected"),
             "prompt": ("question", "instruction"), "messages": ("conversations",),
             "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating", "chosen_avg_rating"),
             "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating", "rejected_avg_rating"),
         },
         can_lack=("rejected",),
+    ),
+    "comparison": Format(
+        _without_verdict, (A, B, "better"), tuple(key for key in _COMPARED if key not in (A, B, "better")),
+        {key: tuple(name for layout in LAYOUTS for name in layout.aliases.get(key, ())) for key in _COMPARED},
+        tuple(map(_compares, LAYOUTS)),
     ),
     "unpaired_preference": Format(
         _without_layout, ("label",), tuple(dict.fromkeys(key for f in _JUDGED for key in f.all_keys if key != "label")),

@@ -34,6 +34,10 @@ class BadRow:
         return f"{self.path}:{self.line}: {self.reason}"
 
 
+class Tie(BadRow):
+    """Two answers of which neither is better: nothing to learn, and no fault. Such rows are left out and counted."""
+
+
 def printable(text: str) -> str:
     """Escape characters that a terminal could interpret as a command, for instance \\x1b."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
@@ -49,6 +53,10 @@ class TableObject(dict[str, Any]):
 
 class RowError(Exception):
     """The reason why a row cannot be used; becomes a BadRow."""
+
+
+class TieError(RowError):
+    """The reason why a row is a Tie."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,12 +78,15 @@ class BadRows:
     """Counts bad rows and keeps the first ones."""
 
     count: int = 0
+    num_ties: int = 0  # which are not among them
     first: list[str] = field(default_factory=lambda: [])
 
     def sift(self, rows: Iterable[Good | BadRow]) -> Iterator[Good]:
         """Yield the good rows of a stream, and record the bad ones."""
         for row in rows:
-            if isinstance(row, BadRow):
+            if isinstance(row, Tie):
+                self.num_ties += 1
+            elif isinstance(row, BadRow):
                 self.count += 1
                 if len(self.first) < SHOWN:
                     self.first.append(str(row))

@@ -109,11 +109,6 @@ class Ask:
         return not self.trains_model and "m" in METHODS[self.method].parts
 
     @property
-    def adapts_alone(self) -> bool:
-        """Whether each adapter is computed for itself, by the plain code: where it is asked for, and DoRA's dropout."""
-        return self.kernels == "reference" or (self.scales_outputs and self.dropout)
-
-    @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
@@ -197,14 +192,21 @@ def adapted_by(decoder: Shape, ask: Ask) -> Adapted:
 
 
 def num_trained(decoder: Shape, adapter: HasAdapter) -> int:
-    """Return the number of trainable parameters, with a start that stays beside them: so many has the optimizer too.
+    """Return the number of trainable parameters: so many have a gradient and the optimizer's slots.
 
     ConfigError if a target selects nothing.
     """
     if adapter.method == FULL:
         return decoder.num_parameters
     beside = adapter.beside if isinstance(adapter, Ask) else 0
-    return beside + _num_trained(decoder, adapter.method, *_rank_settings(adapter))
+    return beside + _num_trained(decoder, adapter.method, *_rank_settings(adapter, 1))
+
+
+def num_kept(decoder: Shape, adapter: HasAdapter) -> int:
+    """Return how many numbers a start has that is kept beside what is trained."""
+    if adapter.method == FULL or adapter.init not in KEPT_INITS:
+        return 0
+    return _num_trained(decoder, "lora", *_rank_settings(adapter, 1))
 
 
 def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
@@ -212,13 +214,12 @@ def ranks(decoder: Shape, adapter: HasAdapter) -> Mapping[str, int]:
 
     ConfigError if a target of the pattern selects nothing.
     """
-    return _ranks(decoder, *_rank_settings(adapter))
+    return _ranks(decoder, *_rank_settings(adapter, 2 if adapter.init in KEPT_INITS else 1))
 
 
-def _rank_settings(adapter: HasAdapter) -> tuple[int, Pattern[int], Targets, str, bool]:
-    """Return what the ranks depend on: rank, pattern, targets, layers and experts."""
+def _rank_settings(adapter: HasAdapter, times: int) -> tuple[int, Pattern[int], Targets, str, bool]:
+    """Return what the ranks depend on: rank and pattern, `times` as large, targets, layers and experts."""
     pattern = adapter.rank_pattern if isinstance(adapter.rank_pattern, tuple) else (*adapter.rank_pattern.items(),)
-    times = 2 if adapter.init in KEPT_INITS else 1
     pattern = tuple((target, times * rank) for target, rank in pattern)
     return times * adapter.rank, pattern, adapter.targets, adapter.layers, adapter.experts
 
@@ -243,7 +244,21 @@ def num_beside(decoder: Shape, config: Config) -> int:
     vectors = sum(decoder.hidden * (decoder.layers if "layernorm" in module else 1) for module in norms)
     rows = len({*adapter.rows, *(() if tables else (token.text for token in config.data.added_tokens))})
     both = 2 if decoder.head in matrices else 1
-    return decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors
+    return (
+        decoder.hidden * (decoder.vocab * tables + rows * both) + sum(linear) + vectors + _num_biases(decoder, config)
+    )
+
+
+def _num_biases(decoder: Shape, config: Config) -> int:
+    """Return the size of the biases that are trained, as far as a formula knows them: they are few."""
+    if config.adapter.bias == "none" or isinstance(decoder, Counted):
+        return 0
+    linears, adapter = decoder.linears(), config.adapter
+    chosen = {*decoder.biased}
+    if adapter.bias == "lora_only":
+        chosen &= adapted(decoder, adapter.targets, adapter.layers, adapter.experts).inside
+    of_norms = decoder.layer_norms * decoder.hidden * (decoder.is_gpt2 and adapter.bias == "all")
+    return decoder.layers * (sum(linears[name].out for name in chosen) + of_norms)
 
 
 def _trained_tables(decoder: Shape, config: Config) -> int:
@@ -323,7 +338,7 @@ def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
         shapes, of_method = adapted_by(decoder, ask).shapes, METHODS[ask.method]
         found = Counter(
             (parameter.peft, of_method.shapes(shape, rank)[parameter.part])
-            for shape, rank in zip(shapes, ranks(decoder, ask).values(), strict=True)
+            for shape, rank in zip(shapes, _ranks(decoder, *_rank_settings(ask, 1)).values(), strict=True)
             for parameter in of_method.parameters
         )
     rest = num_trained(decoder, ask) - sum(math.prod(shape) * number for (_, shape), number in found.items())
@@ -342,13 +357,12 @@ def state_bytes(decoder: Shape, ask: Ask) -> int:
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry, state = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer], state_bytes(decoder, ask)
-    held = MASTER_BYTES + 1 if ask.init in KEPT_INITS else 0  # what does not move, while the rest does, and where it is
     slots = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots and not entry.shapes else ""
-    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages + f" + kept start × {held} B" * bool(held)
+    slots += f" + average × {SLOT_BYTES:g} B" * ask.averages
     formula = f"{n:,} weights × (gradient × {MASTER_BYTES} B{slots})"
     if entry.shapes:
         formula += f" + {state - math.ceil(SLOT_BYTES * n * ask.averages):,} B of {', '.join(entry.slots)}"
-    return MemoryPart("optimizer", (MASTER_BYTES + held) * n + state, formula)
+    return MemoryPart("optimizer", MASTER_BYTES * n + state, formula)
 
 
 def merges(decoder: Shape, ask: Ask) -> MemoryPart:

@@ -219,7 +219,7 @@ def _dial(decoder: Shape, ask: Ask) -> list[ActivationCheckpointing]:
     honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
-    if "adapter_inputs" in honoured and not ask.adapts_alone and not ask.trains_model:
+    if "adapter_inputs" in honoured and ask.kernels != "reference" and not ask.trains_model:
         values.append(ActivationCheckpointing(adapter_inputs=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 

@@ -16,6 +16,7 @@ CARD = Card(
         "model.init": ("pretrained",),
         "adapter.method": ("lora", "dora"),
         "adapter.init": INITS,
+        "adapter.bias": ("none",),
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask

@@ -106,9 +106,8 @@ class NumpyEngine:
         self._shapes = shapes = request.adapter.select(available)
         self._beside = _trained_beside(request, self._weights, shapes)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
-        self._params = self._initial(request.adapter)
-        self._kept = request.adapter.kept(self.adapter_shapes) or {}
-        slots = request.optimizer.slot_shapes(self.adapter_shapes)
+        self._params, self._start = request.adapter.split(self._initial(request.adapter))
+        slots = request.optimizer.slot_shapes(self._trained_shapes)
         self._slots = {s: {n: np.zeros(shape, np.float32) for n, shape in own.items()} for s, own in slots.items()}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
@@ -121,8 +120,7 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trained_beside=sizes_of(self.adapter_shapes),
-            trainable_parameters=sum(w.size for w in self._params.values())
-            - sum(int(kept.sum()) for kept in self._kept.values()),
+            trainable_parameters=sum(w.size for w in self._params.values()),
             layers_below_adapter=int("mixer" not in shapes and not any("head" not in name for name in self._beside)),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
@@ -148,9 +146,14 @@ class NumpyEngine:
                 self._grads[name] += slope[self._beside[name]]
 
     def _parts(self, module: str) -> dict[str, np.ndarray]:
-        """Return the trained parts of a module, float64."""
+        """Return the parts of a module, float64, with a start that is kept."""
         parts, method = self._request.adapter.method_spec.parts, self._request.adapter.method
-        return {part: self._params[tensor_name(module, part, method)].astype(np.float64) for part in parts}
+        names = {part: tensor_name(module, part, method) for part in parts}
+        own, start = (
+            {n: tensors[n] for n in names.values() if n in tensors} for tensors in (self._params, self._start)
+        )
+        state = self._request.adapter.joined(own, start)
+        return {part: state[name].astype(np.float64) for part, name in names.items()}
 
     def _norms(self, module: str, parts: dict[str, np.ndarray]) -> np.ndarray | float:
         """Return DoRA's divisor of the magnitudes; for LoRA, whose magnitudes are 1, also 1."""
@@ -159,53 +162,53 @@ class NumpyEngine:
         scale = self._request.adapter.scale_of(module)
         return row_norms(self._weights[f"{module}.weight"] + scale * parts["B"] @ parts["A"]).clip(LEAST_NORM)
 
-    def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return W x + (g - 1) ∘ W x̃ + g ∘ scale · B (A x̃), and x̃, which is x after dropout. For LoRA g is 1."""
-        W_OI = self._weight(module)
-        y_NO = x_ND @ W_OI.T
+    def _linear(self, module: str, x_NI: np.ndarray, seeds_N: np.ndarray | None) -> np.ndarray:
+        """Return g ∘ z, where z = W x + scale · B (A x̃) and x̃ is x after dropout. For LoRA g is 1."""
+        z_NO = x_NI @ self._weight(module).T
         if module not in self._keys:
-            return y_NO, x_ND
-        spec, parts = self._request.adapter, self._parts(module)
-        scale = spec.scale_of(module)
-        if seeds_N is not None and spec.dropout:
-            x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        u_NO = scale * (x_ND @ parts["A"].T) @ parts["B"].T
-        h_O = parts.get("m", 1.0) / self._norms(module, parts) - 1
-        return y_NO + u_NO + h_O * (x_ND @ W_OI.T + u_NO), x_ND
+            return z_NO
+        parts, scale = self._parts(module), self._request.adapter.scale_of(module)
+        z_NO = z_NO + scale * (self._after_dropout(module, x_NI, seeds_N) @ parts["A"].T) @ parts["B"].T
+        return z_NO * (parts.get("m", 1.0) / self._norms(module, parts))
 
-    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
+    def _linear_backward(
+        self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray | None
+    ) -> np.ndarray:
         """Add the gradients of the parts for the output gradient g, and return the gradient of the layer's input."""
         W_OI = self._weight(module)
-        g_NI = g_NO @ W_OI
         if module not in self._keys:
             self._add_slope(module, g_NO.T @ x_NI)
-            return g_NI
+            return g_NO @ W_OI
         spec, parts = self._request.adapter, self._parts(module)
-        scale = spec.scale_of(module)
-        norms = self._norms(module, parts)
-        h_O = parts.get("m", 1.0) / norms - 1
-        u_Nr, v_Nr = x_NI @ parts["A"].T, scale * ((1 + h_O) * g_NO) @ parts["B"]
-        slopes = {"A": v_Nr.T @ x_NI, "B": scale * ((1 + h_O) * g_NO).T @ u_Nr}
+        slopes: dict[str, np.ndarray] = {}
+        scale, dropped_NI = spec.scale_of(module), self._after_dropout(module, x_NI, seeds_N)
+        u_Nr = dropped_NI @ parts["A"].T
         if "m" in parts:
-            slopes["m"] = (g_NO * (x_NI @ W_OI.T + scale * u_Nr @ parts["B"].T)).sum(0) / norms
-        for part, slope in slopes.items():
-            self._grads[tensor_name(module, part, spec.method)] += slope
-        through_dropout = (h_O * g_NO) @ W_OI + v_Nr @ parts["A"]
-        if spec.dropout:
-            through_dropout *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
-        return g_NI + through_dropout
+            norms_O = self._norms(module, parts)
+            slopes["m"] = (g_NO * (x_NI @ W_OI.T + scale * u_Nr @ parts["B"].T)).sum(0) / norms_O
+            g_NO = g_NO * (parts["m"] / norms_O)
+        v_Nr = scale * g_NO @ parts["B"]
+        slopes |= {"A": v_Nr.T @ dropped_NI, "B": scale * g_NO.T @ u_Nr}
+        trained, _ = spec.split({tensor_name(module, part, spec.method): slope for part, slope in slopes.items()})
+        for name, slope in trained.items():
+            self._grads[name] += slope
+        return g_NO @ W_OI + self._after_dropout(module, v_Nr @ parts["A"], seeds_N)
+
+    def _after_dropout(self, module: str, x_NI: np.ndarray, seeds_N: np.ndarray | None) -> np.ndarray:
+        p = self._request.adapter.dropout
+        if seeds_N is None or not p:
+            return x_NI
+        return x_NI * keep_mask(seeds_N, self._keys[module], p) / (1 - p)
 
     def _forward(
         self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         x = self._weight("embedding")[tokens_N]
         if hidden_ND is None:
-            mixed, x = self._linear("mixer", x, seeds_N)
-            hidden_ND = np.tanh(mixed)
-        h = hidden_ND
-        logits, h_dropped = self._linear("head", h, seeds_N)
+            hidden_ND = np.tanh(self._linear("mixer", x, seeds_N))
+        logits = self._linear("head", hidden_ND, seeds_N)
         logits = logits - logits.max(-1, keepdims=True)
-        return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
+        return {"x": x, "h": hidden_ND, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
@@ -236,19 +239,14 @@ class NumpyEngine:
         g_NV = np.exp(f["logp"]) * weights_NK.sum(-1, keepdims=True)
         np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
         g_NV /= divisor
-        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
+        g_ND = self._linear_backward("head", g_NV, f["h"], seeds_N)
         g_ND = self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
         slope_VD = np.zeros_like(self._weights["embedding.weight"])
         np.add.at(slope_VD, tokens_N, g_ND)
         self._add_slope("embedding", slope_VD)
 
     def gradient(self) -> Tensors:
-        self._drop_kept(self._grads)
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
-
-    def _drop_kept(self, tensors: Tensors) -> None:
-        for name, where in self._kept.items():
-            tensors[name][where] = 0
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
@@ -257,7 +255,6 @@ class NumpyEngine:
     # --- optimizer ------------------------------------------------------------------------------------------------
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        self._drop_kept(self._grads)
         norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
         loss, self._loss = self._loss, 0.0
@@ -272,8 +269,7 @@ class NumpyEngine:
             g[:] = 0
 
     def _update(self, lr: float, clip: float) -> None:
-        optimizer, before = self._request.optimizer, {name: self._params[name].copy() for name in self._kept}
-        self._drop_kept(self._params)  # zeros with a gradient of zero stay so in every rule, with all of its slots
+        optimizer = self._request.optimizer
         self._step += 1
         for name, w in self._params.items():
             slots = {slot: tensors[name] for slot, tensors in self._slots.items() if name in tensors}
@@ -282,8 +278,6 @@ class NumpyEngine:
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)
-        for name, where in self._kept.items():
-            self._params[name][where] = before[name][where]
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if checkpointing != KEEP_ALL:
@@ -293,10 +287,15 @@ class NumpyEngine:
 
     @property
     def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._request.adapter.state_shapes(self._trained_shapes)
+
+    @property
+    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: w.shape for name, w in self._params.items()}
 
     def adapter_state(self) -> Tensors:
-        return {n: w.copy() for n, w in self._params.items()}
+        state = self._request.adapter.joined(self._params, self._start)
+        return {name: w.copy() for name, w in state.items()}
 
     def neutral_state(self) -> Tensors:
         return self._initial(self._request.adapter.plain)
@@ -313,13 +312,13 @@ class NumpyEngine:
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
-        self._params = {n: state[n].copy() for n in self._params}
+        self._params, self._start = self._request.adapter.split({n: state[n].copy() for n in self._params})
 
     def optimizer_state(self) -> OptimizerState:
         return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_slots(self._request.optimizer, self.adapter_shapes, state)
+        check_slots(self._request.optimizer, self._trained_shapes, state)
         self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}
 
     # --- use ------------------------------------------------------------------------------------------------------

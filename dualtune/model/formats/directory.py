@@ -31,7 +31,7 @@ from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
 from dualtune.model.beside import NewToken, parameter_name
-from dualtune.model.formats import canonical, mlx_lm, peft, stacks
+from dualtune.model.formats import canonical, mlx_lm, peft, stacks, vllm
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, recorded_hash, template_in
 from dualtune.model.formats.naming import PLAIN, Naming, Prefixes, read_naming, rename_tensors, renamed, reversed_
 from dualtune.model.targets import is_embedding
@@ -44,7 +44,7 @@ FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # 
 # Weights that only `dualtune adapter import` reads: PEFT's shards, and the NumPy archive of an old mlx-lm.
 INDEX_FILE, NPZ_FILE = "adapter_model.safetensors.index.json", "adapters.npz"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
-LAYOUTS = ("dual", "peft", "mlx")
+LAYOUTS = ("dual", "peft", "mlx", vllm.LAYOUT)
 SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20  # of dualtune.json
 MAX_CONFIG_BYTES = 1 << 20
@@ -274,6 +274,8 @@ def write_adapter(
         raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
     if layout == "mlx" and (why := _not_in_mlx(adapter)):
         raise ConfigError(f"layout: got mlx, but {why}; allowed: peft, or merge it for mlx-lm")
+    if layout == vllm.LAYOUT:
+        vllm.check_for_vllm(adapter.spec, adapter.tensors, adapter.naming)
     target = Path(path).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
@@ -298,6 +300,9 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     if layout == "dual" and (why := _not_in_mlx(adapter)):
         layout = "peft"
         notes.append(f"written for PEFT alone: {why}")
+    if layout == vllm.LAYOUT:
+        spec, tensors, unified = canonical.unified(spec, tensors)
+        notes += unified
     # What is written is what is checked: the alpha is made an integer first.
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
@@ -305,10 +310,10 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     _check_values(tensors)
     config, files, naming = dict[str, Any](), dict[str, Content](), adapter.naming
     if layout != "mlx":
-        in_peft, named = peft_layout(replace(adapter, spec=spec, tensors=tensors))
+        in_peft, named = peft_layout(replace(adapter, spec=spec, tensors=tensors), apart=layout == vllm.LAYOUT)
         config |= in_peft
         files[peft.WEIGHTS_FILE] = _safetensors(named, "pt")
-    if layout != "peft":
+    if layout not in ("peft", vllm.LAYOUT):
         uniform, padded, unified = canonical.unified(spec, tensors)
         _check_values(padded)
         notes += [f"mlx-lm's file: {note}" for note in unified]
@@ -331,12 +336,17 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     return files
 
 
-def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
-    """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names."""
+def peft_layout(adapter: Adapter, *, apart: bool = False) -> tuple[dict[str, Any], Tensors]:
+    """Return the adapter_config.json of an adapter with an integer alpha, and its tensors in PEFT's names.
+
+    `apart`: with each expert as layers of its own, as vLLM reads them.
+    """
     tensors, head = adapter.tensors, adapter.naming.tied_head
     if head is not None:  # PEFT copies each module that it trains, also one that is another
         tensors = tensors | {parameter_name(f"{head}.weight"): x for x in _embeddings(tensors)}
     named, spec = _in_names(adapter.spec, tensors, adapter.naming.peft)
+    if apart and not vllm.holds_stacks(adapter.naming):
+        return vllm.vllm_config(spec, named, adapter.base_model), named
     linear, of_experts, forms = stacks.to_parameters(named, adapter.naming.experts, spec.scale_of)
     config = peft.peft_config(
         spec,
@@ -347,7 +357,7 @@ def peft_layout(adapter: Adapter) -> tuple[dict[str, Any], Tensors]:
         naming=adapter.naming,
         of_experts=forms,
     )
-    return config, linear | of_experts
+    return config, peft.written_names(linear | of_experts, spec)
 
 
 def _in_names(spec: AdapterSpec, tensors: Tensors, prefixes: Prefixes) -> tuple[Tensors, AdapterSpec]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from dualtune.base import fields
-from dualtune.base.errors import FormatError
+from dualtune.base.errors import ConfigError, FormatError
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, owner_of
 from dualtune.model.experts import DOWN, GATE, UP
 
@@ -27,6 +27,7 @@ from dualtune.model.experts import DOWN, GATE, UP
 
 # By `model_type` of config.json. GPT-1 exists only in transformers.
 FAMILIES = frozenset({"gpt2", "openai-gpt"})
+_BIAS = ".bias"
 STACK, MLX_STACK = "transformer.", "model."
 _LAYER = r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)"
 _BESIDE = re.compile(r"(transformer\.|model\.)?(?P<name>(wte|wpe|ln_f|h\.\d+\.ln_[12])\.(weight|bias))", re.ASCII)
@@ -64,9 +65,12 @@ def mlx_name(module: str) -> str:
 
 
 def canonical_parameter(tensor: str) -> str:
-    """Return the canonical name of a parameter in a weight file that is in no linear layer: an embedding, a norm."""
-    match = _BESIDE.fullmatch(tensor)
-    return STACK + match["name"] if match else tensor
+    """Return the canonical name of a parameter in a weight file that is no linear layer's weight: of a norm, a bias."""
+    if match := _BESIDE.fullmatch(tensor):
+        return STACK + match["name"]
+    if tensor.endswith(_BIAS):
+        return canonical_layer(tensor.removesuffix(_BIAS), None)[0] + _BIAS
+    return tensor
 
 
 def canonical_layer(module: str, shape: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
@@ -77,6 +81,16 @@ def canonical_layer(module: str, shape: tuple[int, int] | None) -> tuple[str, tu
     if _BARE.fullmatch(module) or _CANONICAL.fullmatch(module):
         return STACK + module.removeprefix(STACK), shape and (shape[1], shape[0])
     return canonical_name(module), shape
+
+
+def stored_bias(name: str, tensors: Iterable[str]) -> str:
+    """Return the tensor of the files that is the bias of an adapted layer. ConfigError if it is a part of one."""
+    if tensor := next((tensor for tensor in tensors if canonical_parameter(tensor) == name), None):
+        return tensor
+    raise ConfigError(
+        f"adapter.bias: the bias of {name.removesuffix(_BIAS)} is no tensor of the model's files, so a merge could not "
+        "hold it. Set adapter.bias: none"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -24,13 +24,14 @@ from dualtune.model.adapter import (
     divisor,
     exact_targets,
     is_module_path,
+    modules_of,
     parse_name,
     pattern_of,
     short_targets,
     within_stack,
 )
-from dualtune.model.beside import ROWS, BesideAdapter, is_inside, parse_beside
-from dualtune.model.experts import expert_of, in_transformers
+from dualtune.model.beside import PREFIX, ROWS, BesideAdapter, Biases, is_inside, parse_beside, whole_modules
+from dualtune.model.experts import expert_of, in_transformers, without_number
 from dualtune.model.formats import naming as gpt2
 from dualtune.model.formats import stacks
 from dualtune.model.formats.canonical import (
@@ -52,6 +53,7 @@ from dualtune.model.targets import ALL_LINEAR, Pattern, Value, is_embedding, is_
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_BASE_BIAS = ".base_layer.bias"  # of an adapted layer
 MAX_MATCHES = 1_000_000  # of patterns with modules: takes a minute
 
 REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same function
@@ -110,6 +112,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
     notes = _check_config(config, where)
     method = _method(config)
     scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
+    tensors = {name.replace(_BASE_BIAS, ".bias"): x for name, x in tensors.items()}
     beside, own = _beside(config, tensors, where, directory / WEIGHTS_FILE)
     pairs = _pairs({name: x for name, x in tensors.items() if name not in own}, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
@@ -121,8 +124,14 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
             pairs, naming.experts, parameters, lambda path: _rank(path, config, where), directory / WEIGHTS_FILE,
         )  # fmt: skip
     _check_parameters(config, pairs, where)
+    if beside.bias == "lora_only":
+        places = [place for name in own if (place := parse_beside(name)) and place[1] == "bias"]
+        if other := [
+            m for m, _ in places if m not in pairs and not any(is_inside(m, whole) for whole in beside.modules)
+        ]:
+            raise FormatError(f"{directory / WEIGHTS_FILE}: bias: lora_only, but {other[0]} with a bias has no adapter")
     for module in pairs.keys() - sources.keys():
-        if not _is_selected(module, config, where):
+        if not any(_is_selected(path, config, where) for path in (module, without_number(module))):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
     paths = {module: sources.get(module) or _path(module, parameters) for module in pairs}
     ranks = {module: _rank(path, config, where) for module, path in paths.items()}
@@ -155,7 +164,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path, nami
 def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: Path) -> tuple[BesideAdapter, Tensors]:
     """Return what was trained beside the adapter, and its tensors. FormatError unless config and tensors agree."""
     names = tuple(fields.texts(config, "modules_to_save", where) or ())
-    tables = _token_tables(config, where)
+    tables, bias = _token_tables(config, where), _bias(config, where)
     whole, rows = Tensors(), Tensors()
     for name, tensor in tensors.items():
         place = parse_beside(name)
@@ -163,11 +172,13 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
             continue
         if place[1] == ROWS:
             rows[name] = tensor
-        elif any(is_inside(place[0], module) for module in names):
+        elif any(is_inside(place[0], module) for module in names) or (bias != "none" and place[1] == "bias"):
             whole[name] = tensor
     for module in names:
         if not any(is_inside(place[0], module) for name in whole if (place := parse_beside(name))):
             raise FormatError(f"{weights}: modules_to_save of {where.name} names {module!r}, but no tensor is of it")
+    if not any(name.endswith(".bias") for name in whole):
+        bias = "none"  # of a model that has none, whatever was asked for
     if bool(rows) != bool(tables):
         raise FormatError(f"{weights}: trainable_token_indices of {where.name} and the tensors {ROWS} do not agree")
     ids = {*tables.values()}
@@ -184,8 +195,24 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
             raise FormatError(f"{weights}: {name}: not selected by trainable_token_indices of {where.name}")
     if None in tables and len(rows) > 1:
         raise FormatError(f"{weights}: rows of {len(rows)} modules, but trainable_token_indices names none")
-    beside = BesideAdapter(names, indices, tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows)))
+    row_modules = tuple(sorted(cast(tuple[str, str], parse_beside(name))[0] for name in rows))
+    beside = BesideAdapter(names, indices, row_modules, bias)
     return beside, {name: np.ascontiguousarray(x, np.float32) for name, x in (whole | rows).items()}
+
+
+def _bias(config: Mapping[str, Any], where: Path) -> Biases:
+    found = config.get("bias", "none")
+    if found not in get_args(Biases):
+        raise fields.wrong(where, "bias", found, f"one of {', '.join(get_args(Biases))}")
+    return found
+
+
+def written_names(tensors: Tensors, spec: AdapterSpec) -> Tensors:
+    """Return tensors in PEFT's names, where the bias of an adapted layer is that of the layer inside of it."""
+    if spec.beside.bias == "none":
+        return tensors
+    biases = {f"{PREFIX}{module}.bias": f"{PREFIX}{module}{_BASE_BIAS}" for module in modules_of(tensors)}
+    return {biases.get(name, name): x for name, x in tensors.items()}
 
 
 def _token_tables(config: Mapping[str, Any], where: Path) -> dict[str | None, tuple[int, ...]]:
@@ -203,7 +230,7 @@ def _beside_keys(spec: AdapterSpec, tensors: Collection[str]) -> dict[str, Any]:
     """Return PEFT's keys for what is trained beside the adapter, with whole paths: a name would select by any end."""
     places = [place for name in tensors if (place := parse_beside(name))]
     keys: dict[str, Any] = {}
-    if whole := sorted({module for module, end in places if end != ROWS}):
+    if whole := whole_modules(places, spec.beside.bias):
         keys["modules_to_save"] = whole
     if tables := sorted(module for module, end in places if end == ROWS):
         ids = [*spec.beside.rows]
@@ -261,7 +288,7 @@ def peft_config(
         **({"alpha_pattern": {n: int(a) if a == int(a) else a for n, a in alphas.items()}} if alphas else {}),
         "lora_dropout": 0.0 if parameters else spec.dropout,  # of parameters PEFT allows none; mlx-lm's keys have it
         "target_modules": targets,
-        "bias": "none",
+        "bias": spec.beside.bias,
         "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": spec.scaling == "rank_stabilized",
         "use_dora": False,
@@ -333,8 +360,6 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     for key, reason in REFUSED.items():
         if value := config.get(key):
             raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")
-    if (bias := config.get("bias", "none")) != "none":
-        raise fields.wrong(where, "bias", bias, "none: biases of the base model were trained next to the adapter")
     if str(init := config.get("init_lora_weights", True)).lower() not in HARMLESS_INITS:
         advice = "Save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
         raise fields.wrong(where, "init_lora_weights", init, f"one that does not change the base weights. {advice}")

@@ -3,11 +3,11 @@
 
 What they call a column is a row here, an output: the weight is [out, in], as PEFT and mlx-lm take it too. The norm
 follows A and B but is a constant in the gradient (their section 4.3), as in PEFT and in mlx-lm. In training with
-dropout, both products of the change read the input after dropout, x̃, as in PEFT:
+dropout, B A alone reads the input after dropout, x̃, as in LoRA and as in mlx-lm:
 
-    y = W x + b + (g - 1) ∘ W x̃ + g ∘ scale · B A x̃        g = m / ‖W + scale · B A‖
+    y = g ∘ (W x + scale · B A x̃) + b        g = m / ‖W + scale · B A‖
 
-where mlx-lm multiplies W x by g. Without dropout the two are the same.
+PEFT adds (g - 1) ∘ W x̃ to W x instead, which multiplies by W twice. Without dropout the two are the same.
 """
 
 from __future__ import annotations

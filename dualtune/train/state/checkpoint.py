@@ -33,7 +33,7 @@ from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import read_json, read_safetensors
 from dualtune.data.order import MAX_STEPS
 from dualtune.engine.backend import Engine, OptimizerState, check_state
-from dualtune.model.adapter import Tensors, modules_of
+from dualtune.model.adapter import Tensors, modules_of, scaled_ranks
 from dualtune.model.formats.naming import rename_modules
 from dualtune.model.optimizer import (
     OFFSET,
@@ -191,8 +191,10 @@ def read(path: Path) -> Checkpoint:
     slots = {slot: read_safetensors(path / slot_file(slot)) for slot in _slots_of(state)}
     policy = read_safetensors(path / POLICY) if POLICY in manifest["files"] else {}
     shapes, *of_slots = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
-    expected = slot_shapes(OPTIMIZERS[_rule(state)], shapes, averages=OFFSET in slots)
-    if dict(zip(slots, of_slots, strict=True)) != expected:
+    # A start that is kept is half of the adapter, and has no slots; the engine knows whether there is one.
+    possible = (shapes, scaled_ranks(shapes, 1, 2))
+    expected = [slot_shapes(OPTIMIZERS[_rule(state)], own, averages=OFFSET in slots) for own in possible]
+    if dict(zip(slots, of_slots, strict=True)) not in expected:
         raise FormatError(f"{path}: the adapter and the optimizer state do not have the same tensors")
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")

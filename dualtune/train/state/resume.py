@@ -177,8 +177,8 @@ RULES: dict[str, Rule] = {
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
-    "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "data.new_tokens",
-    "data.new_special_tokens",
+    "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "adapter.bias",
+    "data.new_tokens", "data.new_special_tokens",
     "data.dedup",
     "data.on_lost_text",
     "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",

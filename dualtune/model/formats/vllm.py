@@ -1,0 +1,60 @@
+"""The adapter directory that vLLM reads (`--lora-modules NAME=DIR`): PEFT's files, with layers of single experts.
+
+vLLM (`vllm/lora`, read 2026-11) takes `r`, `lora_alpha`, `use_rslora` and `target_modules` of adapter_config.json and
+no patterns, so that one rank and one scale hold for all layers. Experts are the linear layers of the base's files,
+`mlp.experts.3.gate_proj`, which it packs: gate, up and down of every expert of a layer, or none. Families whose experts
+it keeps fused (gpt-oss) have PEFT's parameters, as in the layout peft, and need both of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dualtune.base.errors import ConfigError
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.experts import DOWN, GATE, ROLES, UP, expert_of
+from dualtune.model.formats.canonical import of_base
+from dualtune.model.formats.naming import Naming
+from dualtune.model.formats.peft import peft_config
+
+LAYOUT = "vllm"
+
+
+def check_for_vllm(spec: AdapterSpec, tensors: Mapping[str, Any], naming: Naming) -> None:
+    """Raise ConfigError for an adapter that vLLM cannot hold."""
+    if problem := _problem(spec, tensors, naming):
+        raise ConfigError(f"layout: got {LAYOUT}, but {problem}; allowed: peft, or merge it for vLLM")
+
+
+def _problem(spec: AdapterSpec, tensors: Mapping[str, Any], naming: Naming) -> str | None:
+    if spec.method != "lora":
+        return f"vLLM loads no adapters of the method {spec.method}"
+    if of_base(dict(tensors)):
+        return "vLLM loads no parameters of the base that are trained beside an adapter"
+    modules = modules_of(tensors)
+    if naming.towers and any(map(expert_of, modules)):
+        return "the names that vLLM has for experts of models with other parts are not known here"
+    if missing := _missing(modules, naming):
+        return f"vLLM loads gate, up and down of every expert of a layer together, and {missing} has no adapter"
+    return None
+
+
+def _missing(modules: Iterable[str], naming: Naming) -> str | None:
+    """Return a projection of experts that is not adapted in a layer whose other projections are."""
+    roles: dict[str, set[str]] = {}
+    for module in modules:
+        if expert := expert_of(module):
+            roles.setdefault(expert.container, set()).add(ROLES.get(expert.name, expert.name))
+    needed = {GATE, UP, DOWN} if naming.experts.gate else {UP, DOWN}
+    return next((f"{c}.{role}" for c, found in sorted(roles.items()) for role in sorted(needed - found)), None)
+
+
+def holds_stacks(naming: Naming) -> bool:
+    """Return whether vLLM keeps the experts of a family fused, and reads PEFT's parameters: those of gpt-oss."""
+    return naming.experts.interleaved
+
+
+def vllm_config(spec: AdapterSpec, tensors: Tensors, base_model: str | None) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter with one rank, one scale and an integer alpha."""
+    return peft_config(spec, modules_of(tensors), base_model)
