@@ -127,4 +127,5 @@ def test_the_table_has_the_bytes_of_the_codes():
     codes, tops = zip(*(encode(values_of(slot, 4 * BLOCK), code, 1) for slot, code in CODES.items()), strict=True)
     assert sum(array.nbytes for array in (*codes, *tops)) == entry.bytes_of("w", (4 * BLOCK,))
     assert tops[0].itemsize == TOP_BYTES
+    assert OPTIMIZERS["lion_8bit"].bytes_of("w", (4 * BLOCK,)) == entry.bytes_of("w", (4 * BLOCK,)) / 2
     assert OPTIMIZERS["adamw"].bytes_of("w", (1000,)) - entry.bytes_of("w", (1000,)) > 5980

@@ -76,6 +76,16 @@ def adamw(
     return params * shrink - (lr / correction1) * m / denominator, {"m": m, "v": v}
 
 
+def adamw_root(
+    params: mx.array, slots: Arrays, grads: mx.array, *,
+    step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+) -> tuple[mx.array, Arrays]:  # fmt: skip
+    """`adamw` that keeps √v: `dualtune.model.update_rules.adamw_root`."""
+    moments = {"m": slots["m"], "v": mx.square(slots["root_v"])}
+    params, new = adamw(params, moments, grads, step=step, lr=lr, shrink=shrink, settings=settings)
+    return params, {"m": new["m"], "root_v": mx.sqrt(new["v"])}
+
+
 def sgd(
     params: mx.array, slots: Arrays, grads: mx.array, *,
     step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
@@ -105,7 +115,7 @@ def newest_share(step: mx.array, warmup_steps: float) -> mx.array:
 
 
 RULES: Mapping[RuleName, ArrayUpdateRule] = {
-    "adamw": adamw, "adamw_8bit": adamw, "sgd": sgd, "schedule_free": schedule_free,
+    "adamw": adamw, "adamw_8bit": adamw_root, "sgd": sgd, "schedule_free": schedule_free,
 }  # fmt: skip
 
 
@@ -213,11 +223,16 @@ class InChunks(FlatOptimizer):
         return params, slots
 
 
-class EightBitAdamW(FlatOptimizer):
-    """AdamW with coded slots, updated in chunks: `dualtune.model.optimizer.adamw_8bit`."""
+class EightBit(FlatOptimizer):
+    """An optimizer with coded slots, updated in chunks: `dualtune.model.update_rules.coded`."""
+
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
+        super().__init__(spec, shapes)
+        assert spec.entry.exact is not None
+        self._rule = RULES.get(spec.name) or of_the_core(spec.entry.exact)
 
     def zero_slots(self) -> Arrays:
-        return eight_bit.zero_slots(self._sizes)
+        return eight_bit.zero_slots(self._names, self._sizes)
 
     def update(
         self, params: mx.array, slots: Arrays, grads: mx.array, *,
@@ -226,12 +241,12 @@ class EightBitAdamW(FlatOptimizer):
         numbers = {"step": step, "lr": lr, "shrink": shrink, "settings": self._settings}
         for values, blocks in self._chunks():
             old = {slot: eight_bit.decode_slot(slots, slot, values, blocks) for slot in self._names}
-            moments = {"m": old["m"], "v": mx.square(old["root_v"])}
-            new, new_moments = self._rule(params[values], moments, grads[values], **numbers)
+            new, exact = self._rule(params[values], old, grads[values], **numbers)
             params = eight_bit.replaced(params, values, mx.where(is_good, new, params[values]))
-            for slot, exact in (("m", new_moments["m"]), ("root_v", mx.sqrt(new_moments["v"]))):
+            for slot, before in old.items():
                 # Values that were decoded have the same codes again, whatever the step.
-                slots = eight_bit.encode_slot(slots, slot, mx.where(is_good, exact, old[slot]), values, blocks, step)
+                new_slot = mx.where(is_good, exact[slot], before)
+                slots = eight_bit.encode_slot(slots, slot, new_slot, values, blocks, step)
         return params, slots
 
     def read(self, slots: Arrays) -> Arrays:
@@ -350,8 +365,8 @@ def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout, *, in_chunks: bool =
 
 
 def _of_run(spec: OptimizerSpec, shapes: Shapes, in_chunks: bool) -> FlatOptimizer:
-    if spec.name == "adamw_8bit":
-        return EightBitAdamW(spec, shapes)
+    if spec.entry.exact is not None:
+        return EightBit(spec, shapes)
     if spec.entry.by_tensor is not None:
         return ByTensor(spec, shapes)
     return (InChunks if in_chunks else FlatOptimizer)(spec, shapes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Shapes
 from dualtune.model.update_rules import Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
-from dualtune_torch.kernels.eight_bit import EightBitAdamW
+from dualtune_torch.kernels.eight_bit import EightBitAdamW, EightBitLion
 
 
 class FlatOptimizer(Protocol):
@@ -341,6 +341,8 @@ def _of_run(flat: Tensor, shapes: Shapes, spec: OptimizerSpec) -> FlatOptimizer:
     match spec.name:
         case "adamw_8bit":
             return EightBitAdamW(flat, [*map(math.prod, shapes.values())], spec)
+        case "lion_8bit":
+            return EightBitLion(flat, [*map(math.prod, shapes.values())], spec)
         case "schedule_free":
             return ScheduleFreeAdamW(flat, spec)
         case "adamw" | "sgd":

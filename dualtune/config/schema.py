@@ -201,8 +201,9 @@ class TrainConfig(Section):
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName | Name = "adamw"
     """How gradients update the weights; adamw_8bit keeps its moments in 8 bits: 2 bytes for a trained weight instead of
-    8; lion 4, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates of matrices
-    orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate; else the name of an installed one."""
+    8; lion 4 and lion_8bit 1, at a third to a tenth of the learning_rate; adafactor almost none; muon makes the updates
+    of matrices orthogonal, and 4; sgd keeps no state and needs a much larger learning_rate; else the name of an
+    installed one."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
     embedding_learning_rate: Positive | None = None
@@ -272,6 +273,8 @@ class DistillConfig(Section):
     of these and of all other tokens as one, in two."""
     beta: Literal["auto"] | Share = "auto"
     """Where jsd lies between the KL divergence from the teacher (0) and that from the student (1); auto is 0.5."""
+    temperature: Positive = 1.0
+    """What the logits of both are divided by: above 1, less probable tokens count more; any but 1 takes two passes."""
     sft_weight: NotNegative = 0.0
     """The weight of the loss of sft on the data's own answers, which is added."""
 
@@ -423,7 +426,9 @@ class Config(BaseModel):
     def looks_first(self) -> bool:
         """Whether a step asks for log-probabilities before it computes a gradient: one more forward pass."""
         objective = self.train.objective
-        return self.distill.divergence == "jsd" if objective == "distill" else objective != "sft"
+        if objective == "distill":
+            return self.distill.divergence == "jsd" or self.distill.temperature != 1
+        return objective != "sft"
 
     @model_validator(mode="before")
     @classmethod

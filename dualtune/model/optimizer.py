@@ -24,7 +24,9 @@ from dualtune.model.update_rules import ResultRule, Settings, UpdateRule
 if TYPE_CHECKING:
     import numpy as np
 
-OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon"]  # as train.optimizer has them
+OptimizerName = Literal[
+    "adamw", "adamw_8bit", "sgd", "lion", "lion_8bit", "adafactor", "muon"
+]  # as train.optimizer has them
 # As the table has them: train.schedule may choose schedule_free, and other packages have entries too.
 RuleName = str
 OPTIMIZERS_GROUP = "dualtune.optimizers"  # of entry points
@@ -50,6 +52,7 @@ class Optimizer:
     by_tensor: Callable[[str, TensorShape], bool] | None = None
     # The slots that a tensor of this name and shape has, with their shapes. None: all, in the shape of the tensor.
     shapes: Callable[[str, TensorShape], Mapping[str, TensorShape]] | None = None
+    exact: UpdateRule | None = None  # the formula of slots in 8-bit codes, before they are rounded
 
     def slots_of(self, name: str, shape: TensorShape) -> Mapping[str, TensorShape]:
         """Return the slots of a tensor, with their shapes."""
@@ -152,12 +155,17 @@ def installed_optimizer(name: RuleName) -> Optimizer:
     return found
 
 
+def _eight_bit(exact: UpdateRule, slots: tuple[str, ...], defaults: Settings) -> Optimizer:
+    return Optimizer(update_rules.coded(exact), slots, defaults, slot_bytes=EIGHT_BIT_BYTES, exact=exact)
+
+
 OPTIMIZERS: Mapping[RuleName, Optimizer] = _Table(
     {
         "adamw": Optimizer(update_rules.adamw, ("m", "v"), ADAMW),
-        "adamw_8bit": Optimizer(update_rules.adamw_8bit, ("m", "root_v"), ADAMW, slot_bytes=EIGHT_BIT_BYTES),
+        "adamw_8bit": _eight_bit(update_rules.adamw_root, ("m", "root_v"), ADAMW),
         "sgd": Optimizer(update_rules.sgd, (), {"weight_decay": 0.0}),
         "lion": Optimizer(update_rules.lion, ("m",), LION),
+        "lion_8bit": _eight_bit(update_rules.lion, ("m",), LION),
         "adafactor": Optimizer(
             update_rules.adafactor,
             ("v", "v_row", "v_col"),

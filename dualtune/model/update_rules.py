@@ -58,18 +58,12 @@ def one_minus_power(beta: float, step: Any, xp: Any) -> Any:
     return -xp.expm1(step * math.log(beta))
 
 
-def adamw_8bit(
+def adamw_root(
     w: Array, g: Array, slots: Slots, *, step: Any, lr: Any, settings: Settings, xp: Any
 ) -> tuple[Array, dict[str, Array]]:
-    """`adamw` with both moments rounded to 8-bit codes after each update (`eight_bit.py`).
-
-    It keeps √v: the codes then have half the exponents to cover, and a value is the step's own denominator.
-    """
-    from dualtune.model.eight_bit import CODES, rounded
-
+    """`adamw` that keeps √v: codes then have half the exponents to cover, and a value is the step's own denominator."""
     w, new = adamw(w, g, {"m": slots["m"], "v": slots["root_v"] ** 2}, step=step, lr=lr, settings=settings, xp=xp)
-    exact = {"m": new["m"], "root_v": xp.sqrt(new["v"])}
-    return w, {slot: rounded(values, CODES[slot], step) for slot, values in exact.items()}
+    return w, {"m": new["m"], "root_v": xp.sqrt(new["v"])}
 
 
 def sgd(
@@ -131,6 +125,20 @@ def lion(
     beta1, beta2, m = settings["beta1"], settings["beta2"], slots["m"]
     u = xp.sign(beta1 * m + (1 - beta1) * g)
     return w * (1 - lr * settings["weight_decay"]) - lr * u, {"m": beta2 * m + (1 - beta2) * g}
+
+
+def coded(rule: UpdateRule) -> UpdateRule:
+    """Return a formula whose slots are rounded to 8-bit codes after each update (`eight_bit.py`)."""
+
+    def update(
+        w: Array, g: Array, slots: Slots, *, step: Any, lr: Any, settings: Settings, xp: Any
+    ) -> tuple[Array, dict[str, Array]]:
+        from dualtune.model.eight_bit import CODES, rounded
+
+        w, exact = rule(w, g, slots, step=step, lr=lr, settings=settings, xp=xp)
+        return w, {slot: rounded(values, CODES[slot], step) for slot, values in exact.items()}
+
+    return update
 
 
 # ----------------------------------------------------------------------------------------------------------------------

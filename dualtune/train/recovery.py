@@ -98,8 +98,8 @@ def _without_plan(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
 
 # Optimizers with less state, the nearest first.
 SMALLER_STATE: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("adamw_8bit", "adafactor"), "adamw_8bit": ("adafactor",), "lion": ("adafactor",), "muon": ("adafactor",),
-    "adafactor": ("sgd",),
+    "adamw": ("adamw_8bit", "adafactor"), "adamw_8bit": ("adafactor",), "lion": ("lion_8bit", "adafactor"),
+    "lion_8bit": ("adafactor",), "muon": ("adafactor",), "adafactor": ("sgd",),
 }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
     [
         (
             "train: {optimizer: adam_8bit}",
-            "train.optimizer: got 'adam_8bit', allowed: adamw, adamw_8bit, sgd, lion, adafactor, muon. Did you mean",
+            "train.optimizer: got 'adam_8bit', allowed: adamw, adamw_8bit, sgd, lion, lion_8bit, adafactor, muon. Did",
         ),
         ("train: {optim: adamw_torch}", "train.optim: unknown key. Did you mean 'optimizer'?"),
         ("train: {betas: 1}", "train.betas: unknown key. Other constants are fixed; set 'train.optimizer'"),

@@ -29,19 +29,20 @@ def flat_of(size, seed=0):
     return flat
 
 
-def test_no_slot_is_ever_there_in_float32(monkeypatch):
-    """One tensor of sixteen chunks: state of 2 bytes a value, and a step that takes a few chunks beside it."""
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit"])
+def test_no_slot_is_ever_there_in_float32(name, monkeypatch):
+    """One tensor of sixteen chunks: a byte of state a value and slot, and a step that takes a few chunks beside it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from memory_storages import peak_of, storages
 
     size, chunk = 16 * UPDATE_CHUNK["cpu"], 4 * UPDATE_CHUNK["cpu"]
-    flat = flat_of(size)
-    optimizer = flat_optimizer(flat, {"w": (size,)}, SPEC)
+    flat, spec = flat_of(size), OptimizerSpec(name)
+    optimizer = flat_optimizer(flat, {"w": (size,)}, spec)
     optimizer.step(0.1, YES)
-    held = sum(storages(optimizer.tensors()).values())
-    assert held == SPEC.entry.bytes_of("w", (size,)) == 2 * size + 4 * size // 256
+    held, slots = sum(storages(optimizer.tensors()).values()), len(spec.slots)
+    assert held == spec.entry.bytes_of("w", (size,)) == slots * (size + 2 * size // 256)
     peak = peak_of(lambda: optimizer.step(0.1, YES))
-    assert peak == pytest.approx(memory.CHUNK_ARRAYS["adamw_8bit"] * chunk, rel=0.02) and peak < 2 * size
+    assert peak == pytest.approx(memory.CHUNK_ARRAYS[name] * chunk, rel=0.02) and peak < 2 * size
 
 
 @pytest.mark.parametrize("sizes", [[512, 256], [300, 512, 7, 256, 256], [1], [5000]], ids=str)

@@ -41,7 +41,7 @@ ATTENTION_CHUNK = 512  # queries; at most this many rows of scores are kept at a
 # Logits per chunk. MLX allocates about ten operations ahead, so ten times as many are in memory. On a CPU they should
 # fit in its cache; a GPU needs enough rows to pay for reading the head's weights.
 LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
-UPDATE_CHUNK = 1 << 20  # weights that adamw_8bit updates at a time
+UPDATE_CHUNK = 1 << 20  # weights that an optimizer with 8-bit codes updates at a time
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors that are alive at the moments of a step, measured.
@@ -53,7 +53,7 @@ UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without sl
 BY_TENSOR = {"adafactor": (3.5, 0), "muon": (4.1, 3.5)}
 # A whole model, in chunks: as BY_TENSOR; and arrays of its gradients in the compute dtype.
 WHOLE, WHOLE_BY_TENSOR, SLOPES = (7.2, 4.8), (4.1, 6.2), 1.5
-# adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
+# 8-bit codes, by AdamW, which has two slots: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
@@ -259,10 +259,10 @@ def update(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
 
 def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     """Return how many arrays are alive in the optimizer step: in the adapter's size, and in that of a chunk of it."""
-    if ask.optimizer == "adamw_8bit":
+    if OPTIMIZERS[ask.optimizer].exact is not None:
         whole, chunk = CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
         return whole + AVERAGE * ask.averages, chunk
-    if ask.trains_model and ask.optimizer != "adamw_8bit":
+    if ask.trains_model:
         whole, chunk = WHOLE_BY_TENSOR if ask.optimizer in BY_TENSOR else WHOLE
         return whole + AVERAGE * ask.averages, chunk
     if ask.optimizer in BY_TENSOR:

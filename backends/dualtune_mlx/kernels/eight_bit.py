@@ -1,4 +1,4 @@
-"""AdamW with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat array, chunk by chunk.
+"""An optimizer with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat array, chunk by chunk.
 
 Blocks are those of each tensor in the flat array, so the codes are the same in every layout. Each chunk replaces its
 part of the arrays, which MLX does in place once it has a copy of its own: no slot is ever there in float32 as a whole.
@@ -16,13 +16,13 @@ Arrays = dict[str, mx.array]
 SIGN, MAGNITUDE = -(1 << 31), 0x7FFFFFFF
 
 
-def zero_slots(sizes: Iterable[int]) -> Arrays:
+def zero_slots(slots: Iterable[str], sizes: Iterable[int]) -> Arrays:
     """Return the slots before the first update: codes and tops of each, by the names that `decode_slot` reads."""
     chunks = list(chunks_of(sizes, BLOCK))
     num_values = chunks[-1][0].stop if chunks else 0
     return {
         name: array
-        for slot, code in CODES.items()
+        for slot, code in ((slot, CODES[slot]) for slot in slots)
         for name, array in (
             (slot, mx.zeros(num_values, mx.int8 if code.is_signed else mx.uint8)),
             (tops_of(slot), mx.zeros(len(chunks), mx.int16)),

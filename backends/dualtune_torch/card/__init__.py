@@ -59,7 +59,7 @@ CARD = Card(
         "adapter.train_rows": ((), NAMES),
         "adapter.bias": ("none", "all", "lora_only"),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "adafactor", "muon", INSTALLED),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "lion_8bit", "adafactor", "muon", INSTALLED),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),

@@ -50,7 +50,7 @@ FEATURES_IN_REGISTERS = 2048
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
 # Of the size of what is updated at a time in float32: measured.
-CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4, "lion": 5, "adafactor": 8.13, "muon": 8.25}
+CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4, "lion": 5, "lion_8bit": 6.25, "adafactor": 8.13, "muon": 8.25}
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'

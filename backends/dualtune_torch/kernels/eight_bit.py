@@ -1,4 +1,4 @@
-"""AdamW with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat tensor, chunk by chunk.
+"""AdamW and Lion with their state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat tensor, chunk by chunk.
 
 Blocks are those of each tensor in the flat one, so the codes are the same in every layout. Neighbours whose sizes are
 multiples of a block form one span, which is updated in chunks: no slot is ever there in float32 as a whole.
@@ -9,6 +9,7 @@ Legend: N values of a chunk, R its blocks, C the values of a block.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -46,7 +47,7 @@ class CodedSlot:
         self.tops[blocks] = tops
 
 
-class EightBitAdamW:
+class EightBit(ABC):
     """See `dualtune_torch.optimizer.FlatOptimizer`."""
 
     def __init__(self, flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> None:
@@ -60,25 +61,27 @@ class EightBitAdamW:
     def step(self, lr: float, is_good: Tensor) -> None:
         assert self._flat.grad is not None
         step = self.count.long() + 1
-        rate, root, shrink = self._numbers(lr, step)
+        numbers = self._numbers(lr, step)
         dithers = [slot.dither(step) for slot in self._slots.values()]
         for values, blocks in self._chunks:
-            self._update(values, blocks, *dithers, rate, root, shrink, is_good)
+            self._update(values, blocks, *dithers, *numbers, is_good)
         self.count += is_good
         self._flat.grad.zero_()
 
-    def _numbers(self, lr: float, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (lr / (1 − β1^step), √(1 − β2^step), 1 − lr · decay), on the device."""
-        settings = self._settings
-        one, two = (-torch.expm1(step.double() * math.log(settings[beta])) for beta in ("beta1", "beta2"))
-        return (lr / one).float(), two.sqrt().float(), torch.full_like(one, 1 - lr * settings["weight_decay"])
+    @abstractmethod
+    def _numbers(self, lr: float, step: Tensor) -> tuple[Tensor, ...]:
+        """Return what the formula takes of learning rate and step, on the device."""
+
+    @abstractmethod
+    def _updated(self, w: Tensor, g: Tensor, *state_and_numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return (w, codes and tops of each slot) of a chunk."""
 
     def _update(self, values: slice, blocks: slice, *numbers: Tensor) -> None:
         """Update a chunk. Its temporaries are freed before the next one."""
         assert self._flat.grad is not None
         w, g = self._flat.detach()[values], self._flat.grad[values]
         state = [tensor for slot in self._slots.values() for tensor in slot.read(values, blocks)]
-        new_w, *new = updated(as_blocks(w), as_blocks(g), *state, *numbers, settings=self._settings)
+        new_w, *new = self._updated(as_blocks(w), as_blocks(g), *state, *numbers)
         write_blocks(new_w, w)
         for slot, codes, tops in zip(self._slots.values(), new[::2], new[1::2], strict=True):
             slot.write(codes, tops, values, blocks)
@@ -102,12 +105,34 @@ class EightBitAdamW:
             yield from (slot.codes, slot.tops)
 
 
-def updated(
+class EightBitAdamW(EightBit):
+    def _numbers(self, lr: float, step: Tensor) -> tuple[Tensor, ...]:
+        """Return (lr / (1 − β1^step), √(1 − β2^step), 1 − lr · decay)."""
+        settings = self._settings
+        one, two = (-torch.expm1(step.double() * math.log(settings[beta])) for beta in ("beta1", "beta2"))
+        return (lr / one).float(), two.sqrt().float(), torch.full_like(one, 1 - lr * settings["weight_decay"])
+
+    def _updated(self, w: Tensor, g: Tensor, *state_and_numbers: Tensor) -> tuple[Tensor, ...]:
+        return adamw(w, g, *state_and_numbers, settings=self._settings)
+
+
+class EightBitLion(EightBit):
+    def _numbers(self, lr: float, step: Tensor) -> tuple[Tensor, ...]:
+        """Return (lr, 1 − lr · decay)."""
+        return tuple(
+            torch.full_like(step, x, dtype=torch.float32) for x in (lr, 1 - lr * self._settings["weight_decay"])
+        )
+
+    def _updated(self, w: Tensor, g: Tensor, *state_and_numbers: Tensor) -> tuple[Tensor, ...]:
+        return lion(w, g, *state_and_numbers, settings=self._settings)
+
+
+def adamw(
     w: Tensor, g: Tensor, m_codes: Tensor, m_tops: Tensor, v_codes: Tensor, v_tops: Tensor,
     m_dither: Tensor, v_dither: Tensor, rate: Tensor, root: Tensor, shrink: Tensor, is_good: Tensor,
     *, settings: Settings,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (w, m's codes and tops, those of root_v) after `dualtune.model.update_rules.adamw_8bit`, or the old ones.
+    """Return (w, m's codes and tops, those of root_v) after `dualtune.model.update_rules.adamw_root`, or the old ones.
 
     w, g and codes are [R, C]; rate = lr / (1 − β1^step), root = √(1 − β2^step), shrink = 1 − lr · decay.
     """
@@ -120,6 +145,20 @@ def updated(
     before = m_codes, m_tops, v_codes, v_tops
     after = *encode(m, m_dither, CODES["m"]), *encode(root_v, v_dither, CODES["root_v"])
     return new_w, *(torch.where(is_good, new, old) for new, old in zip(after, before, strict=True))
+
+
+def lion(
+    w: Tensor, g: Tensor, m_codes: Tensor, m_tops: Tensor, m_dither: Tensor, rate: Tensor, shrink: Tensor,
+    is_good: Tensor, *, settings: Settings,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (w, m's codes and tops) after `dualtune.model.update_rules.lion`, or the old ones; shapes as above."""
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    m = decode(m_codes, m_tops, CODES["m"])
+    change = (m * beta1).add_(g, alpha=1 - beta1).sign_().mul_(rate)
+    new_w = torch.where(is_good, (w * shrink).sub_(change), w)
+    del change
+    after = encode(m.mul_(beta2).add_(g, alpha=1 - beta2), m_dither, CODES["m"])
+    return new_w, *(torch.where(is_good, new, old) for new, old in zip(after, (m_codes, m_tops), strict=True))
 
 
 def encode(values: Tensor, dither: Tensor, code: EightBitCode) -> tuple[Tensor, Tensor]:

@@ -203,8 +203,12 @@ class Arguments:
             return {}
         for own, why in _OWN.items():
             if own in name:
-                if "paged" in name or "8bit" in name:
-                    file.lose(key, f"{own} keeps its state in float32 on the device")
+                if "paged" in name:
+                    file.lose(key, "nothing is paged: the optimizer's state stays on the device")
+                if own == "lion" and "8bit" in name:
+                    return {"train.optimizer": Note("lion_8bit", f"{key}: {shown(name)}, which has other 8-bit codes")}
+                if "8bit" in name:
+                    file.lose(key, f"{own} keeps its state in float32")
                 return {"train.optimizer": Note(own, f"{key}: {shown(name)}{why}")}
         if "adamw" not in name:
             file.lose(key, "AdamW is used instead; choose a new learning rate and weight decay")

@@ -384,7 +384,7 @@ RULES = (
     absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
            "this kind of training is not supported yet"),
     absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
-           "the optimizers are adamw, adamw_8bit, lion, adafactor, muon and sgd", "train.optimizer"),
+           "the optimizers are adamw, adamw_8bit, lion, lion_8bit, adafactor, muon and sgd", "train.optimizer"),
     absent("use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha moe_aux_loss_coef",
            "the loss is the cross-entropy of the targets"),
     absent("use_mca use_megatron_bridge megatron_bridge_args use_hyper_parallel hyper_parallel_* use_kt kt_*",
