@@ -1,6 +1,7 @@
 """A task whose answers need two new tokens: learned, resumed, exported, and answered alike everywhere."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.model.beside import NewToken
 from dualtune.model.formats.directory import read_adapter
-from dualtune.model.gguf import model_from_gguf
+from dualtune.model.gguf import CONTROL, USER, model_from_gguf
 from dualtune.model.weight_files import weights_in
 from dualtune.show.run import run
 from dualtune.train.inference import load_model, stream_text
 from dualtune.train.sampling import Sampling
+from dualtune.use.export import gguf_file
 
 YES, NO = "<|yes|>", "<|no|>"
 NEW = [YES, NO]
@@ -151,6 +153,9 @@ def test_a_special_token_is_one_for_every_reader(make_model):
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == YES
     assert NO in theirs.all_special_tokens and YES not in theirs.all_special_tokens
     assert Tokenizer(grown).special_ids - Tokenizer(base).special_ids == {263}
+    writer = Mock()
+    gguf_file._add_vocabulary(writer, grown, 264)
+    assert writer.add_token_types.call_args.args[0][262:] == [USER, CONTROL]
     with pytest.raises(ConfigError, match=r"data\.new_tokens: got '<\|no\|>', which is a special token"):
         with_new_tokens(grown, TOKENS)
     with pytest.raises(ConfigError, match=r"data\.new_special_tokens: got '<\|yes\|>', which is an ordinary token"):
