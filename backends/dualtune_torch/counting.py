@@ -32,7 +32,7 @@ from dualtune.engine.memory.counted import (
 )
 from dualtune.model.experts import DOWN
 from dualtune_torch.checkpointing import decoder_layers
-from dualtune_torch.experts import projections
+from dualtune_torch.experts import expert_modules, projections
 from dualtune_torch.kernels import attention, blocks
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import has_window
@@ -310,6 +310,8 @@ class _Counting:
         self.paths = tuple(paths[id(layer)] for layer in self.layers)
         self.linears = adaptable_layers(model)
         self.stacks = projections(model, strict=False)
+        is_stored = getattr(model.config, "quantization_config", None) is not None
+        self.packed_experts = {} if is_stored else expert_modules(model, strict=False)
         kinds = [_kind(layer) for layer in self.layers]
         self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal
         self.whole = True
@@ -437,6 +439,12 @@ class _Counting:
         packed = Counter(
             shape_of(module) for module in modules if isinstance(module, FrozenLinear) and module is not head
         )
+        for path, experts in self.packed_experts.items():
+            if path.startswith(prefix) and number < len(self.layers):
+                for parameter in experts.parameters(recurse=False):
+                    if parameter.dim() == 3:
+                        of_expert = parameter.mT if cast(Any, experts).is_transposed else parameter
+                        packed[cast("tuple[int, int]", tuple(of_expert.shape[1:]))] += len(parameter)
         parameters = {id(tensor): tensor.numel() for module in modules for tensor in module.parameters(recurse=False)}
         linears = [
             CountedLinear(path.removeprefix(prefix), *shape_of(self.linears[path]), reads[path]) for path in reads

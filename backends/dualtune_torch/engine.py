@@ -117,7 +117,7 @@ class TorchEngine:
         self._loss = torch.zeros((), device=model.device)
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
-            check_recordable(self._kernels, request.adapter, moves_weights=moves_weights)
+            check_recordable(self._kernels, request.adapter, model, moves_weights=moves_weights)
             self._graphs = MicroStepGraphs(model.device)
             self._prepare()
         self._parked = ParkedState(Transfers(model.device))

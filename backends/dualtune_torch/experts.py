@@ -12,7 +12,7 @@ of a projection, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from dualtune.model.experts import DOWN, GATE, ROLES, UP, members
 from dualtune.model.targets import is_expert
 from dualtune_torch.lora import drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
+from dualtune_torch.weights.stacks import PackedStack, groups
 
 ALIGNMENT = 16  # bytes: torch's grouped product takes rows that begin there
 GATE_UP, DOWN_WEIGHT, UP_WEIGHT = "gate_up_proj", "down_proj", "up_proj"  # the parameters of transformers' module
@@ -40,8 +41,9 @@ class Projection:
         self.experts: Any = experts
         self.role = role
         self.parameter = GATE_UP if experts.has_gate and role != DOWN else DOWN_WEIGHT if role == DOWN else UP_WEIGHT
-        weight = cast(Tensor, getattr(experts, self.parameter))
-        rows, columns = weight.shape[1:] if not experts.is_transposed else (weight.shape[2], weight.shape[1])
+        weight = cast("Tensor | PackedStack", getattr(experts, self.parameter))
+        turned = experts.is_transposed and not isinstance(weight, PackedStack)
+        rows, columns = weight.shape[1:] if not turned else (weight.shape[2], weight.shape[1])
         self.count = weight.shape[0]
         self.shape = (rows // 2 if self.is_half else rows, columns)  # (out, in) of each expert
 
@@ -60,8 +62,11 @@ class Projection:
 
     def weight(self, number: int, dtype: torch.dtype) -> Tensor:
         """Return the frozen weight [out, in] of one expert."""
-        stored = getattr(self.experts, self.parameter)[number].to(dtype)
-        matrix = stored.T if self.experts.is_transposed else stored
+        stored = getattr(self.experts, self.parameter)
+        if isinstance(stored, PackedStack):
+            matrix = stored.matrix(number, dtype)
+        else:
+            matrix = stored[number].to(dtype).T if self.experts.is_transposed else stored[number].to(dtype)
         return matrix if self.rows is None else matrix[slice(*self.rows)]
 
 
@@ -107,9 +112,16 @@ class ExpertLoRA(AdaptedLayer):
         assert number is not None
         return self.projection.weight(number, dtype)
 
+    @property
+    def is_four_bit(self) -> bool:
+        weight = getattr(self.base, self.projection.parameter)
+        return isinstance(weight, PackedStack) and weight.is_four_bit
+
     def storage(self) -> tuple[int, int]:
         weight = getattr(self.base, self.projection.parameter)
         number = self.projection.count * math.prod(self.shape)
+        if isinstance(weight, PackedStack):
+            return number, weight.nbytes // (1 + self.projection.is_half)
         return number, number * weight.element_size()
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -155,7 +167,10 @@ class AdaptedExperts(nn.Module):
     def _projected(self, parameter: str, x_SI: Tensor, experts_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the base's own product, with its bias."""
         weight = getattr(self.base, parameter)
-        y_SO = grouped(x_SI, weight.transpose(1, 2) if self.base.is_transposed else weight, ends_E)
+        if isinstance(weight, PackedStack):
+            y_SO = weight.product(x_SI, ends_E.tolist())
+        else:
+            y_SO = grouped(x_SI, weight.transpose(1, 2) if self.base.is_transposed else weight, ends_E)
         return y_SO + getattr(self.base, f"{parameter}_bias")[experts_S] if self.base.has_bias else y_SO
 
     def _change_within(self, x_SI: Tensor, tokens_S: Tensor, ends_E: Tensor, like: Tensor) -> Tensor | float:
@@ -192,7 +207,7 @@ class _OneByOne(torch.autograd.Function):
         ctx.save_for_backward(x_SI, weights_EOI)
         ctx.ends = ends
         y_SO = x_SI.new_empty(len(x_SI), weights_EOI.shape[1])
-        for number, rows in _groups(ends):
+        for number, rows in groups(ends):
             torch.mm(x_SI[rows], weights_EOI[number].T, out=y_SO[rows])
         return y_SO
 
@@ -202,21 +217,12 @@ class _OneByOne(torch.autograd.Function):
         x_SI, weights_EOI = ctx.saved_tensors
         dx_SI = torch.empty_like(x_SI) if ctx.needs_input_grad[0] else None
         dW_EOI = torch.zeros_like(weights_EOI) if ctx.needs_input_grad[1] else None
-        for number, rows in _groups(ctx.ends):
+        for number, rows in groups(ctx.ends):
             if dx_SI is not None:
                 torch.mm(g_SO[rows], weights_EOI[number], out=dx_SI[rows])
             if dW_EOI is not None:
                 torch.mm(g_SO[rows].T, x_SI[rows], out=dW_EOI[number])
         return dx_SI, dW_EOI, None
-
-
-def _groups(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each expert that has any."""
-    begin = 0
-    for number, end in enumerate(ends):
-        if end > begin:
-            yield number, slice(begin, end)
-        begin = end
 
 
 # --- finding and wrapping ---------------------------------------------------------------------------------------------
@@ -229,11 +235,12 @@ def expert_modules(model: PreTrainedModel, *, strict: bool = True) -> dict[str, 
     """
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
-        if not stacked or not is_expert(path):
+        if isinstance(module, AdaptedExperts):
+            found[path] = cast(nn.Module, module.base)
             continue
-        known = {GATE_UP, UP_WEIGHT, DOWN_WEIGHT}
-        if not hasattr(module, "has_post_expert_norm") or not {*stacked} <= known or not path.endswith("experts"):
+        if not is_expert(path) or not any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            continue
+        if not has_common_code(path, module):
             if not strict:
                 continue
             raise ConfigError(
@@ -261,3 +268,29 @@ def wrap(model: PreTrainedModel, adapters: Mapping[str, ExpertLoRA], seeds: Drop
         own = {role: adapters[key] for role in ROLES if (key := f"{path}.{role}") in adapters}
         if own:
             model.set_submodule(path, AdaptedExperts(module, own, seeds))
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+
+
+def packed(experts: nn.Module, dtype: torch.dtype, make: Callable[[Tensor, None], nn.Module]) -> AdaptedExperts:
+    """Return what computes with the packed matrices of a module with stacked experts, in the place of it.
+
+    `make`: the packed layer of a matrix [out, in] in the stored precision. All else is cast.
+    """
+    module: Any = experts
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        if parameter.dim() == 3:
+            delattr(module, name)  # one parameter after another is freed
+            turned = parameter.data.transpose(1, 2) if module.is_transposed else parameter.data
+            setattr(module, name, PackedStack(make(matrix.contiguous(), None) for matrix in turned))
+        else:
+            setattr(module, name, nn.Parameter(parameter.data.to(dtype), requires_grad=False))
+    return AdaptedExperts(experts, {}, DropoutSeeds())
+
+
+def has_common_code(path: str, module: nn.Module) -> bool:
+    """Return whether a module holds stacked experts in the form that transformers' families share."""
+    stacked = {name for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
+    known = {GATE_UP, UP_WEIGHT, DOWN_WEIGHT}
+    return bool(stacked) and stacked <= known and hasattr(module, "has_post_expert_norm") and path.endswith("experts")

@@ -19,6 +19,7 @@ from dualtune.model.adapter import AdapterSpec
 from dualtune.model.experts import ALL, check_stackable, check_whole, members, stacks_of
 from dualtune_torch.routers import AdaptedRouter, routers
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, is_linear, shape_of, stored_bytes, weight_of
+from dualtune_torch.weights.stacks import PackedStack
 
 
 class DropoutSeeds:
@@ -44,6 +45,11 @@ class AdaptedLayer(nn.Module):
     def frozen(self, number: int | None, dtype: torch.dtype) -> Tensor:
         """Return the frozen weight [out, in], of a stack that of one expert."""
         return weight_of(self.base, dtype)
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether the frozen weight is stored so."""
+        return is_four_bit(self.base)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by part, in the shapes of the method."""
@@ -77,7 +83,9 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """
     pairs = chain.from_iterable(model.all_tied_weights_keys.items())
     tied = {name.removesuffix(".weight") for name in pairs}
-    found = {path: layer for path, layer in model.named_modules() if is_linear(layer)} | routers(model)
+    stacks = [module for module in model.modules() if isinstance(module, PackedStack)]
+    of_experts = {id(layer) for stack in stacks for layer in stack.layers}
+    found = {p: m for p, m in model.named_modules() if id(m) not in of_experts and is_linear(m)} | routers(model)
     return {path: cast(FrozenLinear, layer) for path, layer in found.items() if path not in tied}
 
 
@@ -126,7 +134,7 @@ def storage(layers: Collection[AdaptedLayer]) -> dict[str, int]:
     stored = [layer.storage() for layer in layers]
     return {
         "layers": sum(layer.count or 1 for layer in layers),
-        "four_bit": sum(layer.count is None and is_four_bit(layer.base) for layer in layers),
+        "four_bit": sum((layer.count or 1) * layer.is_four_bit for layer in layers),
         "parameters": sum(number for number, _ in stored),
         "bytes": sum(size for _, size in stored),
     }

@@ -22,6 +22,7 @@ from dualtune.model.copies import staged
 from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
 from dualtune.model.weight_files import BaseWeights, check_complete
+from dualtune_torch.experts import expert_modules, has_common_code, packed
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
@@ -222,7 +223,10 @@ def _module_by_module(
         finish = streaming.kept_on_host(finish, model)
     if weights is not None:
         if quantization == "nf4" and not by_module.can_load(model, weights):
-            return _pretrained(place, weights, dtype, place_on, quantization_config=nf4.config(dtype))
+            model = _pretrained(place, weights, dtype, place_on, quantization_config=nf4.config(dtype))
+            for path, module in expert_modules(model, strict=False).items():
+                model.set_submodule(path, packed(module, dtype, partial(nf4.linear, dtype=dtype)))
+            return model
         _check_by_headers(config, weights)
         by_module.load(model, weights, finish, device)
         return model
@@ -241,9 +245,15 @@ def _module_by_module(
 
 def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None) -> by_module.Finish:
     """Return what quantizes a module with plain weights. `head`: the output head of the model."""
-    if quantization == "nf4":  # as transformers: all plain linear layers except the output head
+    if quantization == "nf4":  # as transformers: all plain linear layers except the output head; and stacked experts
         make = partial(nf4.linear, dtype=dtype)
-        return lambda _, module: by_module.finished(module, dtype, None if module is head else make)
+
+        def finish(path: str, module: nn.Module) -> nn.Module:
+            if has_common_code(path, module):
+                return packed(module, dtype, make)
+            return by_module.finished(module, dtype, None if module is head else make)
+
+        return finish
     if quantization == "int8":
         return lambda path, module: by_module.finished(module, dtype, Int8Linear if is_quantized(path) else None)
     return lambda _, module: affine_model.finished(module, quantization, dtype)

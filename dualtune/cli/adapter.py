@@ -62,6 +62,7 @@ def report_text(report: AdapterReport) -> str:
         f"template    {report.template}",
         f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
         f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
+        *(f"beside      {module}: {size:,} parameters" for module, size in report.trained_beside.items()),
         f"hashes ok   {verdicts[report.hashes_ok]}",
         f"files agree {verdicts[report.files_agree]}",
         "",
@@ -208,6 +209,7 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     from dualtune.data.tokens.new_tokens import with_new_tokens
     from dualtune.model.adapter import modules_of
     from dualtune.model.base_model import resolve_model
+    from dualtune.model.beside import sizes_of
     from dualtune.model.formats.directory import read_adapter
     from dualtune.use.export.merge import check_base, check_free, load_to_merge, note_of_base, write_merged
 
@@ -226,4 +228,6 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
         write_merged(engine, adapter, out, shown.tell)
     if note := note_of_base(adapter):
         say(note)
-    say(f"{out}: {base} with {len(modules_of(adapter.tensors))} modules merged, in {engine.description.dtype}")
+    trained = "".join(f", and {module} as trained" for module in sizes_of(engine.adapter_shapes) or ())
+    merged = f"{len(modules_of(adapter.tensors))} modules merged{trained}"
+    say(f"{out}: {base} with {merged}, in {engine.description.dtype}")

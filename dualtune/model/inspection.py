@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.model.adapter import Tensors
+from dualtune.model.adapter import Tensors, is_of_base
+from dualtune.model.beside import PREFIX, ROWS, sizes_of
 from dualtune.model.formats import canonical
 from dualtune.model.formats.canonical import (
     Pair,
@@ -45,7 +46,10 @@ from dualtune.model.targets import position_of
 
 @dataclass(frozen=True, slots=True)
 class ModuleDifference:
-    """‖ΔW_A − ΔW_B‖ / max(‖ΔW_A‖, ‖ΔW_B‖) of one module, the two norms (Frobenius) and the cosine between them."""
+    """‖ΔW_A − ΔW_B‖ / max(‖ΔW_A‖, ‖ΔW_B‖) of one module, the two norms (Frobenius) and the cosine between them.
+
+    Of a parameter of the base that is trained beside the adapter: the same of its values, under its own name.
+    """
 
     module: str
     relative_difference: float
@@ -87,13 +91,24 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
         _with_extras(difference, *(extras_of(difference.module, tensors) for tensors in extras))
         for difference in modules
     ]
+    beside, other = _of_base(ours), _of_base(theirs)
+    both = sorted(beside.keys() & other.keys())
+    resized = tuple(name for name in both if beside[name].shape != other[name].shape)
+    modules += [_difference_of_values(n, beside[n], other[n]) for n in both if n not in resized]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
-        only_in_a=tuple(sorted(pairs.keys() - others.keys())),
-        only_in_b=tuple(sorted(others.keys() - pairs.keys())),
-        of_other_shape=reshaped,
+        only_in_a=tuple(sorted((pairs.keys() | beside.keys()) - others.keys() - other.keys())),
+        only_in_b=tuple(sorted((others.keys() | other.keys()) - pairs.keys() - beside.keys())),
+        of_other_shape=reshaped + resized,
         modules=tuple(sorted(modules, key=lambda difference: (-difference.relative_difference, difference.module))),
     )
+
+
+def _of_base(adapter: Adapter) -> Tensors:
+    """Return the parameters of the base, by names that tell rows of some tokens from those of others."""
+    rows = ", ".join(map(str, adapter.spec.beside.rows))
+    names = {name: name.removeprefix(PREFIX) for name in filter(is_of_base, adapter.tensors)}
+    return {f"{short} of {rows}" if short.endswith(ROWS) else short: adapter.tensors[n] for n, short in names.items()}
 
 
 def _settings(adapter: Adapter) -> dict[str, Any]:
@@ -119,6 +134,15 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
         cosine = max(-1.0, min(1.0, our_scale * their_scale * _inner(ours, theirs) / (norm_a * norm_b)))
     distance = delta_distance(ours, our_scale, theirs, their_scale)
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
+
+
+def _difference_of_values(name: str, ours: np.ndarray, theirs: np.ndarray) -> ModuleDifference:
+    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+    norm_a, norm_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    largest = max(norm_a, norm_b)
+    cosine = max(-1.0, min(1.0, float(a @ b) / (norm_a * norm_b))) if norm_a and norm_b else None
+    distance = float(np.linalg.norm(a - b)) / largest if largest else 0.0
+    return ModuleDifference(name, distance, norm_a, norm_b, cosine)
 
 
 def _with_extras(difference: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
@@ -166,6 +190,7 @@ class AdapterReport:
     template: str  # of the adapter's training
     num_modules: int
     num_parameters: int
+    trained_beside: dict[str, int]  # how many parameters of the base, by module
     file_bytes: dict[str, int]
     projections: tuple[ProjectionNorms, ...]
     notes: tuple[str, ...]  # what had to be converted, and what other tools cannot load
@@ -212,6 +237,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         template=describe_template(adapter.template, adapter.metadata),
         num_modules=len(pairs),
         num_parameters=sum(x.size for x in adapter.tensors.values()),
+        trained_beside=sizes_of({name: x.shape for name, x in adapter.tensors.items()}) or {},
         file_bytes={name: (directory / name).stat().st_size for name in names},
         projections=_projections(pairs, spec.scale_of),
         notes=(*adapter.notes, *adapter.naming.notes),

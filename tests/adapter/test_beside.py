@@ -13,6 +13,7 @@ from dualtune.engine.testing.tiny_models import random_batch, write_tiny_gpt2, w
 from dualtune.model.adapter import AdapterSpec, is_of_base
 from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.inspection import diff_adapters, inspect_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
 from dualtune.train.inference import inference_spec, load_adapter
@@ -218,6 +219,32 @@ def test_rows_of_a_packed_base_are_trained(base, quantization, backend):
     assert losses == sorted(losses, reverse=True)
     name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     assert np.abs(engine.adapter_state()[name] - before[name])[0].min() > 1e-4
+
+
+def test_what_differs_beside_two_adapters_is_a_difference(tmp_path):
+    name, rows = "base_model.model.model.norm.weight", "base_model.model.model.embed_tokens.token_adapter."
+    rows += "trainable_tokens_delta"
+    lora = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": np.ones(shape, np.float32)
+        for part, shape in (("A", (4, 8)), ("B", (8, 4)))
+    }
+    base = lora | {name: np.ones(8, np.float32), rows: np.ones((2, 8), np.float32)}
+    spec = AdapterSpec(4, 8.0, 0.0, ("q_proj",), beside=BesideAdapter(("model.norm",), (3, 5), ("model.embed_tokens",)))
+    kinds = {
+        "same": (spec, base),
+        "norm": (spec, base | {name: np.full(8, 2, np.float32)}),
+        "tokens": (replace(spec, beside=replace(spec.beside, rows=(3, 6))), base),
+        "none": (replace(spec, beside=BesideAdapter()), lora),
+    }
+    for kind, (own, tensors) in kinds.items():
+        write_adapter(tmp_path / kind, Adapter(own, tensors))
+    found = {kind: diff_adapters(tmp_path / "same", tmp_path / kind) for kind in kinds}
+    assert [kind for kind in kinds if found[kind].is_same_function] == ["same"]
+    largest = found["norm"].modules[0]
+    assert (largest.module, largest.relative_difference, largest.norm_b) == ("model.norm.weight", 0.5, 32**0.5)
+    assert len(found["tokens"].only_in_a) == len(found["tokens"].only_in_b) == 1
+    assert len(found["none"].only_in_a) == 2 and not found["none"].only_in_b
+    assert inspect_adapter(tmp_path / "same").trained_beside == {"model.norm": 8, "model.embed_tokens": 16}
 
 
 def test_mlx_lm_has_no_file_for_it(tmp_path):

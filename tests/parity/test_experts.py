@@ -235,9 +235,9 @@ def test_a_run_takes_the_same_steps_on_both_resumes_to_the_bit_and_moves(load, m
     assert whole["torch"][9] < whole["torch"][0] - 0.02, "nothing was learned, so nothing is shown"
 
 
-@pytest.mark.parametrize(("name", "quantization", "four_bit"), [("torch", "nf4", 8), ("mlx", "affine4", 32)])
+@pytest.mark.parametrize(("name", "quantization", "four_bit"), [("torch", "nf4", 32), ("mlx", "affine4", 32)])
 def test_experts_are_adapted_on_packed_bases(backends, tmp_path, name, quantization, four_bit):
-    """On torch stacked experts stay plain, MLX packs them; two layers of four experts with 64 features."""
+    """Two layers of four experts with 64 features."""
     sizes = SIZES | EXPERTS | {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     model = tiny_families.write_family("qwen3_moe", tmp_path / "model", **sizes)
     engine = backends[name].load(

@@ -21,6 +21,7 @@ from dualtune_torch import dora  # noqa: E402
 from dualtune_torch import engine as engine_module  # noqa: E402
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device  # noqa: E402
 from dualtune_torch.kernels import graphs  # noqa: E402
+from dualtune_torch.weights.stacks import PackedStack  # noqa: E402
 
 CPU = torch.device("cpu")
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
@@ -102,17 +103,20 @@ def test_a_step_is_recorded_the_second_time_and_replayed_with_new_numbers(monkey
 
 
 def test_what_cannot_be_recorded_is_refused(engine):
-    kernels = engine._kernels
+    kernels, plain = engine._kernels, engine.model
     for changes, message in (
         ({"method": "full"}, "adapter.method: full"),
         ({"merge_for": "q4_0"}, "adapter.merge_for"),
     ):
         with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but {message}"):
-            graphs.check_recordable(kernels, replace(SPEC, **changes), moves_weights=False)
+            graphs.check_recordable(kernels, replace(SPEC, **changes), plain, moves_weights=False)
+    stack = PackedStack([torch.nn.Linear(4, 4)])
+    with pytest.raises(ConfigError, match=r"packed experts are unpacked for the tokens"):
+        graphs.check_recordable(kernels, SPEC, torch.nn.Sequential(stack), moves_weights=False)
     with pytest.raises(ConfigError, match=r"memory.sharding"):
-        graphs.check_recordable(kernels, SPEC, moves_weights=True)
+        graphs.check_recordable(kernels, SPEC, plain, moves_weights=True)
     with pytest.raises(ConfigError, match=r"depend on the data \(loss plain"):
-        graphs.check_recordable(replace(kernels, head=None, plain=["loss plain: x"]), SPEC, moves_weights=False)
+        graphs.check_recordable(replace(kernels, head=None, plain=["loss plain: x"]), SPEC, plain, moves_weights=False)
     with pytest.raises(ConfigError, match=r"memory\.offload"):
         graphs.check_offload(ActivationCheckpointing("all", offload=True))
     with pytest.raises(ConfigError, match="document by document"):  # float32, and no flash kernel

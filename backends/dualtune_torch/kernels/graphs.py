@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import ActivationCheckpointing
@@ -21,6 +21,7 @@ from dualtune.model.adapter import AdapterSpec
 from dualtune_torch.host.inputs import pinned
 from dualtune_torch.host.transfers import flat_size, views
 from dualtune_torch.kernels.choose import Kernels
+from dualtune_torch.weights.stacks import PackedStack
 
 MOST_GRAPHS = 16  # micro-batches of further shapes are launched kernel by kernel
 Step = Callable[[Mapping[str, Tensor]], None]
@@ -64,7 +65,7 @@ class MicroStepGraphs:
         return graph, place
 
 
-def check_recordable(kernels: Kernels, adapter: AdapterSpec, *, moves_weights: bool) -> None:
+def check_recordable(kernels: Kernels, adapter: AdapterSpec, model: nn.Module, *, moves_weights: bool) -> None:
     """Raise ConfigError if a micro-step of this model does not launch the same each time, and add the graphs to the
     kernels in use if it does."""
     if adapter.trains_model:
@@ -73,6 +74,8 @@ def check_recordable(kernels: Kernels, adapter: AdapterSpec, *, moves_weights: b
         raise _refusal(f"{adapter.beside.keys} trains parameters of the base")
     if adapter.merge_for != "none":
         raise _refusal("adapter.merge_for rounds the merge in the first micro-batch of a step alone")
+    if any(isinstance(module, PackedStack) for module in model.modules()):
+        raise _refusal("packed experts are unpacked for the tokens that they have")
     if moves_weights:
         raise _refusal("memory.resident_layers and memory.sharding move weights while a step computes")
     if not kernels.attention or kernels.head is None:

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from dualtune.base.errors import EnvironmentFault
 from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
-from dualtune_torch.weights.places import stored_names
+from dualtune_torch.weights.places import joined_experts, stored_names
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Published formats that are computed in the plain dtype: transformers dequantizes each tensor as it is read.
@@ -67,6 +67,7 @@ class TensorReader:
         self._unread = set(stored.tensors)
         self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
         self._names = stored_names(model, stored)
+        self._joined = joined_experts(model, stored)
         absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]  # such as towers
         self._unread -= {name for to, name in self._names.items() if any(pattern.search(to) for pattern in absent)}
 
@@ -105,13 +106,29 @@ class TensorReader:
     def fill(self, path: str, module: nn.Module, device: torch.device) -> nn.Module:
         """Give a module its own weights in the stored precision."""
         for name, parameter in own(module).items():
-            setattr(module, name, frozen(self.read(f"{path}.{name}", tuple(parameter.shape)).to(device)))
+            whole, shape = f"{path}.{name}", tuple(parameter.shape)
+            tensor = self._join(whole, shape) if whole in self._joined else self.read(whole, shape)
+            setattr(module, name, frozen(tensor.to(device)))
         return module
+
+    def _join(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read a parameter [experts, out, in] whose matrices are tensors of their own, or the rows of these are."""
+        (number, out, in_), parts = shape, self._joined[name]
+        joined: Tensor | None = None
+        for rows, tensors in parts:
+            for i, tensor in zip(range(number), tensors, strict=True):
+                matrix = self.read(tensor, (len(range(*rows.indices(out))), in_))
+                joined = matrix.new_empty(shape) if joined is None else joined
+                joined[i, rows] = matrix
+        assert joined is not None
+        return joined
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._tensors[self._stored_name(name)].shape if name in self else None
 
     def has_plain(self, name: str, shape: tuple[int, ...]) -> bool:
+        if name in self._joined:
+            return all(self._tensors[t].dtype in PLAIN_NAMES for _, tensors in self._joined[name] for t in tensors)
         return self.shape(name) == shape and self._tensors[self._stored_name(name)].dtype in PLAIN_NAMES
 
     def check_all_read(self, unused: set[str]) -> None:
@@ -144,13 +161,16 @@ def load(model: PreTrainedModel, stored: BaseWeights, finish: Finish, device: to
 
 def replace_modules(model: PreTrainedModel, replacement: Finish) -> None:
     """Replace each module that directly holds weights by its `replacement`, one by one; then tie tied weights."""
-    tied = model.all_tied_weights_keys
+    tied, replaced = model.all_tied_weights_keys, None
     for path in [path for path, _ in model.named_modules()]:  # not the modules: a list would keep all of them alive
+        if replaced is not None and path.startswith(f"{replaced}."):
+            continue  # a part of what was there
         module = model.get_submodule(path)
         if any(f"{path}.{name}" not in tied for name in own(module)):
             new = replacement(path, module)
             if new is not module:
                 model.set_submodule(path, new)
+                replaced = path
     for target, source in tied.items():
         path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
         if isinstance(layer, AffineLayer):

@@ -35,7 +35,7 @@ from dualtune.model.experts import UP
 from dualtune.model.merging import stored_bytes
 from dualtune.model.places import FilePlace
 from dualtune.model.weight_files import BaseWeights
-from dualtune_torch.experts import Projection, projections
+from dualtune_torch.experts import GATE_UP, Projection, projections
 
 
 def find_places(
@@ -85,13 +85,13 @@ def _targets(
         yield name, target, pattern, None if pattern is None else by_pattern[pattern]
 
 
-def expert_places(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[FilePlace]]:
+def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = True) -> dict[str, list[FilePlace]]:
     """Return where the matrix of each expert lies, by the paths of `experts.projections`.
 
     Files hold them one by one, which transformers stacks, gate before up, or as the stacks of transformers' module. A
-    projection that is made in another way has none.
+    projection that is made in another way has none; nor have those of code of a family's own, or `strict`, ConfigError.
     """
-    found = projections(model)
+    found = projections(model, strict=strict)
     stacks = dict.fromkeys(f"{path.rpartition('.')[0]}.{p.parameter}" for path, p in found.items())
     sources: dict[str, dict[str | None, list[str]]] = {stack: defaultdict(list) for stack in stacks}
     converters: dict[str, WeightConverter | None] = {}
@@ -106,6 +106,18 @@ def expert_places(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[F
             matrices = _of_experts(base, projection, converters[parameter], sources[parameter])
             places |= {path: matrices} if matrices else {}
     return places
+
+
+def joined_experts(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[tuple[slice, list[str]]]]:
+    """Return the parameters of experts that files hold one by one: for each, which of its rows are which tensors."""
+    parts: dict[str, list[tuple[slice, list[str]]]] = defaultdict(list)
+    found = projections(model, strict=False)
+    for path, places in expert_places(model, base, strict=False).items():
+        if all(place == FilePlace(place.tensor) for place in places):
+            projection = found[path]
+            rows = slice(*projection.rows) if projection.rows is not None else slice(None)
+            parts[f"{path.rpartition('.')[0]}.{projection.parameter}"].append((rows, [p.tensor for p in places]))
+    return {name: own for name, own in parts.items() if len(own) == (2 if name.endswith(GATE_UP) else 1)}
 
 
 def _of_experts(

@@ -527,7 +527,25 @@ RULES = (
                "names of modules; expressions are refused"),
     translated("lora_alpha_pattern", "adapter.alpha_pattern", lambda file: module_numbers(file, "lora_alpha_pattern"),
                "names of modules; expressions are refused"),
-    absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not supported yet"),
+    absent("peft peft_* relora* lisa_* spectrum_* mora use_mora mora_* dense_mixer diffusion use_pose pose_* "
+           "grokfast_*", "this kind of training or start is not supported yet"),
+    absent("qat quantization nvfp4_merge_aware* llmcompressor",
+           "training sees the merge as affine4, affine8, nf4, q4_0 or q8_0 round it", "adapter.merge_for"),
+    absent("kd_*", "`dualtune distill record` writes what a teacher says of the data, and distill learns it: forward "
+           "KL, or a mix with the reverse one by beta, with a weight for the loss of sft",
+           "train.objective, distill.distributions, distill.divergence, distill.beta, distill.sft_weight"),
+    absent("use_eaft eaft_* center_rewards_coefficient num_labels",
+           "the loss is the cross-entropy of the targets, or that of train.objective", "train.objective"),
+    absent("adam_beta3 adam_epsilon2 dion_* qgalore_*",
+           "the optimizers are adamw, adamw_8bit, lion, adafactor, muon and sgd", "train.optimizer"),
+    absent("role_boundaries", "the chat template says where a turn ends", "data.template"),
+    absent("overrides_of_model_config overrides_of_model_kwargs rope_scaling scaling_softmax* cls_model_config "
+           "use_onebitllms", "the base is computed as its config.json says"),
+    absent("fp8 fp8_*", "the compute dtypes are float32, bfloat16 and float16", "model.dtype"),
+    absent("freeze_mm_modules image_* processor_kwargs", "models are trained on text alone"),
+    absent("metric_for_best_model greater_is_better", "the best evaluation is that of the lowest loss"),
+    absent("do_bench_eval bench_* do_causal_lm_eval eval_causal_lm_metrics lm_eval_*",
+           "`dualtune eval` answers and scores, also with lm-evaluation-harness"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "
            "lr_quadratic_warmup jagged_*",
            "the learning rate has a peak, a warm-up and a schedule that falls to 0", "train.schedule"),
@@ -558,13 +576,14 @@ RULES = (
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "
-           "context_parallel_size sequence_parallel_degree expert_parallel_size ray_* use_ray", _PROCESSES,
+           "context_parallel_size sequence_parallel_degree heads_k_stride ring_attn_func expert_parallel_* "
+           "accelerator_config ray_* use_ray", _PROCESSES,
            "memory.sharding"),
     absent("max_memory gpu_memory_limit", "`dualtune plan` shows what fits a limit", "memory.limit"),
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
     absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
-    absent("trl trl.* vllm ebft", NO_REWARDS),
+    absent("trl trl.* vllm ebft nemo_gym_* hatchery", NO_REWARDS),
     needless("dpo_use_liger_kernel dpo_padding_free precompute_ref_log_probs dpo_use_logits_to_keep",
              "what the reference says of the answers is computed once, and the layout does not change the result"),
     absent("dpo_generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
@@ -581,7 +600,8 @@ RULES = (
              "it is read from the model's own files"),
     needless("attn_implementation flash_attention flash_attn_* flash_optimum sdp_attention xformers_attention "
              "eager_attention flex_attention flex_attn_compile_kwargs sdpa_varlen liger_* cut_cross_entropy "
-             "chunked_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
+             "chunked_cross_entropy* sage_attention large_head_attention "
+             "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
              "use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels experts_implementation "
              "gemma4_hybrid_attn_impl llama4_linearized_experts "
              "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _AUTOMATIC),
@@ -591,9 +611,14 @@ RULES = (
              "tokens are cached, and batches prepared ahead, automatically"),
     needless("eval_sample_packing eval_batch_size pad_to_sequence_len pad_to_multiple_of sample_packing_group_size "
              "sample_packing_bin_size auto_find_batch_size multipack_real_batches batch_flattening low_cpu_mem_usage "
-             "gradient_checkpointing_kwargs gc_steps torch_empty_cache_steps",
+             "gradient_checkpointing_kwargs gc_steps gc_collect_steps torch_empty_cache_steps sample_packing_* "
+             "pretrain_multipack_* streaming_multipack_buffer_size eval_sequence_len",
              "the layout in memory does not change the result, and is chosen automatically"),
     needless("resume_from_checkpoint auto_resume_from_checkpoints", "the same command resumes a run"),
+    needless("merge_lora merge_method lora_on_cpu qlora_sharded_model_loading",
+             "`dualtune export RUN` writes the merge"),
+    needless("gradio_* generation_* eval_table_size eval_max_new_tokens",
+             "it belongs to generation: `dualtune chat`, `generate`, `serve`"),
     needless("device device_map local_rank world_size ddp ddp_* gpu_count", "it is set by --platform and the launcher"),
     needless("save_safetensors save_only_model strict debug lora_fan_in_fan_out hf_use_auth_token "
              "include_tokens_per_second include_tkps profiler_steps experimental_skip_move_to_device",

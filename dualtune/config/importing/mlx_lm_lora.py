@@ -96,7 +96,10 @@ def _loss_on(file: ForeignFile) -> Settings:
 
 def _qat(file: ForeignFile) -> Settings:
     if file.flag("qat_enable"):
-        file.lose("qat_enable", "weights are not rounded in training")
+        reason = (
+            "it rounds each weight of the base by a rule of its own; adapter.merge_for rounds the merge as a format"
+        )
+        file.lose("qat_enable", f"{reason} does: affine4, affine8, nf4, q4_0, q8_0")
     return {}
 
 
@@ -126,7 +129,7 @@ _OWN = (
                "iters counts micro-batches, and wins over epochs"),
     translated("wandb", "run.track", _tracker, "`wandb`; its project is WANDB_PROJECT"),
     translated("qat_enable qat_bits qat_group_size qat_mode qat_start_step qat_interval", "", _qat,
-               "training that rounds weights is not supported yet"),
+               "the nearest is adapter.merge_for, which rounds the merge as a format does"),
     needless("delta reward_scaling", "no loss that can be translated reads it"),
     needless("dsla_loss latent_* lambda_mse lambda_mse_target tau_mse_target clip_epsilon_logits judge judge_config "
              "alpha group_size epsilon epsilon_high max_completion_length temperature reward_weights reward_functions "

@@ -40,12 +40,13 @@ DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
 }  # fmt: skip
 _ARGS = Arguments()
 _LORA = "lora_r lora_alpha lora_dropout use_rslora"
+_DISTILLATION = "on-policy distillation (the nearest is train.objective: distill, after `dualtune distill record`)"
 # Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
     "grpo, rloo or another online trainer": "reward_funcs reward_model_name_or_path num_generations use_vllm kl_coef "
     "num_ppo_epochs",
     "reward": "center_rewards_coefficient",
-    "gkd or another on-policy distillation trainer": "teacher_model_name_or_path lmbda",
+    _DISTILLATION: "teacher_model_name_or_path lmbda seq_kd use_teacher_server teacher_model_kind distillation_mode",
 }
 # The preference trainers: our keys of `preference`, and theirs.
 _PREFERENCES = {
@@ -285,7 +286,9 @@ RULES = (
     absent("dataset_streaming streaming", "rows are always read as a stream, and shuffled as a whole"),
     absent("generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
     needless("dtype torch_dtype bnb_4bit_quant_storage", "weights that are not trained keep their stored format"),
-    needless("lora_task_type pad_token ignore_bias_buffers config", "there is nothing to set"),
+    needless("lora_task_type pad_token padding_value is_encoder_decoder ignore_bias_buffers config",
+             "there is nothing to set"),
+    needless("f_alpha_divergence_coef discopop_tau", "no loss that can be translated reads it"),
     needless("shuffle_dataset padding_free eval_packing",
              "documents are always shuffled; the layout in memory does not change the result"),
     *arguments.RULES,
