@@ -304,13 +304,9 @@ class RolloutsConfig(Section):
     """The temperature of the sampling; training computes log-probabilities at 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many most probable tokens; 0 is all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from tokens at least this share as probable as the most probable one; 0 is all tokens."""
     stop: StopTexts = ()
     """Texts that end an answer."""
-    scale: Literal["auto", "group", "step", "none"] = "auto"
+    advantage_scale: Literal["auto", "group", "step", "none"] = "auto"
     """What an advantage is divided by: the standard deviation of the rewards of its prompt, of the step, or nothing."""
     clip_low: Literal["auto"] | NotNegative = "auto"
     """How far below 1 the ratio of a token's probability to that when it was sampled counts."""
@@ -668,9 +664,9 @@ def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if rollouts.kl and adapter.trains_model:
         rule = "but with adapter.method: full no base is left to compare with; allowed: 0"
         yield ("rollouts", "kl"), ("adapter", "method"), f"got {rollouts.kl:g}, {rule}"
-    if name == "rloo" and rollouts.scale not in ("auto", "none"):
+    if name == "rloo" and rollouts.advantage_scale not in ("auto", "none"):
         rule = "but rloo compares with the other samples and divides by nothing; allowed: auto, none"
-        yield ("rollouts", "scale"), objective, f"got {rollouts.scale}, {rule}"
+        yield ("rollouts", "advantage_scale"), objective, f"got {rollouts.advantage_scale}, {rule}"
     if config.train.activation_cache != "none":
         rule = f"but train.objective: {name} draws new documents in every step; allowed: none"
         yield ("train", "activation_cache"), objective, f"got {config.train.activation_cache}, {rule}"

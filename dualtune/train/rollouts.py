@@ -43,7 +43,8 @@ def policy_objective(config: Config) -> PolicyObjective | None:
     objective, rollouts = OBJECTIVES.get(config.train.objective), config.rollouts
     if objective is None:
         return None
-    chosen = {key: value for key in ("scale", "clip_low", "clip_high") if (value := getattr(rollouts, key)) != "auto"}
+    keys = {"advantage_scale": "scale", "clip_low": "clip_low", "clip_high": "clip_high"}
+    chosen = {own: value for key, own in keys.items() if (value := getattr(rollouts, key)) != "auto"}
     return replace(objective, kl=rollouts.kl, **chosen)
 
 
@@ -134,10 +135,9 @@ class Rollouts:
         self.objective, self.max_tokens = objective, settings.max_tokens
         self._backend, self._num_samples = backend, settings.samples
         self._tokenizer, self._positions, self._stops = tokenizer, positions, settings.stop
-        self._sampling = Sampling(
-            settings.max_tokens, settings.temperature, settings.top_p, config.run.seed, settings.top_k, settings.min_p
-        )
+        self._sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, config.run.seed)
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
+        self._rewards.close()  # they are there; their processes start with the first answer
 
     def close(self) -> None:
         self._rewards.close()

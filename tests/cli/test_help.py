@@ -158,6 +158,7 @@ def test_the_printed_schema_is_json_and_closed(dualtune_main):
         "train",
         "preference",
         "distill",
+        "rollouts",
         "memory",
         "hybrid",
         "guards",
