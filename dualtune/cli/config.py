@@ -10,7 +10,7 @@ import click
 from dualtune.base.errors import ConfigError, DualtuneError
 from dualtune.base.files import write_file
 from dualtune.base.text import in_columns, one_line
-from dualtune.cli.options import say_json
+from dualtune.cli.options import say_json, set_option
 from dualtune.cli.terminal import pass_on, say
 
 
@@ -31,23 +31,25 @@ class _Names(click.Group):
 @click.option(
     "--schema", is_flag=True, help="Print the JSON schema of the config instead, for editors and other programs."
 )
+@set_option
 @click.pass_context
-def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
+def command(ctx: click.Context, as_list: bool, schema: bool, overrides: tuple[str, ...]) -> None:
     """Print a commented config with every key and its default: dualtune config > config.yaml
 
-    With NAME, print an example instead: dualtune config training_config_h100 > config.yaml
+    With --set train.objective=dpo or adapter.method=full, the learning rate is the usual one beside them, and a comment
+    says why. With NAME, print an example instead: dualtune config training_config_h100 > config.yaml
     """
     from dualtune.config import default_yaml, json_schema
     from dualtune.config.render import example_names, example_path, title
 
-    if sum((ctx.invoked_subcommand is not None, as_list, schema)) > 1:
-        raise click.UsageError("Give only one of NAME, --list and --schema.")
+    if sum((ctx.invoked_subcommand is not None, as_list, schema, bool(overrides))) > 1:
+        raise click.UsageError("Give only one of NAME, --list, --schema and --set.")
     if as_list:
         say(in_columns([(name, title(example_path(name))) for name in example_names()]))
     elif schema:
         say_json(json_schema())
     elif ctx.invoked_subcommand is None:
-        pass_on(default_yaml())
+        pass_on(default_yaml(overrides))
 
 
 def _print_example(name: str) -> None:

@@ -122,6 +122,7 @@ FOREIGN_KEYS = {
         "preference.gamma": "simpo_gamma",
         "preference.label_smoothing": "dpo_label_smoothing",
         "preference.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
+        "distill.temperature": "kd_temperature",
         "preference.desirable_weight": "kto_chosen_weight kto_desirable_weight",
         "preference.undesirable_weight": "kto_rejected_weight kto_undesirable_weight",
         "preference.reference": "ref_model reference_model reference_model_path",

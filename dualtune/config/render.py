@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,31 @@ import yaml
 
 from dualtune.base.errors import ConfigError
 from dualtune.config.data_section import SourceConfig
-from dualtune.config.load import PLAIN_SCALARS
+from dualtune.config.load import PLAIN_SCALARS, parse_config
+from dualtune.config.rates import usual_rate
 from dualtune.config.schema import Config
 from dualtune.config.words import config_schema, describe, examples, fragment
 
 
-def default_yaml() -> str:
-    """Return the default config: each key with its description and allowed values; required keys have examples."""
+def default_yaml(overrides: Iterable[str] = ()) -> str:
+    """Return the default config: each key with its description and allowed values; required keys have examples.
+
+    With `overrides` (`section.key=value`) it has these values, and the learning rate that is usual beside them, unless
+    they have one. ConfigError as for a config with them.
+    """
+    overrides = [*overrides]
+    if not overrides:
+        return _commented(examples(), ())
+    config = parse_config(_commented(examples(), ()), overrides=overrides)
+    usual, values = usual_rate(config), config.model_dump()
+    if usual is None or any(override.startswith("train.learning_rate=") for override in overrides):
+        return _commented(values, ())
+    values["train"]["learning_rate"] = usual.rate
+    return _commented(values, usual.reasons)
+
+
+def _commented(values: Mapping[str, Mapping[str, Any]], reasons: Sequence[str]) -> str:
+    """Return every key with these values, or else its default. `reasons`: of the learning rate."""
     lines = ["# Every key of a dualtune config, with its default. Paths are relative to the current directory."]
     for section in config_schema()["properties"]:
         node = fragment((section,))
@@ -33,8 +52,10 @@ def default_yaml() -> str:
         for key, inner in node["properties"].items():
             is_required = key in examples()[section]
             comment = f"{inner['description']} {'Required' if is_required else 'Allowed'}: {describe(inner)}."
+            if key == "learning_rate" and reasons:
+                comment += f" Less than for LoRA on plain targets: {'; '.join(reasons)}."
             lines += textwrap.wrap(comment, 120, initial_indent="  # ", subsequent_indent="  # ")
-            lines += [entry(key, examples()[section][key] if is_required else inner["default"])]
+            lines += [entry(key, values[section].get(key, inner.get("default")))]
     return "\n".join(lines) + "\n"
 
 

@@ -273,6 +273,8 @@ class DistillConfig(Section):
     of these and of all other tokens as one, in two."""
     beta: Literal["auto"] | Share = "auto"
     """Where jsd lies between the KL divergence from the teacher (0) and that from the student (1); auto is 0.5."""
+    temperature: Positive = 1.0
+    """What the logits of both are divided by: above 1, less probable tokens count more; any but 1 takes two passes."""
     sft_weight: NotNegative = 0.0
     """The weight of the loss of sft on the data's own answers, which is added."""
 
@@ -424,7 +426,9 @@ class Config(BaseModel):
     def looks_first(self) -> bool:
         """Whether a step asks for log-probabilities before it computes a gradient: one more forward pass."""
         objective = self.train.objective
-        return self.distill.divergence == "jsd" if objective == "distill" else objective != "sft"
+        if objective == "distill":
+            return self.distill.divergence == "jsd" or self.distill.temperature != 1
+        return objective != "sft"
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from dualtune.base.errors import ConfigError, DiskError, DualtuneError, Environm
 from dualtune.base.files import existing
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
+from dualtune.config.rates import far_rate, usual_rate
 from dualtune.config.schema import PREFERENCE_KEYS, AdapterConfig
 from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
@@ -133,7 +134,7 @@ def check_config(
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
-    report.checks += _installed_rows(config)
+    report.checks += [*rate_rows(config), *_installed_rows(config)]
     # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
@@ -184,6 +185,14 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     usual += ", experts too" * adapter.experts
     usual += "" if adapter.init == INITS[0] else f", starts {adapter.init}"
     return rows or [Check("adapter", "ok", usual)]
+
+
+def rate_rows(config: Config) -> list[Check]:
+    """Return a row if the learning rate is far above the usual one."""
+    usual, text = usual_rate(config), far_rate(config)
+    if usual is None or text is None:
+        return []
+    return [Check("learning rate", "advice", text, f"train.learning_rate {usual.rate:g} is usual")]
 
 
 def _with_start(config: Config) -> tuple[Config, list[Check]]:

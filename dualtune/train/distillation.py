@@ -129,19 +129,30 @@ def forward_kl(logq_NK: np.ndarray) -> Divergence:
     return Divergence((q_NK * np.where(q_NK > 0, logq_NK, 0)).sum(-1), q_NK)
 
 
-def generalized_jsd(logp_NK: np.ndarray, logq_NK: np.ndarray, beta: float) -> Divergence:
+def softened_forward_kl(logp_NK: np.ndarray, logq_NK: np.ndarray, temperature: float) -> Divergence:
+    """Σ q̃·(ln q̃ − ln p̃) over the recorded tokens, q̃ ∝ q^(1/T) of these alone, p̃ ∝ p^(1/T) also of all others as one.
+
+    Hinton et al., arXiv 1503.02531, section 2, without their factor T². The weights depend on p.
+    """
+    is_class_NK, p_NC, _ = _classes(logp_NK, logq_NK)
+    soft_NC = _softened(p_NC, is_class_NK, temperature)
+    logq_NK = np.where(is_class_NK, logq_NK.astype(np.float64) / temperature, -np.inf)
+    q_NK = np.exp(logq_NK - np.logaddexp.reduce(logq_NK, axis=-1, keepdims=True))
+    values_N = np.where(q_NK > 0, q_NK * np.log(np.maximum(q_NK, 1e-300) / soft_NC[:, :-1]), 0).sum(-1)
+    slopes_NC = np.concatenate([-q_NK / soft_NC[:, :-1], np.zeros((len(q_NK), 1))], axis=-1)
+    return Divergence(values_N, _weights_by_label(p_NC, soft_NC, slopes_NC, is_class_NK, temperature))
+
+
+def generalized_jsd(logp_NK: np.ndarray, logq_NK: np.ndarray, beta: float, temperature: float = 1.0) -> Divergence:
     """β·KL(q ‖ m) + (1−β)·KL(p ‖ m), m = (1−β)·p + β·q: Agarwal et al., arXiv 2306.13649, equation 1, as TRL has it.
 
     Of the recorded tokens, and of all others as one: a lower bound of the divergence over the whole vocabulary. At 0
-    and 1 it is KL(q ‖ p) and KL(p ‖ q), which TRL takes there in place of the formula's 0.
+    and 1 it is KL(q ‖ p) and KL(p ‖ q), which TRL takes there in place of the formula's 0. At another temperature both
+    are softened over these classes, as by logits that are divided by it.
     """
-    is_class_NK = np.isfinite(logq_NK)
-    p_NC, q_NC = (
-        np.concatenate([x_NK, np.maximum(1 - x_NK.sum(-1, keepdims=True), _LEAST)], axis=-1)
-        for x_NK in (np.where(is_class_NK, np.exp(logx_NK.astype(np.float64)), 0) for logx_NK in (logp_NK, logq_NK))
-    )
-    is_class_NC = np.concatenate([is_class_NK, np.ones((len(p_NC), 1), bool)], axis=-1)
-    p_NC, q_NC = (np.where(is_class_NC, np.maximum(x_NC, 1e-300), 1.0) for x_NC in (p_NC, q_NC))
+    is_class_NK, *plain = _classes(logp_NK, logq_NK)
+    is_class_NC = np.concatenate([is_class_NK, np.ones((len(logp_NK), 1), bool)], axis=-1)
+    p_NC, q_NC = (x_NC if temperature == 1 else _softened(x_NC, is_class_NK, temperature) for x_NC in plain)
     if beta == 0:
         terms_NC, slopes_NC = q_NC * np.log(q_NC / p_NC), -q_NC / p_NC
     elif beta == 1:
@@ -150,9 +161,45 @@ def generalized_jsd(logp_NK: np.ndarray, logq_NK: np.ndarray, beta: float) -> Di
         m_NC = (1 - beta) * p_NC + beta * q_NC
         terms_NC = beta * q_NC * np.log(q_NC / m_NC) + (1 - beta) * p_NC * np.log(p_NC / m_NC)
         slopes_NC = (1 - beta) * np.log(p_NC / m_NC)
+    values_N = np.where(is_class_NC, terms_NC, 0).sum(-1)
+    return Divergence(values_N, _weights_by_label(plain[0], p_NC, slopes_NC, is_class_NK, temperature))
+
+
+def _classes(logp_NK: np.ndarray, logq_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which labels were recorded, bool [N, K], and p and q of these and of all others as one, [N, K + 1].
+
+    1 in the place of a label that was not recorded.
+    """
+    is_class_NK = np.isfinite(logq_NK)
+    p_NC, q_NC = (
+        np.concatenate([x_NK, np.maximum(1 - x_NK.sum(-1, keepdims=True), _LEAST)], axis=-1)
+        for x_NK in (np.where(is_class_NK, np.exp(logx_NK.astype(np.float64)), 0) for logx_NK in (logp_NK, logq_NK))
+    )
+    is_class_NC = np.concatenate([is_class_NK, np.ones((len(p_NC), 1), bool)], axis=-1)
+    p_NC, q_NC = (np.where(is_class_NC, np.maximum(x_NC, 1e-300), 1.0) for x_NC in (p_NC, q_NC))
+    return is_class_NK, p_NC, q_NC
+
+
+def _softened(x_NC: np.ndarray, is_class_NK: np.ndarray, temperature: float) -> np.ndarray:
+    """Return x^(1/T) over its sum, and 1 in the place of a label that was not recorded."""
+    is_class_NC = np.concatenate([is_class_NK, np.ones((len(x_NC), 1), bool)], axis=-1)
+    logx_NC = np.where(is_class_NC, np.log(x_NC) / temperature, -np.inf)
+    soft_NC = np.exp(logx_NC - np.logaddexp.reduce(logx_NC, axis=-1, keepdims=True))
+    return np.where(is_class_NC, np.maximum(soft_NC, 1e-300), 1.0)
+
+
+def _weights_by_label(
+    p_NC: np.ndarray, soft_NC: np.ndarray, slopes_NC: np.ndarray, is_class_NK: np.ndarray, temperature: float
+) -> np.ndarray:
+    """Return −∂D/∂ln p of each label, by the slopes ∂D/∂p̃, p̃ the softened probabilities."""
     # The probability of all other tokens is 1 minus those of the recorded ones, and follows each of them.
-    weights_NK = -p_NC[:, :-1] * (slopes_NC[:, :-1] - slopes_NC[:, -1:])
-    return Divergence(np.where(is_class_NC, terms_NC, 0).sum(-1), np.where(is_class_NK, weights_NK, 0))
+    if temperature == 1:
+        weights_NK = -p_NC[:, :-1] * (slopes_NC[:, :-1] - slopes_NC[:, -1:])
+    else:
+        soft_NC = np.where(np.concatenate([is_class_NK, np.ones((len(p_NC), 1), bool)], axis=-1), soft_NC, 0)
+        own_NC = soft_NC * (slopes_NC - (soft_NC * slopes_NC).sum(-1, keepdims=True)) / temperature
+        weights_NK = p_NC[:, :-1] / p_NC[:, -1:] * own_NC[:, -1:] - own_NC[:, :-1]
+    return np.where(is_class_NK, weights_NK, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,6 +216,7 @@ class Distillation:
     distributions: Distributions
     divergence: Literal["forward_kl", "jsd"]
     beta: float
+    temperature: float
     sft_weight: float
     train: np.ndarray
     eval: np.ndarray
@@ -200,9 +248,9 @@ class Distillation:
         """Add the gradient of a micro-batch / divisor, and return its loss; of forward_kl, less the engine's loss."""
         labelled, logq_NK = self.labelled(batch, self.train)
         weights_N, loss = _weights_of(batch), 0.0
-        if self.divergence == "jsd":
+        if self.asks_first:
             logp_NK = engine.target_logprobs(labelled, dropout=True)[labelled.is_target_BT]
-            divergence = generalized_jsd(logp_NK, logq_NK, self.beta)
+            divergence = self._divergence(logp_NK, logq_NK)
             loss -= self.sft_weight * float((weights_N * logp_NK[:, 0]).sum())
         else:
             divergence = forward_kl(logq_NK)
@@ -215,7 +263,17 @@ class Distillation:
 
     def loss(self, of_engine: SupportsFloat, rest: float) -> SupportsFloat:
         """Return the loss of a step from the engine's, still on the device, and the sum of `add_gradient`."""
-        return rest if self.divergence == "jsd" else _Sum(of_engine, rest)
+        return rest if self.asks_first else _Sum(of_engine, rest)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the weights of a step depend on what the student says, which takes a forward pass of its own."""
+        return self.divergence == "jsd" or self.temperature != 1
+
+    def _divergence(self, logp_NK: np.ndarray, logq_NK: np.ndarray) -> Divergence:
+        if self.divergence == "jsd":
+            return generalized_jsd(logp_NK, logq_NK, self.beta, self.temperature)
+        return softened_forward_kl(logp_NK, logq_NK, self.temperature)
 
     def evaluate(
         self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
@@ -238,8 +296,8 @@ class Distillation:
         return EvalRecord(step=step, eval_loss=loss / weight, eval_targets=int(num_targets), metrics=metrics)
 
     def _values(self, logp_NK: np.ndarray, logq_NK: np.ndarray) -> np.ndarray:
-        if self.divergence == "jsd":
-            return generalized_jsd(logp_NK, logq_NK, self.beta).values_N
+        if self.asks_first:
+            return self._divergence(logp_NK, logq_NK).values_N
         divergence = forward_kl(logq_NK)
         return divergence.values_N - (divergence.weights_NK * logp_NK).sum(-1)
 
@@ -284,4 +342,6 @@ def configured_distillation(
             f"tokens. Its teacher ({distributions.teacher}) has another vocabulary: choose a teacher of the same family"
         )
     places = (distributions.of(documents) for documents in (train, eval_))
-    return Distillation(distributions, settings.divergence, settings.beta_or_default, settings.sft_weight, *places)
+    return Distillation(
+        distributions, settings.divergence, settings.beta_or_default, settings.temperature, settings.sft_weight, *places
+    )

@@ -6,6 +6,7 @@ import json
 
 from dualtune.base.files import write_file
 from dualtune.config import to_yaml
+from dualtune.config.rates import far_rate
 from dualtune.data.documents import Show
 from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
@@ -120,6 +121,8 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine,
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     notes += naming.notes if naming else ()
+    if rate := far_rate(prepared.config):
+        notes.append(rate)
     if reason := prepared.data.train.why_not_shared:
         notes.append(f"a prompt is computed for each of its answers: {reason}")
     for note in notes:

@@ -88,6 +88,7 @@ DEFAULTS = {
         "distributions": None,
         "divergence": "forward_kl",
         "beta": "auto",
+        "temperature": 1,
         "sft_weight": 0,
     },
     "hybrid": {

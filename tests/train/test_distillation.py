@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from dualtune.config import parse_config
 from dualtune.engine.backend import IGNORE_INDEX
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
-from dualtune.train.distillation import forward_kl, generalized_jsd, read_distributions
+from dualtune.train.distillation import forward_kl, generalized_jsd, read_distributions, softened_forward_kl
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
@@ -29,6 +30,7 @@ RUN = {
     "train__learning_rate": 1e-3, "train__micro_batch_tokens": 64,
 }  # fmt: skip
 JSD = {"distill__divergence": "jsd"}
+SOFT = {"distill__temperature": 2.0}
 on_numpy = pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 
 
@@ -84,17 +86,43 @@ def test_forward_kl_is_that_of_the_recorded_tokens_alone():
     )
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_weights_of_a_divergence_are_its_slopes(beta):
+@pytest.mark.parametrize(
+    "divergence",
+    [
+        *(partial(generalized_jsd, beta=beta, temperature=T) for beta in (0.0, 0.3, 1.0) for T in (1.0, 0.7, 2.5)),
+        partial(softened_forward_kl, temperature=2.5), partial(softened_forward_kl, temperature=1.0),
+    ],
+    ids=lambda function: f"{function.func.__name__} {function.keywords}",
+)  # fmt: skip
+def test_the_weights_of_a_divergence_are_its_slopes(divergence):
     """Against finite differences; the label that was not recorded has none."""
     rng = np.random.default_rng(0)
     logp_NK, logq_NK = np.log(rng.dirichlet(np.ones(6), (2, 5)))[..., :4]
     logq_NK[:, 0] = -np.inf
-    weights_NK = generalized_jsd(logp_NK, logq_NK, beta).weights_NK
+    weights_NK = divergence(logp_NK, logq_NK).weights_NK
     for k in range(4):
-        ends = [generalized_jsd(logp_NK + sign * 1e-6 * np.eye(4)[k], logq_NK, beta).values_N for sign in (1, -1)]
+        ends = [divergence(logp_NK + sign * 1e-6 * np.eye(4)[k], logq_NK).values_N for sign in (1, -1)]
         assert -weights_NK[:, k] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-7)
     assert not weights_NK[:, 0].any() and np.abs(weights_NK[:, 1:]).min() > 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_a_temperature_divides_the_logits(temperature):
+    """With all tokens but one recorded, nothing is left out: then both are softmax(logits / T) of the vocabulary."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 2, (2, 3, 5))
+    logp_NV, logq_NV = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+    top_Nk = np.argsort(-logq_NV, -1)[:, :4]
+    recorded = [np.take_along_axis(x, top_Nk, -1) for x in (logp_NV, logq_NV)]
+    soft = logits / temperature
+    softp_NV, softq_NV = np.exp(soft - np.logaddexp.reduce(soft, -1, keepdims=True))
+    m_NV = 0.7 * softp_NV + 0.3 * softq_NV
+    jsd_N = (0.3 * softq_NV * np.log(softq_NV / m_NV) + 0.7 * softp_NV * np.log(softp_NV / m_NV)).sum(-1)
+    assert generalized_jsd(*recorded, 0.3, temperature).values_N == pytest.approx(jsd_N, rel=1e-9)
+    q_Nk, p_Nk = (np.take_along_axis(x, top_Nk, -1) for x in (softq_NV, softp_NV))
+    q_Nk /= q_Nk.sum(-1, keepdims=True)
+    kl_N = (q_Nk * np.log(q_Nk / p_Nk)).sum(-1)
+    assert softened_forward_kl(*recorded, temperature).values_N == pytest.approx(kl_N, rel=1e-9)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -159,7 +187,7 @@ def test_keys_that_contradict_each_other(lines, key):
 
 
 @on_numpy
-@pytest.mark.parametrize("settings", [{}, JSD, JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}], ids=str)
+@pytest.mark.parametrize("settings", [{}, JSD, SOFT, JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}], ids=str)
 def test_the_gradient_of_a_step_is_that_of_the_divergence(distil, settings):
     """Against finite differences of the evaluation's divergence and loss, over the step's own documents."""
     lab, common = distil

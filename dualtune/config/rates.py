@@ -1,0 +1,61 @@
+"""The learning rate that is usual for a config: that of LoRA on plain targets, made smaller by what needs less.
+
+Measured on SmolLM2-135M-Instruct: the factors of the objectives (benchmarks/preference.py) and of a whole model, which
+at 3e-4 already learns less than LoRA at 1e-3 (benchmarks/quality.py; thinkingmachines.ai/blog/lora has the same rule).
+Of pissa and olora only that they learn less at LoRA's rate; of lion only its paper's range, 3 to 10 (arXiv 2302.06675).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dualtune.config.schema import Config, TrainConfig
+
+# What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
+# another scale, as those of sgd, or are another package's.
+OPTIMIZERS = {
+    "adamw": (1, ""), "adamw_8bit": (1, ""), "adafactor": (1, ""), "muon": (1, ""),
+    "lion": (5, "lion moves every weight by the whole rate"),
+}  # fmt: skip
+OBJECTIVES = {
+    "sft": (1, ""), "distill": (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
+    **dict.fromkeys(("dpo", "kto", "simpo", "cpo"), (10, "comparing answers soon makes all of them improbable")),
+}  # fmt: skip
+WHOLE = (10, "a whole model takes a tenth of LoRA's rate")
+STARTS = dict.fromkeys(("pissa", "olora"), (5, "it starts in the weight itself, not at zero"))
+FAR = 10  # times the usual rate
+
+
+@dataclass(frozen=True)
+class UsualRate:
+    """A learning rate, and why it is not that of LoRA on plain targets; no reasons if it is."""
+
+    rate: float
+    reasons: tuple[str, ...]
+
+
+def usual_rate(config: Config) -> UsualRate | None:
+    """Return the peak learning rate to begin with. None for an optimizer or an objective of which nothing is known."""
+    train, adapter = config.train, config.adapter
+    if train.optimizer not in OPTIMIZERS or train.objective not in OBJECTIVES:
+        return None
+    smaller = [OBJECTIVES[train.objective], OPTIMIZERS[train.optimizer]]
+    smaller.append(WHOLE if adapter.trains_model else STARTS.get(adapter.init, (1, "")))
+    default: float = TrainConfig.model_fields["learning_rate"].default
+    rate = default / math.prod(factor for factor, _ in smaller)
+    return UsualRate(float(f"{rate:.1g}"), tuple(why for _, why in smaller if why))
+
+
+def far_rate(config: Config) -> str | None:
+    """Return what to say of a learning rate that is far above what is usual where less than LoRA's is. None: nothing.
+
+    Of plain LoRA nothing is said, because a small model takes ten times the default.
+    """
+    usual, rate = usual_rate(config), config.train.learning_rate
+    if usual is None or not usual.reasons or rate < FAR * usual.rate:
+        return None
+    return (
+        f"train.learning_rate {rate:g} is {rate / usual.rate:.0f} times what is usual for this config, {usual.rate:g}: "
+        f"{'; '.join(usual.reasons)}"
+    )
