@@ -121,6 +121,7 @@ class Bench:
             "held-out": self._write("held-out", [_answer(row) for row in self.held_out]),
             "held-out pairs": self._write("held-out-pairs", self.held_out),
             "pairs": self._write("pairs", train[sft:]),
+            "long pairs": self._write("long-pairs", _with_examples(train[sft:])),
             # Both answers to a half of the prompts: as many answers as the other arms have pairs.
             "labelled": self._write(
                 "labelled", [one for row in train[sft : sft + pairs // 2] for one in _labelled(row)]
@@ -190,13 +191,15 @@ class Bench:
     def cost(self, rounds: int) -> dict[str, Any]:
         """Return the time of a step of an objective with a cached reference over that of sft on both answers.
 
-        By the same engine, in turns; the first round does not count. `ratios`: of micro-batches with the prompt in each
+        By the same engine, in turns; the first round does not count. The prompts of dpo have solved examples before
+        them, so that they are about four times as long as an answer. `ratios`: of micro-batches with the prompt in each
         answer; `once`: of those with each prompt once, over sft on the same and on the others; and the tokens of both.
         """
         settings = self.config("dpo", 0) | {"adapter": {"dropout": 0.0}}
         ratios: dict[str, Any] = {}
         for objective in ("dpo", "kto"):
-            own = self.config(objective, 0)["data"]
+            own = self.config(objective, 0)["data"] | {"max_length": 512}
+            own |= {"train": str(self.files["long pairs"])} if objective == "dpo" else {}
             config = load_config(
                 settings | {"data": own, "train": {"objective": objective, "documents_per_step": ROWS}}
             )
@@ -282,6 +285,14 @@ class Bench:
     def _call(self, command: list[Any]) -> str:
         words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", "cpu"]
         return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _with_examples(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows with the one before it, solved, before each prompt."""
+    return [
+        row | {"prompt": f"{before['prompt']}{before['chosen']}\n\n{row['prompt']}"}
+        for before, row in zip([rows[-1], *rows], rows, strict=False)
+    ]
 
 
 def _answer(row: Mapping[str, str]) -> dict[str, str]:

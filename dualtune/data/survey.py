@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dualtune.config import Config
+from dualtune.config import Config, DataConfig
 from dualtune.data.batches import RowSizes, SequenceLayout, fill, plan
 from dualtune.data.documents import REASONS, Documents, OpenedSource, describe_left_out, notices, unused_valid
 from dualtune.data.order import Order
@@ -324,6 +324,7 @@ def warnings(
         texts.append(tokenizer.warning)
     texts += notices(*([train] if eval_ is None else [train, eval_]))
     texts += unused_valid(config.data)
+    texts += unseen_tokens(config.data, train, tokenizer)
     if numbers.first_control_text_row is not None:
         policy = config.data.special_tokens_in_text
         texts.append(control_token_warning(numbers.control_text_rows, numbers.first_control_text_row, policy))
@@ -360,3 +361,18 @@ def by_source(sources: Sequence[OpenedSource], documents: Documents) -> list[Sou
         numbers = len(lengths), int(lengths.sum()), int(documents.targets[mine].sum())
         rows.append(SourceNumbers(opened.source.path, *numbers, lengths_of(lengths) if len(lengths) else None))
     return rows
+
+
+def unseen_tokens(data: DataConfig, train: Documents, tokenizer: Tokenizer) -> list[str]:
+    """Return a warning if new tokens are in no training document: nothing is learned of them."""
+    left = {token.text: tokenizer.id_of(token.text) for token in data.added_tokens}
+    for index in range(len(train)):
+        if not left:
+            return []
+        found = {*train[index].tokens.tolist()}
+        left = {text: id for text, id in left.items() if id not in found}
+    if not left:
+        return []
+    special = [text for text in left if text in data.new_special_tokens]
+    advice = "; a special token in the text of a row is plain text, unless data.special_tokens_in_text is allow"
+    return [f"new tokens in no training document: {', '.join(left)}{advice if special else ''}"]

@@ -21,7 +21,7 @@ from dualtune.engine.memory.estimate import (
     state_bytes,
 )
 from dualtune.engine.step_time import StepDocuments, predict
-from dualtune.model.optimizer import RuleName
+from dualtune.model.optimizer import IN_EIGHT_BITS, RuleName
 
 LINKS = (12e9, 24e9)  # bytes per second in one direction between host and device, as the documents have them
 STEP, SEARCH = "a step", "a search for a prediction"
@@ -53,7 +53,7 @@ def strategies(
 
 
 def _unpacked(ask: Ask) -> RuleName:
-    return "adamw" if ask.optimizer == "adamw_8bit" else ask.optimizer
+    return next((plain for plain, coded in IN_EIGHT_BITS.items() if coded == ask.optimizer), ask.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ def _of_the_optimizer(run: _Run) -> Iterator[Strategy]:
         yield Strategy("pinned_cpu_offload", {"hybrid.offload": "optimizer"}, state, added, SEARCH, remark)
     else:
         yield _not_offered("pinned_cpu_offload", f"{run.ask.device} has no memory apart from the host's")
-    if run.ask.optimizer == "adamw":
-        eight_bit = replace(run.ask, optimizer="adamw_8bit")
+    if coded := IN_EIGHT_BITS.get(run.ask.optimizer):
+        eight_bit = replace(run.ask, optimizer=coded)
         remark = "the nearest: the moments are rounded to 8 bits for the whole run, not packed for each search"
-        yield run.step("compress_in_place", {"train.optimizer": "adamw_8bit"}, eight_bit, remark)
+        yield run.step("compress_in_place", {"train.optimizer": coded}, eight_bit, remark)
     else:
         yield _not_offered("compress_in_place", f"{run.ask.optimizer} has no form in 8 bits")
     yield _not_offered(
@@ -183,6 +183,6 @@ def _presets(run: _Run, alone: Sequence[Strategy]) -> Iterator[Strategy]:
     everything = replace(
         run.ask, checkpointing=replace(checkpointing, offload=settings.get("memory.offload") == "activations"),
         resident_layers=2 if "memory.resident_layers" in settings else None,
-        optimizer="adamw_8bit" if "train.optimizer" in settings else run.ask.optimizer,
+        optimizer=settings.get("train.optimizer", run.ask.optimizer),
     )  # fmt: skip
     yield run.step("preset maximum", settings, everything, "all of those above that change a step")

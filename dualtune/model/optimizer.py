@@ -180,6 +180,8 @@ OPTIMIZERS: Mapping[RuleName, Optimizer] = _Table(
     }
 )
 
+IN_EIGHT_BITS: Mapping[RuleName, RuleName] = {"adamw": "adamw_8bit", "lion": "lion_8bit"}
+
 # Slots that are means of squares, or their roots: never negative.
 SECOND_MOMENTS = frozenset({"v", "root_v", "v_row", "v_col"})
 

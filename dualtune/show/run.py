@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualtune.base.files import write_file
 from dualtune.config import Config, load_config
 from dualtune.data.documents import notices, unused_valid
+from dualtune.data.survey import unseen_tokens
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.engine.choose import choose
 from dualtune.engine.deferred import deferred
@@ -115,6 +116,7 @@ def summary(prepared: Prepared) -> list[str]:
 def _doubts(prepared: Prepared) -> list[str | None]:
     data, tokenizer, settings = prepared.data, prepared.model.tokenizer, prepared.config.data
     doubts = [tokenizer.warning, *notices(data.train, data.eval), *unused_valid(settings)]
+    doubts += unseen_tokens(settings, data.train, tokenizer)
     if rows := data.train.with_control_text() + data.eval.with_control_text():
         doubts.append(control_token_warning(len(rows), rows[0], settings.special_tokens_in_text))
     if prepared.start is not None:

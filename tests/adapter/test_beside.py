@@ -247,6 +247,27 @@ def test_what_differs_beside_two_adapters_is_a_difference(tmp_path):
     assert inspect_adapter(tmp_path / "same").trained_beside == {"model.norm": 8, "model.embed_tokens": 16}
 
 
+def test_rows_of_other_tokens_in_each_module_are_refused(tmp_path):
+    tensors = {
+        f"base_model.model.{module}.token_adapter.trainable_tokens_delta": np.ones((2, 8), np.float32)
+        for module in ("model.embed_tokens", "lm_head")
+    }
+    spec = AdapterSpec(4, 8.0, 0.0, ("q_proj",), beside=BesideAdapter(rows=ROWS))
+    lora = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": np.ones(shape, np.float32)
+        for part, shape in (("A", (4, 8)), ("B", (8, 4)))
+    }
+    write_adapter(tmp_path / "adapter", Adapter(spec, lora | tensors), layout="peft")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    assert config["trainable_token_indices"] == {"lm_head": [7, 90], "model.embed_tokens": [7, 90]}
+    config["trainable_token_indices"]["lm_head"] = [7, 91]
+    path.write_text(json.dumps(config))
+    (tmp_path / "adapter" / "dualtune.json").unlink(missing_ok=True)
+    with pytest.raises(FormatError, match=r"trainable_token_indices: .*the same ids for all modules"):
+        read_adapter(tmp_path / "adapter")
+
+
 def test_mlx_lm_has_no_file_for_it(tmp_path):
     name = "base_model.model.model.norm.weight"
     tensors = {name: np.ones(8, np.float32)} | {

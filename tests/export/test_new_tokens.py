@@ -1,22 +1,26 @@
 """A task whose answers need two new tokens: learned, resumed, exported, and answered alike everywhere."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import Config
+from dualtune.data.documents import Data
+from dualtune.data.survey import unseen_tokens
 from dualtune.data.tokens.new_tokens import ids_of, with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.model.beside import NewToken
 from dualtune.model.formats.directory import read_adapter
-from dualtune.model.gguf import model_from_gguf
+from dualtune.model.gguf import CONTROL, USER, model_from_gguf
 from dualtune.model.weight_files import weights_in
 from dualtune.show.run import run
 from dualtune.train.inference import load_model, stream_text
 from dualtune.train.sampling import Sampling
+from dualtune.use.export import gguf_file
 
 YES, NO = "<|yes|>", "<|no|>"
 NEW = [YES, NO]
@@ -149,10 +153,31 @@ def test_a_special_token_is_one_for_every_reader(make_model):
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == YES
     assert NO in theirs.all_special_tokens and YES not in theirs.all_special_tokens
     assert Tokenizer(grown).special_ids - Tokenizer(base).special_ids == {263}
+    writer = Mock()
+    gguf_file._add_vocabulary(writer, grown, 264)
+    assert writer.add_token_types.call_args.args[0][262:] == [USER, CONTROL]
     with pytest.raises(ConfigError, match=r"data\.new_tokens: got '<\|no\|>', which is a special token"):
         with_new_tokens(grown, TOKENS)
     with pytest.raises(ConfigError, match=r"data\.new_special_tokens: got '<\|yes\|>', which is an ordinary token"):
         with_new_tokens(grown, [NewToken(YES, special=True)])
+
+
+def test_a_new_token_that_no_document_has_is_named(make_model, data, tmp_path):
+    base = make_model(vocab_size=262)
+    for new, special, policy, unseen in (
+        (NEW, [], "text", None),
+        ([*NEW, "<|call|>"], [], "text", "<|call|>"),
+        ([YES], [NO], "text", NO),  # plain text in the rows
+        ([YES], [NO], "allow", None),
+    ):
+        given = config(base, data, tmp_path / "run")
+        update = {"new_tokens": tuple(new), "new_special_tokens": tuple(special), "special_tokens_in_text": policy}
+        given = given.model_copy(update={"data": given.data.model_copy(update=update)})
+        tokenizer = Tokenizer.of(base, given.data)
+        train, _ = Data(given).train_and_eval(tokenizer)
+        found = unseen_tokens(given.data, train, tokenizer)
+        assert [text.partition(": ")[2].partition(";")[0] for text in found] == ([unseen] if unseen else [])
+        assert bool(found and "allow" in found[0]) == (unseen == NO)
 
 
 def test_what_cannot_be_is_named(make_model, data, tmp_path, open_backend):

@@ -258,3 +258,10 @@ def test_a_larger_evaluation_keeps_nothing_for_a_backward_pass():
 
     assert plan(2048) == plan()
     assert plan(200_000).estimate.total_bytes > plan().estimate.total_bytes
+
+
+def test_moments_in_8_bits_are_offered_to_each_optimizer_that_has_them():
+    found = {name: module._eight_bit_moments(replace(CUDA, optimizer=name)) for name in ("adamw", "lion", "muon")}
+    assert {name: [stage.settings for stage in stages] for name, stages in found.items()} == {
+        "adamw": [{"train.optimizer": "adamw_8bit"}], "lion": [{"train.optimizer": "lion_8bit"}], "muon": [],
+    }  # fmt: skip

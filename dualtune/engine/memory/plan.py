@@ -24,6 +24,7 @@ from dualtune.engine.memory.estimate import (
     longest_that_fits,
     num_trained,
 )
+from dualtune.model.optimizer import IN_EIGHT_BITS
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -362,11 +363,13 @@ def _fewer_tokens(decoder: Shape, ask: Ask, least: int, have_bytes: int) -> list
 
 
 def _eight_bit_moments(ask: Ask) -> list[_Stage]:
-    """Return the setup with AdamW's moments in 8 bits, if the backend has them."""
-    if ask.optimizer != "adamw" or "adamw_8bit" not in card_of(ask.backend).honoured.get(OPTIMIZER, ()):
+    """Return the setup with the optimizer's moments in 8 bits, if the backend has them."""
+    coded = IN_EIGHT_BITS.get(ask.optimizer)
+    if coded is None or coded not in card_of(ask.backend).honoured.get(OPTIMIZER, ()):
         return []
-    rounded = replace(ask, optimizer="adamw_8bit")
-    return [_Stage(rounded, {OPTIMIZER: "adamw_8bit"}, None, "the optimizer's moments are rounded to 8 bits")]
+    return [
+        _Stage(replace(ask, optimizer=coded), {OPTIMIZER: coded}, None, "the optimizer's moments are rounded to 8 bits")
+    ]
 
 
 def _four_bit(ask: Ask) -> list[_Stage]:

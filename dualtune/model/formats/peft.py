@@ -184,7 +184,10 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
     ids = {*tables.values()}
     if len(ids) > 1:
         raise fields.wrong(
-            where, "trainable_token_indices", config["trainable_token_indices"], "the same ids for all modules"
+            where,
+            "trainable_token_indices",
+            config["trainable_token_indices"],
+            "the same ids for all modules: the rows of a token are trained in all of them, or in none",
         )
     indices = next(iter(ids), ())
     for name, tensor in rows.items():
