@@ -16,7 +16,7 @@ from dualtune.config.schema import Config, TrainConfig
 # another scale, as those of sgd, or are another package's.
 OPTIMIZERS = {
     "adamw": (1, ""), "adamw_8bit": (1, ""), "adafactor": (1, ""), "muon": (1, ""),
-    "lion": (5, "lion moves every weight by the whole rate"),
+    **dict.fromkeys(("lion", "lion_8bit"), (5, "lion moves every weight by the whole rate")),
 }  # fmt: skip
 OBJECTIVES = {
     "sft": (1, ""), "distill": (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
