@@ -23,7 +23,9 @@ OBJECTIVES = {
     **dict.fromkeys(("dpo", "kto", "simpo", "cpo"), (10, "comparing answers soon makes all of them improbable")),
 }  # fmt: skip
 WHOLE = (10, "a whole model takes a tenth of LoRA's rate")
-STARTS = dict.fromkeys(("pissa", "olora"), (5, "it starts in the weight itself, not at zero"))
+STARTS: dict[str, tuple[int, str]] = dict.fromkeys(
+    ("pissa", "olora"), (5, "it starts in the weight itself, not at zero")
+)
 FAR = 10  # times the usual rate
 
 
