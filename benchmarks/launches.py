@@ -2,6 +2,7 @@
 
 Nothing is measured: the counts say what a GPU would be asked to do. Run it after a change, with the reason for it:
 python benchmarks/launches.py --reason "the rotation negates its sines itself"
+The other methods, optimizers and objectives are in the part "methods", and in the table of results/performance.md.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "launches.json"
-WORK = ("micro_batch", "step", "evaluation")
+PAGE = RESULTS.with_name("performance.md")
+WORK = ("micro_batch", "step", "evaluation", "logprobs")
+BEGIN, END = "<!-- table methods -->", "<!-- end of methods -->"
+PLAIN = {"experts": "mixture"}  # what a method is compared with: the same without it; of the others, "dropout"
 
 
 def main() -> None:
@@ -25,21 +30,50 @@ def main() -> None:
     parser.add_argument("--reason", required=True, help="why the counts change")
     reason = parser.parse_args().reason
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    budget = results.setdefault("torch", {})
-    for shape, counts in _counted().items():
-        line = {work: {key: counts[work][key] for key in ("kernels", "products")} for work in WORK}
-        lines = budget.setdefault(shape, [])
-        if not lines or any(lines[-1][work] != line[work] for work in WORK):
+    found = _counted()
+    for shape, counts in found["shapes"].items():
+        line = {work: {key: counts[work][key] for key in ("kernels", "products")} for work in WORK if work in counts}
+        lines = results.setdefault("methods" if shape in found["methods"] else "torch", {}).setdefault(shape, [])
+        if not lines or any(lines[-1][work] != line[work] for work in line):
             lines.append({"date": date.today().isoformat(), **line, "reason": reason})
             print(f"{shape}: {line}")
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    write_table(results)
+
+
+def write_table(results: Mapping[str, Any]) -> None:
+    """Write the table of the methods between its two marks."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    table = "\n".join(table_of(results))
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def table_of(results: Mapping[str, Any]) -> list[str]:
+    """Return the newest counts: kernels and products of a micro-batch and of an update, and what is more than plain."""
+    lines = ["| | micro-batch | more than plain | update | log-probabilities first |", "|---|---|---|---|---|"]
+    for shape in ("dropout", "mixture"):
+        lines.append(f"| plain, `{shape}` | {_text(results['torch'][shape][-1])} |")
+    for name, found in results["methods"].items():
+        plain = results["torch"][PLAIN.get(name, "dropout")][-1]
+        lines.append(f"| {name} | {_text(found[-1], plain)} |")
+    return lines
+
+
+def _text(line: Mapping[str, Any], plain: Mapping[str, Any] | None = None) -> str:
+    def pair(work: str) -> str:
+        return f"{line[work]['kernels']}, {line[work]['products']}" if work in line else ""
+
+    more = ""
+    if plain is not None:
+        more = ", ".join(f"{line['micro_batch'][k] - plain['micro_batch'][k]:+d}" for k in ("kernels", "products"))
+    return f"{pair('micro_batch')} | {more} | {pair('step')} | {pair('logprobs')}"
 
 
 def _counted() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "counts.json"
         subprocess.run([sys.executable, str(ROOT / "tests/nogpu/fake"), "--output", str(output)], check=True)
-        return json.loads(output.read_text())["shapes"]
+        return json.loads(output.read_text())
 
 
 if __name__ == "__main__":

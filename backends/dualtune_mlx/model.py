@@ -12,6 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.base.errors import ConfigError, FormatError
@@ -229,7 +230,7 @@ def _num_weights(module: nn.Module) -> int:
     for name, value in arrays:
         if "." in name:
             continue  # a child's, which is counted there
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name == "weight":
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)) and name == "weight":
             total += value.size * 32 // module.bits
         elif name not in ("scales", "biases"):
             total += value.size

@@ -16,14 +16,16 @@ from dualtune.config.schema import Config, TrainConfig
 # another scale, as those of sgd, or are another package's.
 OPTIMIZERS = {
     "adamw": (1, ""), "adamw_8bit": (1, ""), "adafactor": (1, ""), "muon": (1, ""),
-    "lion": (5, "lion moves every weight by the whole rate"),
+    **dict.fromkeys(("lion", "lion_8bit"), (5, "lion moves every weight by the whole rate")),
 }  # fmt: skip
 OBJECTIVES = {
     "sft": (1, ""), "distill": (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
     **dict.fromkeys(("dpo", "kto", "simpo", "cpo"), (10, "comparing answers soon makes all of them improbable")),
 }  # fmt: skip
 WHOLE = (10, "a whole model takes a tenth of LoRA's rate")
-STARTS = dict.fromkeys(("pissa", "olora"), (5, "it starts in the weight itself, not at zero"))
+STARTS: dict[str, tuple[int, str]] = dict.fromkeys(
+    ("pissa", "olora"), (5, "it starts in the weight itself, not at zero")
+)
 FAR = 10  # times the usual rate
 
 

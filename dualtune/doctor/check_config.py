@@ -234,8 +234,9 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
         yield f"alpha {adapter.alpha:g} scales the adapter by {scale:g}", f"adapter.alpha {2 * adapter.rank} is usual"
     if adapter.dropout > MOST_DROPOUT:
         yield f"dropout {adapter.dropout:g} is high", f"adapter.dropout up to {MOST_DROPOUT:g} is usual"
-    if not isinstance(adapter.targets, str) and len(adapter.targets) < LEAST_TARGETS:
-        text = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
+    names = () if isinstance(adapter.targets, str) or "all-linear" in adapter.targets else adapter.targets
+    if names and len(names) < LEAST_TARGETS:
+        text = f"only {', '.join(names)} {'is' if len(names) == 1 else 'are'} adapted"
         yield text, "Name more adapter.targets: all of attention, or all seven, which learn more at the same rank"
 
 

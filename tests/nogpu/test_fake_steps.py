@@ -15,15 +15,20 @@ import pytest
 FAKE = Path(__file__).parent / "fake"
 LAUNCHES = Path(__file__).parents[2] / "benchmarks" / "results" / "launches.json"
 LAYERS = 30  # of SmolLM2-135M
+WORKS = ("micro_batch", "step", "evaluation")
 
 pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, to build the stand-in for a GPU"),
     pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is built for Linux"),
 ]
-BUDGET = json.loads(LAUNCHES.read_text())["torch"]
-ON_A_PUSH = ("dropout", "dropout, 3 layers", "nf4", "mixture")  # the others, and these, in `make test-long`
-EACH = [pytest.param(shape, marks=() if shape in ON_A_PUSH else pytest.mark.long) for shape in BUDGET]
+BUDGET, METHODS = (json.loads(LAUNCHES.read_text())[part] for part in ("torch", "methods"))
+# The others, and these, in `make test-long`.
+ON_A_PUSH = ("dropout", "dropout, 3 layers", "nf4", "mixture", "dora", "dpo, kto, orpo")
+EACH, EACH_METHOD = (
+    [pytest.param(shape, marks=() if shape in ON_A_PUSH else pytest.mark.long) for shape in part]
+    for part in (BUDGET, METHODS)
+)
 MOST_KERNELS = 1050  # of SmolLM2-135M with dropout, for a micro-batch of 2,048 tokens, besides matrix products
 
 
@@ -32,7 +37,7 @@ def found(tmp_path_factory, request):
     """Counts of the shapes that the selected tests are about."""
     of_this_file = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params["shape"] for item in of_this_file}
-    shapes = [shape for shape in BUDGET if shape in asked] or ON_A_PUSH
+    shapes = [shape for shape in BUDGET | METHODS if shape in asked] or ON_A_PUSH
     output = tmp_path_factory.mktemp("fake") / "counts.json"
     # Another test of this process may have trained deterministically, and cuBLAS's variable stays.
     env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
@@ -41,6 +46,7 @@ def found(tmp_path_factory, request):
     assert run.returncode == 0, run.stderr[-3000:]
     counts = json.loads(output.read_text())
     assert counts["shapes"].keys() == set(shapes) and set(counts["known"]) == BUDGET.keys()
+    assert set(counts["methods"]) == METHODS.keys()
     return counts
 
 
@@ -48,7 +54,7 @@ def found(tmp_path_factory, request):
 def test_everything_is_on_the_gpu_and_nothing_waits(found, shape):
     counts = found["shapes"][shape]
     assert counts["devices"] == ["cuda:0"]
-    for work in ("micro_batch", "step", "evaluation"):
+    for work in WORKS:
         assert counts[work]["waits"] == {}
     assert counts["micro_batch"]["copies"] == counts["evaluation"]["copies"] == {"inputs.py:to_device": 1}
     assert counts["step"]["copies"] == {}
@@ -57,7 +63,7 @@ def test_everything_is_on_the_gpu_and_nothing_waits(found, shape):
 @pytest.mark.parametrize("shape", EACH)
 def test_the_dtypes_are_those_of_the_model(found, shape):
     counts = found["shapes"][shape]
-    for work in ("micro_batch", "step", "evaluation"):
+    for work in WORKS:
         assert counts[work]["doubles"] == {}
         if shape != "reference":  # transformers' attention multiplies in float32
             assert counts[work]["product_dtypes"].keys() <= {"bfloat16", "bfloat16 float32"}  # float32: a total
@@ -67,9 +73,25 @@ def test_the_dtypes_are_those_of_the_model(found, shape):
 def test_launches_are_those_of_the_budget(found, shape):
     """A change needs a new line, with a reason: `python benchmarks/launches.py --reason "…"`."""
     counts, line = found["shapes"][shape], BUDGET[shape][-1]
-    for work in ("micro_batch", "step", "evaluation"):
+    for work in WORKS:
         assert {key: counts[work][key] for key in ("kernels", "products")} == line[work]
     assert line["reason"]
+
+
+@pytest.mark.parametrize("shape", EACH_METHOD)
+def test_no_method_waits_or_launches_more_than_its_budget(found, shape):
+    """But for the log-probabilities that a comparison needs on the host, before it knows the weights of its targets."""
+    counts, line = found["shapes"][shape], METHODS[shape][-1]
+    assert counts["devices"] == ["cuda:0"]
+    for work in WORKS:
+        assert counts[work]["waits"] == {}
+        assert counts[work]["copies"] == ({} if work == "step" else {"inputs.py:to_device": 1})
+    works = [work for work in (*WORKS, "logprobs") if work in counts]
+    assert {work: {key: counts[work][key] for key in ("kernels", "products")} for work in works} == {
+        work: line[work] for work in works
+    }
+    if "logprobs" in counts:
+        assert sum(counts["logprobs"]["waits"].values()) == 1
 
 
 def test_smollm2_launches_few_kernels(found):
@@ -95,7 +117,7 @@ REFUSED = {"histc", "bincount", "put_", "median", "nll_loss2d_forward", "_ctc_lo
 
 def test_torch_refuses_nothing_in_a_deterministic_step(found):
     for shape, counts in found["shapes"].items():
-        operators = {name for work in ("micro_batch", "step", "evaluation") for name in counts[work]["by_operator"]}
+        operators = {name for work in WORKS for name in counts[work]["by_operator"]}
         assert operators & REFUSED == ({"histc"} if shape == "mixture" else set()), shape
 
 

@@ -244,6 +244,8 @@ def test_experts_are_adapted_on_packed_bases(backends, tmp_path, name, quantizat
         LoadRequest(model, "float32", quantization, "pretrained", SPEC, OptimizerSpec(), seed=5)
     )
     assert engine.description.adapted_weights["four_bit"] == four_bit
+    stored = load_file(model / "model.safetensors").values()
+    assert engine.description.num_parameters == sum(tensor.size for tensor in stored)
     losses = losses_of(engine, range(6))
     assert losses[3] < losses[0] and losses[4] < losses[1] and losses[5] < losses[2]
 

@@ -105,6 +105,7 @@ def test_an_unusual_adapter_is_advice_and_no_fault(check):
         ["adapter.dropout=0.2"],
         ["adapter.targets=[q_proj,k_proj,v_proj,o_proj]"],
         ["adapter.targets=all-linear"],
+        ["adapter.targets=[all-linear,gate]"],
     ],
 )
 def test_at_the_border_of_the_usual_there_is_no_advice(check, overrides):

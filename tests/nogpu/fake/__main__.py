@@ -29,24 +29,28 @@ import torch
 from counter import LaunchCounter
 from faults import FAULTS, made
 from settings import AtAttention, settings
-from shapes import SHAPES, SMOLLM, StepShape
+from shapes import METHODS, SHAPES, SMOLLM, StepShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dualtune.engine.backend import Batch, LoadRequest
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.model.adapter import AdapterSpec
+from dualtune.model.beside import BesideAdapter
 from dualtune.model.optimizer import OptimizerSpec
+
+ALL = SHAPES | METHODS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shapes", nargs="*", help=f"allowed: {', '.join(SHAPES)}; default: all")
+    parser.add_argument("shapes", nargs="*", help=f"allowed: {', '.join(ALL)}; default: all")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     pretend.install()
     _replace_compiler()
-    counts = {name: count(SHAPES[name]) for name in args.shapes or SHAPES}
-    found = {"known": [*SHAPES], "shapes": counts, "faults": count_faults(), "settings": settings_of_a_step()}
+    counts = {name: count(ALL[name]) for name in args.shapes or ALL}
+    found = {"known": [*SHAPES], "methods": [*METHODS], "shapes": counts}
+    found |= {"faults": count_faults(), "settings": settings_of_a_step()}
     args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -59,6 +63,8 @@ def count(shape: StepShape) -> dict[str, Any]:
             "step": lambda: engine.optim_step(lr=1e-4, max_grad_norm=0.3),
             "evaluation": lambda: engine.evaluate(batch),
         }
+        if shape.compares:
+            work["logprobs"] = lambda: engine.target_logprobs(batch, dropout=True)
         for call in work.values():
             call()
         counts = {name: _counted(call) for name, call in work.items()}
@@ -112,10 +118,13 @@ def _counted(call: Any) -> dict[str, Any]:
 
 
 def _request(shape: StepShape, place: Path) -> LoadRequest:
-    adapter = AdapterSpec(rank=16, alpha=32.0, dropout=shape.dropout, targets=("all-linear",))
+    options = {"targets": ("all-linear",)} | shape.adapter
+    if beside := options.pop("beside", None):
+        options["beside"] = BesideAdapter(**beside)
+    adapter = AdapterSpec(rank=16, alpha=32.0, dropout=shape.dropout, **options)
     checkpointing = ActivationCheckpointing("all") if shape.checkpointing else ActivationCheckpointing()
     return LoadRequest(
-        place, "bfloat16", shape.quantization, "random", adapter, OptimizerSpec(), seed=0,
+        place, "bfloat16", shape.quantization, "random", adapter, OptimizerSpec(shape.optimizer), seed=0,
         kernels="auto" if shape.fused else "reference", checkpointing=checkpointing, deterministic=shape.deterministic,
     )  # fmt: skip
 
@@ -131,7 +140,13 @@ def _batch(shape: StepShape) -> Batch:
     tokens = random.integers(0, 100, (B, T)).astype(np.int32)
     has_target = (segments > 0) & (positions > T // shape.documents // 3)
     labels = np.where(has_target, tokens, -100).astype(np.int32)
-    return Batch(tokens, labels, segments, positions, random.integers(0, 1 << 32, (B, T), np.uint32))
+    seeds, weights = random.integers(0, 1 << 32, (B, T), np.uint32), None
+    if shape.labels > 1:
+        others = np.arange(shape.labels)
+        labels = np.where(has_target[..., None], labels[..., None] + others, -100).astype(np.int32)
+    if shape.labels > 1 or shape.compares:
+        weights = np.full(labels.shape, 0.5, np.float32)
+    return Batch(tokens, labels, segments, positions, seeds, weights)
 
 
 def _replace_compiler() -> None:
@@ -140,6 +155,7 @@ def _replace_compiler() -> None:
     from dualtune_torch.kernels.gpu import affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant
 
     pretend.accept_trials()
+    pretend.read_as_zeros()
     for module in (affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant):
         module.kernel = compiled.TritonKernel(module.__name__.rpartition(".")[2])
     compiler.compile_function = cache(compiled.OneLaunch)

@@ -1,8 +1,11 @@
-"""The training steps that are counted. Two layers each: every further layer adds the same."""
+"""The training steps that are counted. Two layers each: every further layer adds the same.
+
+`SHAPES` are of plain LoRA. `METHODS` are the other methods, optimizers and objectives, on a shape of those.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dualtune.engine.memory.shapes import KNOWN
@@ -29,6 +32,11 @@ class StepShape:
     checkpointing: bool = False
     fused: bool = True
     deterministic: bool = False
+    # What is trained, and how: fields of `AdapterSpec`, and the name of the optimizer.
+    adapter: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    labels: int = 1  # of each target, more than one with weights: a distillation
+    compares: bool = False  # answers: the log-probabilities of all come first, and decide the weights
 
     def config(self) -> dict[str, Any]:
         """Return the config.json of the model."""
@@ -45,4 +53,22 @@ SHAPES = {
     "qwen3": StepShape(QWEN3),
     "mixture": StepShape(MIXTURE, changes={}),
     "reference": StepShape(SMOLLM, fused=False, documents=1),
+}
+
+# The "dropout" and the "mixture" above with something else in place of LoRA, AdamW or the loss of plain targets. DPO,
+# KTO and ORPO ask the same of an engine: what they compute of the log-probabilities is NumPy.
+_LORA, _WHOLE = SHAPES["dropout"], {"method": "full", "targets": ()}
+METHODS = {
+    "dora": replace(_LORA, adapter={"method": "dora"}),
+    "pissa": replace(_LORA, adapter={"init": "pissa"}),
+    "merge_for: affine4": replace(_LORA, adapter={"merge_for": "affine4"}),
+    "train_rows": replace(_LORA, adapter={"beside": {"rows": (5, 7, 11)}}),
+    "experts": replace(SHAPES["mixture"], adapter={"experts": True}),
+    "lion": replace(_LORA, optimizer="lion"),
+    "muon": replace(_LORA, optimizer="muon"),
+    "full": replace(_LORA, dropout=0.0, adapter=_WHOLE),
+    "full, lion": replace(_LORA, dropout=0.0, adapter=_WHOLE, optimizer="lion"),
+    "full, muon": replace(_LORA, dropout=0.0, adapter=_WHOLE, optimizer="muon"),
+    "dpo, kto, orpo": replace(_LORA, compares=True),
+    "distill": replace(_LORA, labels=9),
 }
