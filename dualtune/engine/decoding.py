@@ -96,7 +96,7 @@ def likely_rows(
     order_BK = np.lexsort((tokens_BK, -logits_BK), axis=-1)
     tokens_BK, logits_BK = (np.take_along_axis(each, order_BK, -1) for each in (tokens_BK, logits_BK))
     sums = zip(log_sums_B.tolist(), tempered_sums_B.tolist(), strict=True)
-    return [LikelyRow(*row, *both) for *row, both in zip(tokens_BK, logits_BK, sums, strict=True)]
+    return [LikelyRow(*row, *both) for row, both in zip(zip(tokens_BK, logits_BK, strict=True), sums, strict=True)]
 
 
 class NextLogits(Protocol):

@@ -77,21 +77,29 @@ def json_fields(completion: str, *, prompt: str, expected: str) -> float:
         return 0.0
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return float(ours == theirs)
-    fields = {*cast("dict[str, Any]", ours), *cast("dict[str, Any]", theirs)}
-    missing = object()
-    return sum(ours.get(key, missing) == theirs.get(key, missing) for key in fields) / max(1, len(fields))
+    objects = cast("list[dict[str, Any]]", [ours, theirs])
+    fields, absent = {*objects[0], *objects[1]}, object()
+    return sum(objects[0].get(key, absent) == objects[1].get(key, absent) for key in fields) / max(1, len(fields))
 
 
 def matches(pattern: str) -> Reward:
     """Return a reward of 1 for a text with a match of a regular expression."""
     compiled = re.compile(pattern, re.DOTALL)
-    return lambda completion, *, prompt, expected: float(compiled.search(completion) is not None)
+
+    def reward(completion: str, *, prompt: str, expected: str) -> float:
+        return float(compiled.search(completion) is not None)
+
+    return reward
 
 
 def brief(characters: str) -> Reward:
     """Return a reward of 1 for a text of at most so many characters, which falls as 1 / length beyond."""
     most = int(characters)
-    return lambda completion, *, prompt, expected: min(1.0, most / max(1, len(completion)))
+
+    def reward(completion: str, *, prompt: str, expected: str) -> float:
+        return min(1.0, most / max(1, len(completion)))
+
+    return reward
 
 
 BUILT_IN: Mapping[str, Reward] = {"exact": exact, "contains": contains, "number": number, "json": json_fields}
@@ -128,13 +136,13 @@ def _imported(path: Path, function: str) -> Reward:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"rollouts.rewards: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    made = getattr(module, function, None)
+    made: Any = getattr(module, function, None)
     if not callable(made):
         raise ConfigError(f"rollouts.rewards: {path} has no function '{function}'")
     names = inspect.signature(made).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
 
-    def reward(completion: str, **given: str) -> float:
+    def reward(completion: str, **given: str) -> Any:  # what is no number is found where it is used
         return made(completion, **{key: value for key, value in given.items() if takes_all or key in names})
 
     return reward

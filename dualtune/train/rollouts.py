@@ -163,7 +163,7 @@ class Rollouts:
         rows = [
             {
                 "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
-                "prompt": self._tokenizer.decode(questions[each.prompt][0]), "completion": each.text,
+                "prompt": self._tokenizer.decode(questions[each.prompt][0].tolist()), "completion": each.text,
                 "rewards": dict(zip(self._rewards.names, _json_numbers(values_R), strict=True)),
                 "advantage": float(advantage), "tokens": len(each.tokens), "is_whole": each.is_whole,
             }
@@ -204,7 +204,7 @@ class Rollouts:
 
     def _judged(self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]) -> JudgedAnswers:
         prompts, expected = (
-            [self._tokenizer.decode(tokens) for tokens in each] for each in zip(*questions, strict=True)
+            [self._tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*questions, strict=True)
         )
         return self._rewards.judge(
             [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
@@ -220,8 +220,8 @@ class Rollouts:
         if len(self._rewards.names) > 1:
             for name, values_N in zip(self._rewards.names, judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
-                    metrics[f"reward_{short_name(name)}"] = float(np.nanmean(values_N))
-        return metrics if known_N.all() else {**metrics, "failed_rewards": float(1 - known_N.mean())}
+                    metrics[f"reward_{short_name(name)}"] = float(values_N[np.isfinite(values_N)].mean())
+        return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
 
     def _reference(self, engine: Engine, documents: Documents) -> dict[int, np.ndarray]:
         """Return log p of the tokens of each sample by the base without its adapter."""

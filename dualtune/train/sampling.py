@@ -143,10 +143,10 @@ class Chooser:
         if self._leaves_out:  # which ones is known when all are sorted, which takes long
             order = np.argsort(-probs_V, kind="stable")
             return int(order[cast(int, self._drawn(probs_V[order], u, is_all=True))])
-        mass = probs_V[likely.tokens_K].sum()
+        mass = float(probs_V[likely.tokens_K].sum())
         probs_V[likely.tokens_K] = 0
         cumulative_V = np.cumsum(probs_V)
-        at = int(np.searchsorted(cumulative_V, u * (mass + cumulative_V[-1]) - mass, side="right"))
+        at = int(np.searchsorted(cumulative_V, u * (mass + float(cumulative_V[-1])) - mass, side="right"))
         return at if at < len(probs_V) else int(likely.tokens_K[-1])
 
     def _drawn(self, probs_K: np.ndarray, u: float, *, is_all: bool) -> int | None:
@@ -160,10 +160,10 @@ class Chooser:
             count, is_end = sampling.top_k, True
         cumulative_K = np.cumsum(probs_K[:count])
         if sampling.top_p < 1:
-            mass = cumulative_K[-1] if is_end else 1.0
+            mass = float(cumulative_K[-1]) if is_end else 1.0
             if (end := int(np.searchsorted(cumulative_K, sampling.top_p * mass)) + 1) <= count:
                 count, is_end = end, True
-        least = sampling.min_p * probs_K[0]
+        least = sampling.min_p * float(probs_K[0])
         if least and (end := int(np.searchsorted(-probs_K[:count], -least, side="right"))) < count:
             count, is_end = end, True
         if not is_end and self._leaves_out:
