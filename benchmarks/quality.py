@@ -81,6 +81,8 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "dora": {"adapter": {"method": "dora"}},
     "pissa": {"adapter": {"init": "pissa"}},
     "olora": {"adapter": {"init": "olora"}},
+    "pissa-2e-4": {"adapter": {"init": "pissa"}, "train": {"learning_rate": 2e-4}},
+    "olora-2e-4": {"adapter": {"init": "olora"}, "train": {"learning_rate": 2e-4}},
     "lora_plus": {"train": {"learning_rate": 3e-4, "lora_plus_ratio": 16.0}},
 }
 
