@@ -2,7 +2,8 @@
 
 Measured on SmolLM2-135M-Instruct: the factors of the objectives (benchmarks/preference.py) and of a whole model, which
 at 3e-4 already learns less than LoRA at 1e-3 (benchmarks/quality.py; thinkingmachines.ai/blog/lora has the same rule).
-Of pissa and olora only that they learn less at LoRA's rate; of lion only its paper's range, 3 to 10 (arXiv 2302.06675).
+Of pissa and olora only that they learn less at LoRA's rate; of lion only its paper's range, 3 to 10 (arXiv 2302.06675);
+of samples that ten times a whole model's rate of 1e-6 is usual (TRL's default of GRPO).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dualtune.config.schema import Config, TrainConfig
+from dualtune.config.schema import POLICY_OBJECTIVES, Config, TrainConfig
 
 # What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
 # another scale, as those of sgd, or are another package's.
@@ -21,6 +22,7 @@ OPTIMIZERS = {
 OBJECTIVES = {
     "sft": (1, ""), "distill": (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
     **dict.fromkeys(("dpo", "kto", "simpo", "cpo"), (10, "comparing answers soon makes all of them improbable")),
+    **dict.fromkeys(POLICY_OBJECTIVES, (20, "a reward says little of an answer")),
 }  # fmt: skip
 WHOLE = (10, "a whole model takes a tenth of LoRA's rate")
 STARTS: dict[str, tuple[int, str]] = dict.fromkeys(

@@ -110,7 +110,7 @@ def test_attention_is_by_document_while_learning_and_evaluating_alone(load, monk
     for batch in (DOCUMENTS, pack(DOCUMENTS, [[2, 0, 3], [1]])):
         engine.evaluate(batch)
         engine.forward_backward(batch, divisor=batch.num_targets)
-        assert len(calls) == 4 and all(sum(is_document for _, is_document in pieces) == 4 for pieces in calls)
+        assert len(calls) == 4 and all(sum(piece.is_document for piece in pieces) == 4 for pieces in calls)
         calls.clear()
         engine.logprobs(batch)
         list(zip(range(2), engine.generate(batch.tokens_BT[0, :4], choose=lambda logits: 5), strict=False))

@@ -48,13 +48,6 @@ MODELS = {
     "gpt2, whose layers are Conv1D": lambda path: write_tiny_gpt2(path, n_embd=96),
     "biases": lambda path: saved(path, "qwen2", num_key_value_heads=2),
 }
-MOE = {
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "head_dim": 18,
-}
 
 
 def load(model_dir, dtype, quantization="nf4"):
@@ -118,10 +111,9 @@ def test_a_matrix_is_quantized_in_parts(monkeypatch):
         assert torch.equal(found, expected.as_dict(packed=True)[name]), name
 
 
-@pytest.mark.parametrize(("family", "options"), [("qwen3_moe", MOE), ("gpt_neox", {})])
-def test_a_family_with_other_names_in_its_files_is_loaded_by_transformers(family, options, tmp_path):
-    """It joins the experts of a layer in one tensor, whose files have one for each expert, and renames GPT-NeoX's."""
-    model, described = load(saved(tmp_path / "model", family, **options), "float32")
+def test_a_family_with_other_names_in_its_files_is_loaded_by_transformers(tmp_path):
+    """It renames GPT-NeoX's tensors. Experts, which it leaves plain, are in test_packed_experts.py."""
+    model, described = load(saved(tmp_path / "model", "gpt_neox"), "float32")
     expected = by_transformers(tmp_path / "model", "float32")
     assert_same_bits(model, expected)
     assert described["num_parameters"] == expected.num_parameters()

@@ -17,7 +17,7 @@ from dualtune.train.model_checks import check_packing
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.methods import linear_layers  # noqa: E402
+from dualtune_torch.methods import adaptable_layers  # noqa: E402
 from dualtune_torch.weights.text_part import empty_model, text_model, whole_class  # noqa: E402
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
@@ -165,6 +165,6 @@ def test_a_block_that_several_layers_share_has_no_adapter():
     with torch.device("meta"):
         model = empty_model(transformers.ZambaConfig(**shared, **sizes), torch.float32)
     assert any("shared_transf" in path for path, each in model.named_modules() if isinstance(each, torch.nn.Linear))
-    paths = set(linear_layers(model))
+    paths = set(adaptable_layers(model))
     assert paths
     assert not [path for path in paths if "shared_transf" in path]

@@ -5,6 +5,7 @@ MLX computes it there from the same parts as on a CPU, where they are measured.
 """
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,7 +57,8 @@ def scores(monkeypatch):
 
 @pytest.mark.parametrize(("longest", "reach"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (17, 32)])
 def test_the_reach_is_a_power_of_two_of_chunks(longest, reach):
-    assert attention.reach_of([(2, True), (longest, True), (99, False)], chunk=4) == reach
+    pieces = [(0, 2, True), (2, longest, True), (2 + longest, 99, False)]
+    assert attention.reach_of([attention.DocumentPiece(*piece) for piece in pieces], chunk=4) == reach
 
 
 @pytest.mark.parametrize("reach", [4, 8, 16, None])
@@ -72,8 +74,10 @@ def test_keys_out_of_reach_change_nothing(reach, scores):
     def plain(q, k, v):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask) * weights
 
+    rows = SimpleNamespace(segments_BT=segments_BT, shared=None)
+
     def ours(q, k, v):
-        return attention.chunked(q, k, v, 0.3, segments_BT, chunk=4, reach=reach) * weights
+        return attention.chunked(q, k, v, 0.3, rows, chunk=4, reach=reach) * weights
 
     slope = mx.random.normal((2, 4, T, 8))
     expected = [*mx.vjp(plain, inputs, [slope])[0], *mx.vjp(plain, inputs, [slope])[1]]
