@@ -61,9 +61,12 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
 
 
 def share_beginnings(engine: Engine, prepared: Prepared) -> None:
-    """Compute what the answers of a row have in common once, if this engine can, in all processes alike."""
-    parts = [part for part in (prepared.data.train, prepared.data.eval) if part.answers > 1]
-    if not any(part.beginnings.any() for part in parts if part.beginnings is not None):
+    """Compute what the answers to a prompt have in common once, if this engine can, in all processes alike."""
+    both = (prepared.data.train, prepared.data.eval)
+    parts = [part for part in both if part.beginnings is not None and part.beginnings.any()]
+    if prepared.rollouts is not None:  # the samples of a step are made as the documents are
+        parts = [prepared.data.train]
+    if not parts:
         return
     reason = why_not_shared(engine, prepared.backend)
     if prepared.team.agree(reason is not None):

@@ -133,6 +133,31 @@ def test_the_gradient_is_that_of_the_loss(sampling_lab, objective):
     prepared.rollouts.close()
 
 
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_the_samples_of_a_prompt_share_it_in_training(sampling_lab):
+    """Packed, the prompt is in a row once for all of its samples that add to the gradient; the loss is the same."""
+    steps = {}
+    for packing in (True, False):
+        prepared = prepare(sampling_lab.config(**settings(sampling_lab, data__packing=packing)), sampling_lab.backend)
+        engine = load_engine(prepared)
+        step = steps[packing] = TrainingStep(prepared, engine, 0, prepared.batches)
+        step.add_gradients()
+        prepared.rollouts.close()
+    shared, apart = (sum(int((batch.segments_BT > 0).sum()) for batch in steps[key].batches) for key in (True, False))
+    samples = steps[True].samples
+    lengths, drawn = samples.documents.lengths[samples.trained], [len(samples.old[n]) for n in samples.trained]
+    # A prompt's last token is computed for each sample: it predicts another one in each.
+    again = (lengths - drawn - 1).sum() - sum(
+        int(samples.documents.lengths[n] - len(samples.old[n])) - 1
+        for n in {4 * (n // 4): n for n in samples.trained}.values()
+    )
+    assert apart == lengths.sum() and apart - shared == again > 0
+    assert steps[True]._loss.metrics["surrogate"] == pytest.approx(steps[False]._loss.metrics["surrogate"], abs=1e-6)
+    grads = [steps[key].engine.gradient() for key in (True, False)]
+    for name, gradient in grads[0].items():
+        np.testing.assert_allclose(gradient, grads[1][name], atol=1e-6)
+
+
 def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, monkeypatch, weights_of):
     """The step is computed again, in smaller micro-batches, of the same samples."""
     straight = sampling_lab.run("straight", **settings(sampling_lab))
