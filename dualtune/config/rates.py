@@ -2,8 +2,9 @@
 
 Measured on SmolLM2-135M-Instruct: the factors of the objectives (benchmarks/preference.py) and of a whole model, which
 at 3e-4 already learns less than LoRA at 1e-3 (benchmarks/quality.py; thinkingmachines.ai/blog/lora has the same rule).
-Of pissa and olora only that they learn less at LoRA's rate; of lion only its paper's range, 3 to 10 (arXiv 2302.06675);
-of samples that ten times a whole model's rate of 1e-6 is usual (TRL's default of GRPO).
+That of pissa and olora is measured there too: at a fifth pissa learns what LoRA learns, at LoRA's own rate far less. Of
+lion only its paper's range is known, 3 to 10 (arXiv 2302.06675); of samples that ten times a whole model's rate of 1e-6
+is usual, which is TRL's default of GRPO.
 """
 
 from __future__ import annotations

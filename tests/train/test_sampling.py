@@ -41,6 +41,17 @@ def test_the_likely_tokens_decide_what_all_logits_decide(way):
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_tokens_beyond_the_likely_ones_come_as_often_as_the_softmax_says():
+    logits_V = np.random.default_rng(0).normal(0, 0.5, 4 * LIKELY_TOKENS).astype(np.float32)
+    probs_V = np.exp(logits_V) / np.exp(logits_V).sum()
+    choose = Chooser(replace(HOT, max_tokens=4000), frozenset())
+    drawn = np.array([choose(logits_V) for _ in range(4000)])
+    for tokens in (np.argsort(-probs_V)[:LIKELY_TOKENS], np.arange(200), np.arange(700, 1024)):
+        expected = float(probs_V[tokens].sum())
+        # Four standard errors.
+        assert np.isin(drawn, tokens).mean() == pytest.approx(expected, abs=4 * np.sqrt(expected / 4000))
+
+
 @pytest.mark.parametrize(("way", "warpers"), [
     ({"top_k": 4}, lambda t: [t.TopKLogitsWarper(4)]),
     ({"min_p": 0.2}, lambda t: [t.MinPLogitsWarper(0.2)]),
