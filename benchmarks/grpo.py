@@ -1,10 +1,10 @@
 """Reinforcement learning on a real model: SmolLM2-135M-Instruct learns sums of two-digit numbers by GRPO.
 
-    python benchmarks/grpo.py [--seeds 1 2 3] [--steps 40] [--rate 1e-4] [--threads 1]
+    python benchmarks/grpo.py [--seeds 1 2 3] [--steps 40] [--rate 1e-4] [--brief 0.1]
 
-A prompt asks for the sum alone. An answer is rewarded by 1 if its last number is the sum (`number`), and by up to 0.5
-if it is as short as that (`brief:3`). 8 prompts a step, 8 answers of up to 12 tokens to each; 64 held-out sums are
-answered greedily before, during and after. Recorded are the rewards of every step and evaluation, and the seconds.
+A prompt asks for the sum alone. An answer is rewarded by 1 if its last number is the sum (`number`), and by up to
+--brief if it is as short as that (`brief:3`). 8 prompts a step, 8 answers of up to 12 tokens to each; 64 held-out sums
+are answered greedily before, during and after. Recorded are the rewards of every step and evaluation, and the seconds.
 A seed that is recorded is not run again, unless with --again.
 """
 
@@ -34,12 +34,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--objective", default="grpo")
+    parser.add_argument("--brief", type=float, default=0.1, help="the weight of brevity")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="run seeds anew that are recorded")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for seed in args.seeds:
-        key = f"{args.objective}/{args.rate:g}/{args.steps}/{seed}"
+        key = f"{args.objective}/{args.rate:g}/{args.steps}/brief {args.brief:g}/{seed}"
         if key not in recorded() or args.again:
             with tempfile.TemporaryDirectory() as name:
                 figures = train(Path(name), seed, args)
@@ -58,7 +59,7 @@ def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
                  "eval": rows(folder / "held-out.jsonl", held_out), "max_length": 128},
         "train": {"objective": args.objective, "steps": args.steps, "documents_per_step": 8, "schedule": "constant",
                   "learning_rate": args.rate, "warmup": 0.0},
-        "rollouts": {"rewards": ["number", "brief:3"], "weights": [1.0, 0.5], "samples": 8, "max_tokens": 12},
+        "rollouts": {"rewards": ["number", "brief:3"], "weights": [1.0, args.brief], "samples": 8, "max_tokens": 12},
         "run": {"dir": str(folder / "run"), "seed": seed, "log_every": 1, "eval_every": max(1, args.steps // 4),
                 "save_every": None, "report": False},
     }  # fmt: skip
