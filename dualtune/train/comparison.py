@@ -65,27 +65,35 @@ def answer_sums(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, float]:
     logprobs_BT = logprobs_BT.astype(np.float64)
     if (weights_BT := batch.target_weights_BT) is not None:
         logprobs_BT *= weights_BT
-    is_target_BT = batch.labels_BT != IGNORE_INDEX
-    return {
-        document: float(logprobs_BT[b][own_T & is_target_BT[b]].sum()) for document, b, own_T in document_places(batch)
-    }
+    return {document: float(own.sum()) for document, own in at_targets(logprobs_BT, batch).items()}
 
 
-def with_slopes(batch: Batch, slopes: Mapping[int, float]) -> Batch:
-    """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight."""
+def at_targets(values_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
+    """Return the values at the targets of each document of a micro-batch, [T]."""
+    return {document: values_BT[b, targets_T] for document, b, targets_T in _targets(batch)}
+
+
+def with_slopes(batch: Batch, slopes: Mapping[int, float | np.ndarray]) -> Batch:
+    """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight.
+
+    `slopes`: of each document one number, or one for each of its targets.
+    """
     factors_BT = np.zeros(batch.tokens_BT.shape)
-    for document, b, own_T in document_places(batch):
-        factors_BT[b][own_T] = -slopes[document]
-    # The label of a position belongs to its own document: that of the last token has none.
+    for document, b, targets_T in _targets(batch):
+        factors_BT[b, targets_T] = -slopes[document]
     weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
     return replace(batch, weights_BT=weights_BT.astype(np.float32))
 
 
-def document_places(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield each document of a micro-batch, its row, and which positions of that are its own, bool [T]."""
+def _targets(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield each document of a micro-batch, its row, and at which positions of that its targets are, bool [T].
+
+    The label of a position belongs to its own document: that of the last token has none.
+    """
+    is_target_BT = batch.labels_BT != IGNORE_INDEX
     for b, row in enumerate(batch.documents):
         for segment, document in enumerate(row, start=1):
-            yield document, b, batch.segments_BT[b] == segment
+            yield document, b, is_target_BT[b] & (batch.segments_BT[b] == segment)
 
 
 @dataclass(frozen=True)

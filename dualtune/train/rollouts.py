@@ -23,10 +23,10 @@ from dualtune.config import Config
 from dualtune.data.documents import Documents, units_in_memory
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
+from dualtune.engine.backend import Backend, Engine
 from dualtune.train.activation_cache import each_alone
 from dualtune.train.batched import Completion, sample_all
-from dualtune.train.comparison import document_places
+from dualtune.train.comparison import at_targets
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.inference import LoadedModel
@@ -102,24 +102,6 @@ class StepSamples:
         return replace(surrogate, value=value, metrics=metrics), slopes
 
 
-def token_logprobs(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
-    """Return log p of the targets of each document of a micro-batch, float64 [T]."""
-    is_target_BT = batch.labels_BT != IGNORE_INDEX
-    return {
-        document: logprobs_BT[b][own_T & is_target_BT[b]].astype(np.float64)
-        for document, b, own_T in document_places(batch)
-    }
-
-
-def with_token_slopes(batch: Batch, slopes: Mapping[int, np.ndarray]) -> Batch:
-    """Return the micro-batch with the weight −slope for each target."""
-    is_target_BT = batch.labels_BT != IGNORE_INDEX
-    weights_BT = np.zeros(batch.tokens_BT.shape, np.float32)
-    for document, b, own_T in document_places(batch):
-        weights_BT[b, own_T & is_target_BT[b]] = -slopes[document]
-    return replace(batch, weights_BT=weights_BT)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Drawing.
 
@@ -146,7 +128,8 @@ class Rollouts:
         """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
         questions = [question_of(data[i]) for i in ids]
         drawn = self._completions(engine, questions, self._sampling, self._num_samples, [(step, i) for i in ids])
-        judged = self._judged(questions, drawn)
+        answers = self._answers(questions, drawn)
+        judged = self._rewards.judge(answers)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         documents = units_in_memory(
             [_document(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
@@ -163,11 +146,11 @@ class Rollouts:
         rows = [
             {
                 "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
-                "prompt": self._tokenizer.decode(questions[each.prompt][0].tolist()), "completion": each.text,
+                "prompt": answer.prompt, "completion": each.text,
                 "rewards": dict(zip(self._rewards.names, _json_numbers(values_R), strict=True)),
                 "advantage": float(advantage), "tokens": len(each.tokens), "is_whole": each.is_whole,
             }
-            for each, values_R, advantage in zip(drawn, judged.values_NR, advantages_N, strict=True)
+            for each, answer, values_R, advantage in zip(drawn, answers, judged.values_NR, advantages_N, strict=True)
         ]  # fmt: skip
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
@@ -183,7 +166,7 @@ class Rollouts:
         for each in self._drawing(engine, questions, replace(self._sampling, temperature=0.0), 1, None):
             drawn.append(each)
             show(len(drawn), len(questions))
-        metrics = self._metrics(self._judged(questions, drawn), drawn)
+        metrics = self._metrics(self._rewards.judge(self._answers(questions, drawn)), drawn)
         num_tokens = sum(len(each.tokens) for each in drawn)
         return EvalRecord(
             step=step, eval_loss=-metrics["reward"], eval_targets=num_tokens,
@@ -202,13 +185,13 @@ class Rollouts:
     def _completions(self, *what: Any) -> list[Completion]:
         return sorted(self._drawing(*what), key=lambda each: (each.prompt, each.number))
 
-    def _judged(self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]) -> JudgedAnswers:
+    def _answers(
+        self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]
+    ) -> list[JudgedAnswer]:
         prompts, expected = (
             [self._tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*questions, strict=True)
         )
-        return self._rewards.judge(
-            [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
-        )
+        return [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Completion]) -> dict[str, float]:
         known_N = np.isfinite(judged.totals_N)
@@ -228,7 +211,7 @@ class Rollouts:
         logps = dict[int, np.ndarray]()
         with using(engine, engine.neutral_state()):
             for batch in each_alone(documents):
-                logps |= token_logprobs(engine.target_logprobs(batch), batch)
+                logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
         return logps
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dualtune.data.batches import micro_batches
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
-from dualtune.train.comparison import AnswerComparison, answer_sums, with_slopes
+from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, with_slopes
 from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
@@ -24,7 +24,7 @@ from dualtune.train.policy import Update
 from dualtune.train.policy_gradient import PolicyLoss
 from dualtune.train.preference import Loss, Objective
 from dualtune.train.recovery import Recovery
-from dualtune.train.rollouts import Rollouts, StepSamples, token_logprobs, with_token_slopes
+from dualtune.train.rollouts import Rollouts, StepSamples
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
@@ -130,14 +130,14 @@ class TrainingStep:
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif (samples := self.samples) is not None:
                     if (token_slopes := self._slopes_of(samples)) is not None:
-                        add = partial(self._add_sampled, token_slopes)
+                        add = partial(self._add_sloped, token_slopes)
                         self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif self._comparison is None:
                     add = partial(self.engine.forward_backward, divisor=weight)
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif (slopes := self._slopes(self._comparison)) is not None:
                     batches = self._trained_batches(self._comparison.objective)
-                    self._has_gradient = self._attempt(self._watch(batches), partial(self._add_compared, slopes))
+                    self._has_gradient = self._attempt(self._watch(batches), partial(self._add_sloped, slopes))
 
     def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
@@ -154,7 +154,7 @@ class TrainingStep:
         logps = dict[int, np.ndarray]()
 
         def add(batch: Batch) -> None:
-            logps.update(token_logprobs(self.engine.target_logprobs(batch, dropout=True), batch))
+            logps.update(at_targets(self.engine.target_logprobs(batch, dropout=True).astype(np.float64), batch))
 
         if not self._attempt(self.batches, add):
             return None
@@ -162,16 +162,13 @@ class TrainingStep:
         self._loss, slopes = samples.loss(logps, rollouts.objective, rollouts.max_tokens)
         return slopes
 
-    def _add_sampled(self, slopes: Mapping[int, np.ndarray], batch: Batch) -> None:
-        self.engine.forward_backward(with_token_slopes(batch, slopes), divisor=1.0)
-
     def _trained_batches(self, objective: Objective) -> list[Batch]:
         """Return the micro-batches of the answers that have slopes."""
         if objective.num_trained == objective.answers:
             return self.batches
         return self._prepared.batches(self.index, self._recovery.layout, objective.num_trained)
 
-    def _add_compared(self, slopes: Mapping[int, float], batch: Batch) -> None:
+    def _add_sloped(self, slopes: Mapping[int, float | np.ndarray], batch: Batch) -> None:
         self.engine.forward_backward(with_slopes(batch, slopes), divisor=1.0)
 
     def _add_distilled(self, distillation: Distillation, weight: float, batch: Batch) -> None:

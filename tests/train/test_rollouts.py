@@ -121,7 +121,7 @@ def test_the_gradient_is_that_of_the_loss(sampling_lab, objective):
         engine.load_adapter_state(state)
         logps = {}
         for batch in step.batches:
-            logps |= step_module.token_logprobs(engine.target_logprobs(batch), batch)
+            logps |= step_module.at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
         loss, _ = samples.loss(logps, prepared.rollouts.objective, prepared.rollouts.max_tokens)
         return loss.metrics["surrogate"]
 
@@ -162,7 +162,7 @@ def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, m
     """The step is computed again, in smaller micro-batches, of the same samples."""
     straight = sampling_lab.run("straight", **settings(sampling_lab))
     draws, failed = [], []
-    draw, slopes = Rollouts.draw, step_module.with_token_slopes
+    draw, slopes = Rollouts.draw, step_module.with_slopes
     monkeypatch.setattr(Rollouts, "draw", lambda self, *a: draws.append(a[-1]) or draw(self, *a))
 
     def short(batch, values):
@@ -171,7 +171,7 @@ def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, m
             raise MemoryError("no room")
         return slopes(batch, values)
 
-    monkeypatch.setattr(step_module, "with_token_slopes", short)
+    monkeypatch.setattr(step_module, "with_slopes", short)
     monkeypatch.setattr(sampling_lab.backend, "is_out_of_memory", lambda error: isinstance(error, MemoryError))
     result = sampling_lab.run("short", **settings(sampling_lab, train__micro_batch_tokens=256))
     assert draws == [0, 1, 2, 3] and failed
