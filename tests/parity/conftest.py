@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, processors
 
 from dualtune.config import Config
-from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch
+from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, LoadRequest
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import parse_name
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.inference import load_model
 
 EOS = 2  # of both models
@@ -172,6 +173,17 @@ def backends(open_backend) -> dict[str, Backend]:
 @pytest.fixture(scope="session", params=["torch", "mlx"])
 def backend(request, open_backend) -> Backend:
     return open_backend(request.param)
+
+
+@pytest.fixture
+def load(backends):
+    """Load a model on a backend, in float32, for an adapter."""
+
+    def load_(name, model_dir, spec, **options):
+        request = LoadRequest(model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5, **options)
+        return backends[name].load(request)
+
+    return load_
 
 
 # --- what other tools compute -----------------------------------------------------------------------------------------

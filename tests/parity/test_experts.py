@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing import tolerances
-from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient, random_adapter
+from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import AdapterSpec, modules_of
 from dualtune.model.experts import expert_of
@@ -47,41 +47,19 @@ ALSO = {
     "glm4_moe": tiny_families.FAMILIES["glm4_moe"],
 }
 SPEC = AdapterSpec(4, 6.0, 0.0, ("all-linear",), experts=True)
-VOCAB, LENGTHS = 96, [9, 16, 5, 12]
-BATCH = random_batch(LENGTHS, VOCAB)
+VOCAB, LENGTHS, BATCH = tiny_families.VOCAB, tiny_families.LENGTHS, tiny_families.BATCH
+trained, at_tokens = tiny_families.trained, tiny_families.at_tokens
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return a family's model, written once."""
-    directory, written = tmp_path_factory.mktemp("experts"), {}
-
-    def model(family):
-        if family not in written:
-            keys = (FAMILIES | ALSO)[family]
-            written[family] = tiny_families.write_family(family, directory / family, **keys)
-        return written[family]
-
-    return model
+    return tiny_families.written_once(tmp_path_factory.mktemp("experts"), FAMILIES | ALSO)
 
 
 @pytest.fixture
-def load(backends):
-    def load_(name, model_dir, spec=SPEC, **options):
-        request = LoadRequest(model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5, **options)
-        return backends[name].load(request)
-
-    return load_
-
-
-def trained(engine):
-    """Give the engine an adapter that changes something."""
-    engine.load_adapter_state(random_adapter(engine.adapter_state()))
-    return engine
-
-
-def at_tokens(logprobs):
-    return np.concatenate([logprobs[row, :length] for row, length in enumerate(LENGTHS)])
+def load(load):
+    return lambda name, model_dir, spec=SPEC, **options: load(name, model_dir, spec, **options)
 
 
 # --- the function and its gradient ------------------------------------------------------------------------------------

@@ -9,15 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.backend import LoadRequest
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient, random_adapter
-from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import AdapterSpec, modules_of, tensor_name
 from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of, naming_of
 
 torch = pytest.importorskip("torch")
@@ -50,8 +47,8 @@ ALSO = {
 }
 OWN_CLASS = {"deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h"}  # in mlx-lm
 ALL = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.long) for name in ALSO)]
-VOCAB, LENGTHS = 96, [9, 16, 5, 12]
-BATCH = random_batch(LENGTHS, VOCAB)
+VOCAB, LENGTHS, BATCH = tiny_families.VOCAB, tiny_families.LENGTHS, tiny_families.BATCH
+trained, at_tokens = tiny_families.trained, tiny_families.at_tokens
 
 
 def spec_of(family, *others, **changes):
@@ -61,33 +58,9 @@ def spec_of(family, *others, **changes):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return a family's model, written once."""
-    directory, written = tmp_path_factory.mktemp("routers"), {}
-
-    def model(family):
-        if family not in written:
-            written[family] = tiny_families.write_family(family, directory / family, **(FAMILIES | ALSO)[family][0])
-        return written[family]
-
-    return model
-
-
-@pytest.fixture
-def load(backends):
-    def load_(name, model_dir, spec, **options):
-        request = LoadRequest(model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5, **options)
-        return backends[name].load(request)
-
-    return load_
-
-
-def trained(engine):
-    """Give the engine an adapter that changes something."""
-    engine.load_adapter_state(random_adapter(engine.adapter_state()))
-    return engine
-
-
-def at_tokens(logprobs):
-    return np.concatenate([logprobs[row, :length] for row, length in enumerate(LENGTHS)])
+    return tiny_families.written_once(
+        tmp_path_factory.mktemp("routers"), {family: keys for family, (keys, _) in (FAMILIES | ALSO).items()}
+    )
 
 
 # --- the function and its gradient ------------------------------------------------------------------------------------

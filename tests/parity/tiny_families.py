@@ -1,7 +1,11 @@
 """Tiny models of families that store, name or wrap their weights in their own ways, as transformers saves them."""
 
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     CONFIG_MAPPING,
@@ -9,6 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+
+from dualtune.engine.backend import Engine
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.tiny_models import random_batch
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -86,3 +94,25 @@ def write_family(family: str, path: Path, seed: int = 0, **keys: object) -> Path
             parameter.copy_(torch.randn_like(parameter) * (0.08 if parameter.dim() > 1 else 0.02) + parameter * 0.5)
     model.save_pretrained(path)
     return path
+
+
+# --- what tests of mixtures share -------------------------------------------------------------------------------------
+
+VOCAB, LENGTHS = SIZES["vocab_size"], [9, 16, 5, 12]
+BATCH = random_batch(LENGTHS, VOCAB)
+
+
+def written_once(directory: Path, families: Mapping[str, Any]) -> Callable[[str], Path]:
+    """Return a function from a family to its model, which is written when it is first asked for."""
+    return functools.cache(lambda family: write_family(family, directory / family, **families[family]))
+
+
+def trained(engine: Engine) -> Engine:
+    """Give the engine an adapter that changes something."""
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    return engine
+
+
+def at_tokens(logprobs: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of BATCH without those of its padding, [N, V]."""
+    return np.concatenate([logprobs[row, :length] for row, length in enumerate(LENGTHS)])
