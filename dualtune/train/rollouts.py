@@ -147,10 +147,12 @@ class Rollouts:
             {
                 "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
                 "prompt": answer.prompt, "completion": each.text,
-                "rewards": dict(zip(self._rewards.names, _json_numbers(values_R), strict=True)),
-                "advantage": float(advantage), "tokens": len(each.tokens), "is_whole": each.is_whole,
+                "rewards": dict(zip(self._rewards.names, map(_json_number, values_R), strict=True)),
+                "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.tokens),
+                "is_whole": each.is_whole,
             }
-            for each, answer, values_R, advantage in zip(drawn, answers, judged.values_NR, advantages_N, strict=True)
+            for each, answer, values_R, total, advantage
+            in zip(drawn, answers, judged.values_NR, judged.totals_N, advantages_N, strict=True)
         ]  # fmt: skip
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
@@ -194,11 +196,13 @@ class Rollouts:
         return [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Completion]) -> dict[str, float]:
+        """`entropy` is an estimate, that of a token: the mean of −log p where the temperature is 1."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
             "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
             "completion_tokens": float(np.mean([len(each.tokens) for each in drawn])),
             "cut": float(np.mean([not each.is_whole for each in drawn])),
+            "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
         if len(self._rewards.names) > 1:
             for name, values_N in zip(self._rewards.names, judged.values_NR.T, strict=True):
@@ -219,8 +223,8 @@ def _document(prompt: np.ndarray, completion: np.ndarray) -> tuple[np.ndarray, n
     return np.concatenate([prompt, completion]), np.arange(len(prompt) + len(completion)) >= len(prompt)
 
 
-def _json_numbers(values_R: np.ndarray) -> list[float | None]:
-    return [float(value) if math.isfinite(value) else None for value in values_R]
+def _json_number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 class RolloutFile:

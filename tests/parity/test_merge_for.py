@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 
@@ -197,7 +198,7 @@ def test_what_does_not_go_together(lines, key):
 
 
 def test_the_plan_counts_the_merges(tiny):
-    from dualtune.engine.memory.estimate import ask_of, estimate
+    from dualtune.engine.memory.estimate import FULL_CHECKPOINTING, ask_of, estimate
     from dualtune.engine.memory.shapes import decoder_of
     from dualtune.model.config_file import read_config
 
@@ -208,3 +209,9 @@ def test_the_plan_counts_the_merges(tiny):
     shapes = [(layer.out, layer.in_) for layer in decoder.linears().values()]
     expected = 4 * decoder.layers * sum(map(math.prod, shapes)) + 6 * 4 * max(map(math.prod, shapes))
     assert after.total_bytes - before.total_bytes == after["merges"] == expected
+    ask = replace(ask_of(rounds, decoder, "torch", "cpu"), dropout=True, method="dora")
+    inputs, outputs = (decoder.layers * sum(shape[axis] for shape in shapes) for axis in (1, 0))
+    dropped = ask.cells * (5 * inputs + 4 * outputs)  # what dropout changes and its mask, a second output
+    assert estimate(decoder, ask)["merges"] == expected + dropped
+    one_layer = replace(ask, checkpointing=FULL_CHECKPOINTING)
+    assert estimate(decoder, one_layer)["merges"] == expected + dropped // decoder.layers
