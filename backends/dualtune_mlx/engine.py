@@ -40,6 +40,7 @@ from dualtune.model.experts import gathered, layer_of, members, shapes_apart, sh
 from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
+from dualtune.model.update_rules import Settings
 from dualtune_mlx.adapter import WholeModel
 from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
@@ -140,9 +141,7 @@ class MlxEngine:
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
-        # The update of a whole model is not compiled: it would hold all chunks at once.
-        wrap = self._kernels.wrap
-        self._update: Callable[..., Any] = self._updated if self._is_full else wrap(self._updated)
+        self._update = self._wrapped_update()
         self.description = EngineDescription(
             **description,
             adapted_modules=None if self._is_full else len(shapes_of(self._layers)),
@@ -194,6 +193,10 @@ class MlxEngine:
 
     def gradient(self) -> Tensors:
         return to_numpy(self._grads / self._loss_scale, self._tensors)
+
+    def add_gradient(self, gradient: Tensors) -> None:
+        check_state(self._tensors.shapes, gradient, "gradient")
+        self._grads = self._grads + from_numpy(gradient, self._tensors) * self._loss_scale
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -250,6 +253,12 @@ class MlxEngine:
         self._bind_anew()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
+
+    def set_hyperparameters(self, changes: Settings) -> None:
+        spec = replace(self._request.optimizer, changes=changes)
+        self._optimizer = flat_optimizer(spec, self._tensors, in_chunks=self._is_full)  # the slots are kept beside it
+        self._request = replace(self._request, optimizer=spec)
+        self._update = self._wrapped_update()
 
     def discard(self) -> None:
         self._grads, self._loss = mx.zeros_like(self._params), mx.array(0.0)
@@ -372,6 +381,13 @@ class MlxEngine:
         good = mx.isfinite(loss) & mx.isfinite(norm)
         new, slots = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
         return new, slots, step + good, norm
+
+    def _wrapped_update(self) -> Callable[..., Any]:
+        """Return the update with the present hyperparameters, which are constants in compiled code.
+
+        That of a whole model is not compiled: it would hold all chunks at once.
+        """
+        return self._updated if self._is_full else self._kernels.wrap(self._updated)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:

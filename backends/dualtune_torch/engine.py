@@ -41,6 +41,7 @@ from dualtune.model.experts import layer_of, members, shapes_of
 from dualtune.model.merging import write_merged
 from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
+from dualtune.model.update_rules import Settings
 from dualtune_torch.adapter import adapter_buffer, fill, model_buffer, to_numpy, values_of
 from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
@@ -190,6 +191,13 @@ class TorchEngine:
         assert self._adapter.flat.grad is not None
         return self._adapter.to_numpy(self._adapter.flat.grad / self._loss_scale)
 
+    def add_gradient(self, gradient: Tensors) -> None:
+        assert self._adapter.flat.grad is not None
+        check_state(self._adapter.shapes, gradient, "gradient")
+        added = torch.empty(self._adapter.flat.numel())
+        fill(added, self._adapter.shapes, gradient)
+        self._adapter.flat.grad.add_(added.to(self._adapter.flat.device), alpha=self._loss_scale)
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch)
         dropout_ = self._dropout(inputs) if dropout else nullcontext()
@@ -245,6 +253,14 @@ class TorchEngine:
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._refresh()
         return StepOutput(loss, norm)
+
+    def set_hyperparameters(self, changes: Settings) -> None:
+        before, spec = self._optimizer, replace(self._request.optimizer, changes=changes)
+        after = flat_optimizer(self._adapter.flat, self._adapter.shapes, spec)
+        after.count.copy_(before.count)
+        for slot in spec.slots:
+            after.load(slot, lambda values, slot=slot: values.copy_(before.read(slot)))
+        self._new_optimizer, self._request = after, replace(self._request, optimizer=spec)
 
     def offloaded_optimizer(self) -> AbstractContextManager[None]:
         """See `dualtune.train.hybrid.step`."""

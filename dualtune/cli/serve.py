@@ -59,9 +59,9 @@ def command(
     adapter. Requests are answered one at a time; the others wait. A --host other than the default needs a key in
     DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
     """
+    from dualtune.base.http_server import LOOPBACK
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
-    from dualtune.show.page_server import LOOPBACK
     from dualtune.use.chat import BASE
     from dualtune.use.serve.answers import Answers
     from dualtune.use.serve.server import CompletionServer

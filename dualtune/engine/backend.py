@@ -33,6 +33,7 @@ from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.base_model import find_weights
 from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.update_rules import Settings
 from dualtune.model.weight_files import BaseWeights
 
 if TYPE_CHECKING:
@@ -307,6 +308,14 @@ class Engine(Protocol):
         """
         ...
 
+    def add_gradient(self, gradient: Tensors) -> None:
+        """Add one that `gradient` has returned. Where nothing was added since the last update, that returns it again,
+        bitwise.
+
+        ValueError unless names and shapes are those of what is trained.
+        """
+        ...
+
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         """Return log p of every label, float32, of the shape of the labels; 0 elsewhere. Loss weights are not applied.
 
@@ -331,6 +340,13 @@ class Engine(Protocol):
 
         If the loss or norm of the step is not finite, nothing is updated: weights, slots and count stay bitwise equal,
         and the output reports the loss and norm as they are. The device decides this, without synchronizing.
+        """
+        ...
+
+    def set_hyperparameters(self, changes: Settings) -> None:
+        """Change the optimizer's hyperparameters, from the next update on, to these and the defaults of the others.
+
+        Its slots and count stay. ConfigError for one that the optimizer does not have.
         """
         ...
 

@@ -19,7 +19,8 @@ from dualtune.engine.backend import NOISE, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
 from dualtune.train.inference import LoadedModel, allowed_tokens
-from dualtune.train.sampling import Chooser, Sampling, choose_all
+from dualtune.train.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
+from dualtune.train.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
 
 MOST_ROWS = 32
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
@@ -122,6 +123,8 @@ class Completion:
     logprobs: np.ndarray  # float32 [T]: log p of the model for each, whatever was left out at whatever temperature
     text: str  # of the tokens, but for what ends a turn
     is_whole: bool  # the model ended it; otherwise the limit of tokens did
+    top: TopTokens | None = None  # in the place of each token, if they were asked for
+    of_prompt: TokenLogprobs | None = None  # the same of the prompt's tokens, if it was asked for
 
 
 def sample_all(
@@ -132,6 +135,8 @@ def sample_all(
     *,
     stops: Sequence[str] = (),
     numbers: Sequence[Sequence[int]] | None = None,
+    prompt_logprobs: bool = False,
+    top_logprobs: int = 0,
     bounds: Bounds | None = None,
     is_shortage: Callable[[BaseException], bool] = lambda error: False,
     tell: Callable[[str], object] = lambda text: None,
@@ -139,24 +144,35 @@ def sample_all(
     """Yield `num_samples` continuations of each prompt (token ids [T]) as they end.
 
     `stops`: texts with which a continuation ends as soon as they are complete. `numbers`: of each prompt, on which its
-    random numbers depend; by default its index. The rest is as in `continue_all`.
+    random numbers depend; by default its index. `prompt_logprobs`: also score the tokens of the prompts, which takes a
+    forward pass of its own. `top_logprobs`: how many of the most probable tokens in the place of each sampled token
+    (and of each of the prompt, if that is scored) to return, at most LIKELY_TOKENS. The rest is as in `continue_all`.
     """
+    if not 0 <= top_logprobs <= LIKELY_TOKENS:
+        raise ValueError(f"top_logprobs: got {top_logprobs}, allowed: 0 to {LIKELY_TOKENS}")
     numbers = [(index,) for index in range(len(prompts))] if numbers is None else numbers
     rows = [
-        prompted_row(model, index, prompt, sampling, draws=draws, stops=stops, sample=sample, keeps_logprobs=True)
+        prompted_row(
+            model, index, prompt, sampling, draws=draws, stops=stops, sample=sample, keeps_logprobs=True,
+            keeps_top=top_logprobs,
+        )
         for index, (draws, prompt) in enumerate(zip(numbers, prompts, strict=True))
         for sample in range(num_samples)
-    ]
+    ]  # fmt: skip
+    scored = token_logprobs(model.engine, prompts, top_logprobs) if prompt_logprobs else [None] * len(prompts)
     for row, continuation in _continued(model, rows, bounds, is_shortage, tell):
         last = () if row.choose.stopped_by is None else (row.choose.stopped_by,)
         tokens = np.array([*row.tokens, *last], np.int32)
         logprobs = np.array(row.choose.logprobs, np.float32)
-        yield Completion(row.number, row.sample, tokens, logprobs, continuation.text, continuation.is_whole)
+        top = TopTokens(*map(np.stack, zip(*row.choose.top, strict=True))) if row.choose.top else None
+        yield Completion(
+            row.number, row.sample, tokens, logprobs, continuation.text, continuation.is_whole, top, scored[row.number]
+        )
 
 
 def prompted_row(
     model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: Sequence[int] | None = None,
-    stops: Sequence[str] = (), sample: int = 0, keeps_logprobs: bool = False,
+    stops: Sequence[str] = (), sample: int = 0, keeps_logprobs: bool = False, keeps_top: int = 0,
 ) -> PromptedRow:  # fmt: skip
     """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
 
@@ -166,8 +182,9 @@ def prompted_row(
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
     numbers = (*((number,) if draws is None else draws), sample)
     choose = Chooser(
-        replace(sampling, max_tokens=limit), model.tokenizer.stop_ids, numbers=numbers, keeps_logprobs=keeps_logprobs
-    )
+        replace(sampling, max_tokens=limit), model.tokenizer.stop_ids, numbers=numbers, keeps_logprobs=keeps_logprobs,
+        keeps_top=keeps_top,
+    )  # fmt: skip
     texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
     decode = model.tokenizer.decode
     # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat, cast
 
@@ -20,6 +20,7 @@ from dualtune.engine.decoding import LikelyRow, NextLogits, likely_rows
 
 LOWEST = 1e-30  # temperature of a device, in float32
 LIKELY_TOKENS = 256  # of each row, which leave the device; all do where these do not decide
+UNDECIDED = -1  # in the place of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,14 @@ class Chooser:
     """Chooses the tokens of one continuation, one a call, and None where it ends.
 
     `numbers`: of the prompt and of the sample, on which its random numbers depend. `first`: texts as token ids, with
-    one of which the continuation begins; the most probable tokens decide with which.
+    one of which the continuation begins; the most probable tokens decide with which. `keeps_top`: how many of the most
+    probable tokens in the place of each one are kept beside the log-probabilities, at most LIKELY_TOKENS.
     """
 
     def __init__(
         self, sampling: Sampling, stop_ids: frozenset[int], *, numbers: Sequence[int] = (),
-        keeps_logprobs: bool = False, penalties: Penalties | None = None, first: Sequence[Sequence[int]] = (),
+        keeps_logprobs: bool = False, keeps_top: int = 0, penalties: Penalties | None = None,
+        first: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         self.sampling, self._stop_ids = sampling, stop_ids
         self._penalties, self._begins = penalties, first
@@ -77,6 +80,7 @@ class Chooser:
         self.stopped_by: int | None = None  # the token that ended it
         # Of each token and of the one that ended it: log p of the model, whatever was left out at whatever temperature.
         self.logprobs: list[float] | None = [] if keeps_logprobs else None
+        self.top, self._keeps_top = list[tuple[np.ndarray, np.ndarray]](), keeps_top  # tokens and log p, [k] each
 
     def __call__(self, logits_V: np.ndarray) -> int | None:
         """Return the next token id for its logits, float32 [V]."""
@@ -91,30 +95,43 @@ class Chooser:
         token = int(np.argmax(logits_V)) if self.sampling.temperature == 0 else self._sampled(logits_V)
         self._begins = [text_ids[1:] for text_ids in self._begins if text_ids[0] == token] if allowed else ()
         logprob = math.nan if self.logprobs is None else float(raw_V[token]) - _log_sum(raw_V.astype(np.float64))
-        return self._taken(token, logprob)
+        return self._taken(token, logprob, likely_of(raw_V, 1.0) if self._keeps_top else None)
 
     def _sampled(self, logits_V: np.ndarray) -> int:
         likely = likely_of(logits_V, self.sampling.temperature)
         index = self._index_among(likely)
         return self._beyond(likely, logits_V) if index is None else int(likely.tokens_K[index])
 
-    def among(self, likely: LikelyRow, all_logits: Callable[[], np.ndarray]) -> int | None:
-        """Return the next token id, from the likely ones if they decide it. `all_logits`: float32 [V]."""
-        if self._penalties or self._begins or self._produced == self.sampling.max_tokens:
-            return self(all_logits())
+    def among(self, likely: LikelyRow) -> int | None:
+        """Return the next token id, or UNDECIDED: the likely tokens do not decide it, and `beyond` must be asked."""
+        if self._produced == self.sampling.max_tokens:
+            return None
+        if self._penalties or self._begins:
+            return UNDECIDED
         index = self._index_among(likely)
-        if index is not None:
-            return self._taken(int(likely.tokens_K[index]), float(likely.logits_K[index]) - likely.log_sum)
-        logits_V = all_logits()
-        token = self._beyond(likely, logits_V)
-        return self._taken(token, float(logits_V[token]) - likely.log_sum)
+        return (
+            UNDECIDED if index is None else self._taken_of(likely, int(likely.tokens_K[index]), likely.logits_K[index])
+        )
 
-    def _taken(self, token: int, logprob: float) -> int | None:
+    def beyond(self, likely: LikelyRow, logits_V: np.ndarray) -> int | None:
+        """Return the next token id, which the likely ones have not decided, by all logits, float32 [V]."""
+        if self._penalties or self._begins:
+            return self(logits_V)
+        token = self._beyond(likely, logits_V)
+        return self._taken_of(likely, token, logits_V[token])
+
+    def _taken_of(self, likely: LikelyRow, token: int, logit: SupportsFloat) -> int | None:
+        return self._taken(token, float(logit) - likely.log_sum, likely)
+
+    def _taken(self, token: int, logprob: float, likely: LikelyRow | None) -> int | None:
         self._produced += 1
         self._u = None
         self._counts[token] += 1
         if self.logprobs is not None:
             self.logprobs.append(logprob)
+        if likely is not None and self._keeps_top:
+            most = slice(self._keeps_top)
+            self.top.append((likely.tokens_K[most], likely.logits_K[most] - np.float32(likely.log_sum)))
         if token in self._stop_ids:
             self.stopped_by = token
             return None
@@ -200,7 +217,9 @@ def choose_all(choosers: Sequence[Chooser], logits: NextLogits) -> list[int | No
     """Return the next token for each row of the logits, of which each has its chooser; None where it ends."""
     temperatures = [each.sampling.temperature or 1.0 for each in choosers]
     likely = logits.likely(LIKELY_TOKENS, np.maximum(temperatures, LOWEST).astype(np.float32))
-    return [
-        chooser.among(row, lambda i=i: logits.rows([i])[0])
-        for i, (chooser, row) in enumerate(zip(choosers, likely, strict=True))
-    ]
+    chosen = [chooser.among(row) for chooser, row in zip(choosers, likely, strict=True)]
+    undecided = [i for i, token in enumerate(chosen) if token == UNDECIDED]
+    if undecided:  # all logits of these rows leave the device together
+        for i, logits_V in zip(undecided, logits.rows(undecided), strict=True):
+            chosen[i] = choosers[i].beyond(likely[i], logits_V)
+    return chosen

@@ -8,9 +8,10 @@ import time
 import psutil
 import pytest
 
-from dualtune.show import page_server as module
+from dualtune.base import http_server as module
+from dualtune.base.http_server import BadRequest
 from dualtune.use.serve.answers import Answers
-from dualtune.use.serve.requests import MAX_BODY, BadRequest, read_request
+from dualtune.use.serve.requests import MAX_BODY, read_request
 
 ALONE = {"max_tokens": 4, "max_prompt": 100, "max_waiting": 1, "time_limit_s": 60}
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'

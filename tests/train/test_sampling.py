@@ -175,3 +175,41 @@ def test_a_prompt_of_several_samples_is_computed_once(model, monkeypatch):
     monkeypatch.setattr(model.engine, "decoding", counted)
     samples(model)
     assert entered == [(3, 12)]
+
+
+# --- what the model says of given tokens, and of others in their place ------------------------------------------------
+
+
+def test_prompts_and_samples_are_scored_with_the_most_probable_tokens(model):
+    """As the whole log-probabilities say; of a prompt of one token there is nothing to say."""
+    prompts = [*prompts_of(model), np.array([5], np.int32)]
+    for each in sample_all(model, prompts, HOT, 2, prompt_logprobs=True, top_logprobs=4):
+        text = np.concatenate([prompts[each.prompt], each.tokens])
+        logprobs_TV = model.engine.logprobs(plain_batch(text))[0, :-1]
+        said, count = each.of_prompt, len(prompts[each.prompt])
+        logprobs = np.concatenate([said.logprobs, each.logprobs])
+        tokens, likely = (np.concatenate(pair) for pair in zip(said.top, each.top, strict=True))
+        assert np.isnan(logprobs[0]) and np.isnan(likely[0]).all() and (tokens[0] == -1).all()
+        assert [len(said.logprobs), *said.top.tokens_Tk.shape] == [count, count, 4]
+        np.testing.assert_allclose(logprobs[1:], logprobs_TV[np.arange(len(text) - 1), text[1:]], atol=2e-5)
+        np.testing.assert_allclose(likely[1:], -np.sort(-logprobs_TV, -1)[:, :4], atol=2e-5)
+        np.testing.assert_allclose(np.take_along_axis(logprobs_TV, tokens[1:], -1), likely[1:], atol=2e-5)
+
+
+def test_more_likely_tokens_than_leave_the_device_are_refused(model):
+    with pytest.raises(ValueError, match="allowed: 0 to 256"):
+        next(sample_all(model, prompts_of(model), HOT, top_logprobs=LIKELY_TOKENS + 1))
+
+
+def test_rows_that_the_likely_tokens_do_not_decide_leave_the_device_together():
+    asked = []
+
+    class Counted(NumpyNextLogits):
+        def rows(self, indices=None):
+            asked.append(len(indices))
+            return super().rows(indices)
+
+    flat_BV = np.random.default_rng(0).normal(0, 0.1, (6, 4 * LIKELY_TOKENS)).astype(np.float32)
+    flat_BV[0, 3] = 50  # one row is decided
+    assert len(choose_all([Chooser(HOT, frozenset(), numbers=(n,)) for n in range(6)], Counted(flat_BV))) == 6
+    assert len(asked) == 1 and 1 < asked[0] < 6

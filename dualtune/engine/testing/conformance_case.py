@@ -50,6 +50,7 @@ class Case:
     optimizer: RuleName = "adamw"
     average: Averaging | None = None
     lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    changes: Settings | None = None  # of hyperparameters; None: those of CHANGES
     # Names in the model: embedding and output head, norms, and linear layers other than the head.
     tables: tuple[str, str] = ("model.embed_tokens", "lm_head")
     norms: tuple[str, ...] = ("model.norm", "input_layernorm")
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
-        changes = {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}
+        changes = self.changes or {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}
         return OptimizerSpec(self.optimizer, changes, self.average, self.lr_factors)
 
     def engine(

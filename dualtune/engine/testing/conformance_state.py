@@ -197,6 +197,46 @@ def check_a_gradient_that_is_not_finite_changes_nothing(case: Case) -> None:
 
 
 @with_each_method
+def check_a_gradient_can_be_added(case: Case) -> None:
+    """A gradient that was read and discarded, and is added again, is as if it had never been away."""
+    engine, twin, batch = case.engine(), case.engine(), case.batch()
+    for one in (engine, twin):
+        one.forward_backward(row_of(batch, 0), divisor=batch.num_targets)
+    read = engine.gradient()
+    engine.discard()
+    engine.add_gradient(read)
+    assert_equal(engine.gradient(), read)
+    for one in (engine, twin):
+        one.forward_backward(row_of(batch, 1), divisor=batch.num_targets)
+    assert_close(engine.gradient(), twin.gradient(), tolerances.UPDATE)
+    for bad in ({}, {name: g[:0] for name, g in read.items()}):
+        try:
+            engine.add_gradient(bad)
+        except ValueError:
+            continue
+        raise AssertionError("a gradient with missing or reshaped tensors was accepted")
+
+
+@with_each_optimizer
+def check_hyperparameters_can_change(case: Case) -> None:
+    """After a change, steps are bitwise those of an engine that has the hyperparameters from the start."""
+    engine, batches = case.engine(), [case.batch(seed=s) for s in range(2)]
+    changes = {"weight_decay": 0.5, **({"beta1": 0.7} if "beta1" in case.optimizer_spec.settings else {})}
+    train(engine, batches[0])
+    other = replace(case, changes=changes).engine(trained=False)
+    other.load_adapter_state(engine.adapter_state())
+    other.load_optimizer_state(engine.optimizer_state())
+    engine.set_hyperparameters(changes)
+    for one in (engine, other):
+        train(one, batches[1])
+    assert_same_state(engine, other.adapter_state(), other.optimizer_state())
+    try:
+        engine.set_hyperparameters({"no such": 1.0})
+    except ConfigError:
+        return
+    raise AssertionError("an unknown hyperparameter was accepted")
+
+
 def check_shared_base(case: Case) -> None:
     """An engine on a base that another engine has used computes bitwise what one with a base of its own does."""
     shared, batches = SharedBase(), [case.batch(seed=s) for s in range(2)]

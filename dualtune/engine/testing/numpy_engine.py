@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +45,7 @@ from dualtune.model.adapter import AdapterSpec, Tensors, owner_of, tensor_name
 from dualtune.model.beside import Table, parameter_name, rows_name, sizes_of, trained_parameters, trained_rows
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.methods.dora import LEAST_NORM, row_norms
+from dualtune.model.update_rules import Settings
 
 MODEL_TYPE = "dualtune-softmax"
 
@@ -248,6 +250,11 @@ class NumpyEngine:
     def gradient(self) -> Tensors:
         return {name: g.astype(np.float32) for name, g in self._grads.items()}
 
+    def add_gradient(self, gradient: Tensors) -> None:
+        check_state(self._trained_shapes, gradient, "gradient")
+        for name, g in gradient.items():
+            self._grads[name] += g
+
     def hidden_states(self, batch: Batch) -> np.ndarray:
         h_ND = self._forward(batch.tokens_BT.ravel())["h"]
         return h_ND.reshape(*batch.tokens_BT.shape, -1)
@@ -267,6 +274,9 @@ class NumpyEngine:
         self._loss = 0.0
         for g in self._grads.values():
             g[:] = 0
+
+    def set_hyperparameters(self, changes: Settings) -> None:
+        self._request = replace(self._request, optimizer=replace(self._request.optimizer, changes=changes))
 
     def _update(self, lr: float, clip: float) -> None:
         optimizer = self._request.optimizer

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dualtune.base.errors import ConfigError, DataError, Preempted
+from dualtune.base.http_server import BadRequest
 from dualtune.data.chat.call_notations import WrittenCall, parameters_of
 from dualtune.data.chat.call_reader import CallReader, TemplateCalls
 from dualtune.data.chat.conversations import Message
@@ -18,7 +19,7 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.inference import GenerationProgress, StopTexts, stream_text
 from dualtune.use.chat import AdapterSet
-from dualtune.use.serve.requests import BadRequest, CompletionRequest
+from dualtune.use.serve.requests import CompletionRequest
 
 POLL_S = 0.2
 FORCED = "The name of a function is forced, its arguments are not: their schema is for the model alone"

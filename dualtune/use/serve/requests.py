@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dualtune.base.http_server import BadRequest
 from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
 from dualtune.data.sources.rows import RowError
 from dualtune.train.sampling import Penalties, Sampling
@@ -25,14 +26,6 @@ MAX_TOOLS, MAX_CALLS = 128, 128  # of a request, of a message
 # Accepted and without an effect, unless the value is one that says so itself: `store: false` asks for nothing.
 WITHOUT_EFFECT = ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _NOTHING: tuple[Any, ...] = (None, False, "auto", "default")
-
-
-class BadRequest(Exception):
-    """A request that cannot be answered: the HTTP status, the message, and the key that is wrong."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
 
 
 class _Strict(BaseModel):

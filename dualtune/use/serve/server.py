@@ -5,119 +5,69 @@ Each connection has a thread, which only waits: for its request, then for the en
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import json
-import select
-import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
+from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest
 from dualtune.data.chat.call_notations import WrittenCall
-from dualtune.show.page_server import REQUEST_S, LimitedServer
 from dualtune.use.serve.answers import Answers, Finish, PendingAnswer
-from dualtune.use.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
+from dualtune.use.serve.requests import MAX_BODY, CompletionRequest, read_request
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
 IGNORED = "X-Dualtune-Ignored"  # a header of answers: keys of the request without an effect
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
-class CompletionServer(LimitedServer):
+class CompletionServer(ApiServer):
     """A server whose requests are answered by `answers`. `tell` gets a line for each request."""
 
     def __init__(self, host: str, port: int, answers: Answers, *, key: str | None, tell: Callable[[str], None]) -> None:
-        self.answers, self.key, self.tell = answers, key, tell
-        super().__init__(host, port, Handler)
+        self.answers = answers
+        super().__init__(host, port, Handler, key=key, tell=tell)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(ApiHandler):
     """One connection."""
 
     server: CompletionServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "dualtune", ""
-    timeout = REQUEST_S
     _has_begun = False  # a stream: its status is sent
 
     def do_GET(self) -> None:
         """List the models, or say that the server is there."""
-        self._serve(self._get)
+        self._has_begun = False
+        self.answer_with(self._get)
 
     def do_POST(self) -> None:
         """Answer a request."""
-        self._serve(self._post)
+        self._has_begun = False
+        self.answer_with(self._post)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, or has another method, in JSON as all else."""
-        self.close_connection, self._has_begun = True, False
-        with contextlib.suppress(OSError):
-            self._fail(BadRequest(code, message or self.responses[HTTPStatus(code)][0]))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: `_serve` tells more."""
-
-    def _serve(self, work: Callable[[], str]) -> None:
-        began, self._has_begun = time.monotonic(), False
-        try:
-            self._check_client()
-            outcome = work()
-        except BadRequest as error:
-            outcome = f"{error.status} {error}"
-            with contextlib.suppress(OSError):
-                self._fail(error)
-        except OSError:
-            outcome, self.close_connection = "the client is gone", True
-        self.server.tell(f"{self.command} {self.path[:100]}  {outcome}  {time.monotonic() - began:.1f} s")
-        self.server.start_waiting(self.connection)  # for the next one
-
-    def _check_client(self) -> None:
-        """Refuse pages of other sites that a browser on this machine shows, clients without the key, and doubtful ends.
-
-        A proxy in front that sees another end of the body would take a part of it for the next client's request.
-        """
-        if not self.server.admits(self.headers):
-            raise self._refusal(403, "Host: this server answers its own machine, as localhost")
-        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if self.server.key and not hmac.compare_digest(key.encode(), self.server.key.encode()):
-            raise self._refusal(401, "Authorization: the key is not that of this server")
-        if "Transfer-Encoding" in self.headers:
-            raise self._refusal(
-                501, "Transfer-Encoding: is not supported. Send the whole body, with its Content-Length"
-            )
-        if len(self.headers.get_all("Content-Length", [])) > 1:
-            raise self._refusal(400, "Content-Length: is given more than once")
-
-    def _refusal(self, status: int, text: str) -> BadRequest:
-        """End the connection too: the body has not been read, and would be taken for the next request."""
-        self.close_connection = True
-        return BadRequest(status, text)
+        """Refuse what is no request, or has another method."""
+        self._has_begun = False
+        super().send_error(code, message, explain)
 
     def _get(self) -> str:
-        if self.headers.get("Content-Length", "0") != "0":
-            raise self._refusal(400, "Content-Length: a GET has no body")
-        self.server.stop_waiting(self.connection)
+        self.read_no_body()
         if self.path == "/health":
-            self._send(200, {"status": "ok"})
+            self.send_table(200, {"status": "ok"})
         elif self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [_model(name) for name in self.server.answers.names]})
+            self.send_table(200, {"object": "list", "data": [_model(name) for name in self.server.answers.names]})
         elif self.path.startswith("/v1/models/"):
             name = unquote(self.path.removeprefix("/v1/models/"))
             self.server.answers.check_model(name)
-            self._send(200, _model(name))
+            self.send_table(200, _model(name))
         else:
             raise BadRequest(404, f"there is no {self.path[:100]}. GET: /v1/models, /health. POST: {', '.join(PATHS)}")
         return "200"
 
     def _post(self) -> str:
-        body = self._body()
-        self.server.stop_waiting(self.connection)
+        body = self.read_body(MAX_BODY)
         if self.path not in PATHS:
             raise BadRequest(404, f"there is no {self.path[:100]} to POST to, there are: {', '.join(PATHS)}")
         request = read_request(body, is_chat=PATHS[self.path])
@@ -129,24 +79,10 @@ class Handler(BaseHTTPRequestHandler):
             raise
         return f"200 {request.model}: {finish.prompt_tokens} + {finish.completion_tokens} tokens, {finish.reason}"
 
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise self._refusal(411, "Content-Length: is needed")
-        if len(length) > 9 or int(length) > MAX_BODY:
-            raise self._refusal(413, f"the body has {length[:20]} bytes, allowed: {MAX_BODY}")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
-            raise ConnectionAbortedError
-        # A page of another site may send a form or a text without asking first, but not this type.
-        if self.headers.get_content_type() != "application/json":
-            raise BadRequest(415, "Content-Type: must be application/json")
-        return body
-
     def _whole(self, job: PendingAnswer) -> Finish:
         text, finish = "", None
         calls: list[WrittenCall] = []
-        for piece in job.answer(self._client_is_gone):
+        for piece in job.answer(self.client_is_gone):
             if isinstance(piece, Finish):
                 finish = piece
             elif isinstance(piece, WrittenCall):
@@ -155,12 +91,12 @@ class Handler(BaseHTTPRequestHandler):
                 text += piece
         assert finish is not None
         head, choice = _head(job.request), _choice(job.request, text, calls, finish.reason)
-        self._send(200, head | {"choices": [choice], "usage": _usage(finish)}, _ignored_keys(job.request))
+        self.send_table(200, head | {"choices": [choice], "usage": _usage(finish)}, _ignored_keys(job.request))
         return finish
 
     def _stream(self, job: PendingAnswer) -> Finish:
         """Send server-sent events: a piece of text each, then the end."""
-        request, pieces = job.request, job.answer(self._client_is_gone)
+        request, pieces = job.request, job.answer(self.client_is_gone)
         first = next(pieces)  # an error that comes before the first piece still has its own status
         self.send_response(200)
         for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store"),
@@ -193,33 +129,18 @@ class Handler(BaseHTTPRequestHandler):
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
-    def _fail(self, error: BadRequest) -> None:
+    def error_table(self, error: BadRequest) -> Mapping[str, Any]:
+        """Return an error as OpenAI's API writes it."""
         kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-        table = {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}}
-        if self._has_begun:
-            self._event(table)
-            self._chunk(b"")
-        else:
-            self._send(error.status, table)
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}}
 
-    def _client_is_gone(self) -> bool:
-        """Return whether the client has closed the connection. A next request that it may have sent stays unread."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def _send(self, status: int, table: Mapping[str, Any], headers: Iterable[tuple[str, str]] = ()) -> None:
-        data = json.dumps(table).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in headers:
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+    def fail(self, error: BadRequest) -> None:
+        """Send an error, as the last event of a stream that has begun."""
+        if not self._has_begun:
+            super().fail(error)
+            return
+        self._event(self.error_table(error))
+        self._chunk(b"")
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Training for clients of the Tinker API, on one base model."""
