@@ -1,11 +1,11 @@
 """Reinforcement learning on a real model: SmolLM2-135M-Instruct learns sums of two-digit numbers by GRPO.
 
-    python benchmarks/grpo.py [--seeds 1 2 3] [--steps 40] [--rate 1e-4] [--brief 0.1]
+    python benchmarks/grpo.py [--seeds 1 2 3] [--steps 20] [--rate 1e-4] [--samples 16] [--brief 0]
 
-A prompt asks for the sum alone. An answer is rewarded by 1 if its last number is the sum (`number`), and by up to
---brief if it is as short as that (`brief:3`). 8 prompts a step, 8 answers of up to 12 tokens to each; 64 held-out sums
-are answered greedily before, during and after. Recorded are the rewards of every step and evaluation, and the seconds.
-A seed that is recorded is not run again, unless with --again.
+A prompt asks for the sum alone. An answer is rewarded by 1 if its last number is the sum (`number`), and with --brief
+by up to that weight if it is as short as a sum (`brief:3`). 8 prompts a step, --samples answers of up to 12 tokens to
+each; 64 held-out sums are answered greedily before, during and after. Recorded are the rewards of every step and
+evaluation, and the seconds. A seed that is recorded is not run again, unless with --again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ NUM_TRAINED, NUM_HELD_OUT = 1024, 64
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--objective", default="grpo")
-    parser.add_argument("--brief", type=float, default=0.1, help="the weight of brevity")
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--brief", type=float, default=0.0, help="the weight of brevity")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="run seeds anew that are recorded")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for seed in args.seeds:
-        key = f"{args.objective}/{args.rate:g}/{args.steps}/brief {args.brief:g}/{seed}"
+        key = f"{args.objective}/{args.rate:g}/{args.steps}/{args.samples} samples/brief {args.brief:g}/{seed}"
         if key not in recorded() or args.again:
             with tempfile.TemporaryDirectory() as name:
                 figures = train(Path(name), seed, args)
@@ -52,6 +53,7 @@ def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(sums)  # the held-out ones are the same for all seeds
     held_out, others = sums[:NUM_HELD_OUT], sums[NUM_HELD_OUT:]
+    rewards = {"number": 1.0} | ({"brief:3": args.brief} if args.brief else {})
     config = {
         "model": {"name": str(model_from_gguf(fetch_model())), "dtype": "float32"},
         "adapter": {"rank": 16, "alpha": 32, "dropout": 0.0},
@@ -59,7 +61,7 @@ def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
                  "eval": rows(folder / "held-out.jsonl", held_out), "max_length": 128},
         "train": {"objective": args.objective, "steps": args.steps, "documents_per_step": 8, "schedule": "constant",
                   "learning_rate": args.rate, "warmup": 0.0},
-        "rollouts": {"rewards": ["number", "brief:3"], "weights": [1.0, args.brief], "samples": 8, "max_tokens": 12},
+        "rollouts": {"rewards": [*rewards], "weights": [*rewards.values()], "samples": args.samples, "max_tokens": 12},
         "run": {"dir": str(folder / "run"), "seed": seed, "log_every": 1, "eval_every": max(1, args.steps // 4),
                 "save_every": None, "report": False},
     }  # fmt: skip
@@ -68,9 +70,10 @@ def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps, evals = ([row for row in lines if key in row] for key in ("loss", "eval_loss"))
-    kept = ("reward", "reward_number", "reward_brief", "equal_groups", "completion_tokens", "logprob_gap", "step_s")
+    of_rewards = ["reward", *(["reward_number", "reward_brief"] if args.brief else [])]
+    kept = (*of_rewards, "equal_groups", "completion_tokens", "logprob_gap", "step_s")
     return {
-        "evals": {str(row["step"]): {key: row[f"eval_{key}"] for key in kept[:3]} for row in evals},
+        "evals": {str(row["step"]): {key: row[f"eval_{key}"] for key in of_rewards} for row in evals},
         "steps": {key: [round(row[key], 6) for row in steps] for key in kept},
     }
 

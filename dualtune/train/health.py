@@ -76,8 +76,9 @@ OF_LENGTH = 0.9  # the correlation of the pairs' margins with the difference of 
 BOTH_FALL = 0.1  # the part of its log-probability that a chosen answer may lose
 
 Word = Literal[
-    "learning", "still falling", "flat", "diverged", "overfitting", "too few steps", "both fall", "length", "far away"
-]
+    "learning", "still falling", "flat", "diverged", "overfitting", "too few steps", "both fall", "length", "far away",
+    "rewards failed", "constant reward", "gamed", "collapsed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,18 @@ class RunVerdict:
 
 
 def judge(
-    losses: Sequence[float], evals: Mapping[int, float], metrics: Sequence[Mapping[str, float]] = ()
-) -> RunVerdict:
+    losses: Sequence[float], evals: Mapping[int, float], metrics: Sequence[Mapping[str, float]] = (),
+    of_rewards: RunVerdict | None = None,
+) -> RunVerdict:  # fmt: skip
     """Return the verdict on a run from its training losses, in order, and its evaluation losses by step.
 
-    `metrics`: of a run that compares answers, those of its evaluations in order.
+    `metrics`: of a run that compares answers or is rewarded, those of its evaluations in order. `of_rewards`: what its
+    rewards say against it.
     """
     train, judged = _Train(losses), _Evals(evals, compares=bool(metrics))
     return (
         _diverged(train, judged)
+        or of_rewards
         or _too_few(train, judged)
         or _overfitting(train, judged)
         or _flat(train, judged)
@@ -177,11 +181,12 @@ class _Evals:
 
     @property
     def scale(self) -> float:
-        """What a rise is compared with: a loss in nats per token, or that before the comparison began.
+        """What a rise is compared with: a loss in nats per token, or the largest of another objective.
 
-        The loss of a comparison goes to 0 where all pairs are learned, and a rise from there means little.
+        The loss of a comparison goes to 0 where all pairs are learned, and a rise from there means little; that of
+        samples is −reward, and begins at 0 where none is right.
         """
-        return self.start if self._compares else self.best
+        return max(map(abs, self.losses)) if self._compares else self.best
 
     def before(self, share: float) -> float | None:
         """Return the evaluation nearest to a share of the steps, or None if none is near."""
@@ -211,9 +216,9 @@ def _diverged(train: _Train, evals: _Evals) -> RunVerdict | None:
     is_sure = rise > (SURE + 2) * train.error and rise > DIVERGED_RISE * abs(low) and 2 * rise > train.start - low
     is_sure |= train.end - train.first > max(SURE * train.noise, DIVERGED_RISE * abs(train.first))
     if evals.known:
-        risen = evals.end > (1 + DIVERGED_RISE) * evals.start
+        risen = evals.end - evals.start > DIVERGED_RISE * abs(evals.start)
         is_sure |= risen and not train.has_fallen(train.start, NEGLIGIBLE)
-        is_sure |= risen and train.end > (1 + DIVERGED_RISE) * train.first  # both curves are above the base model
+        is_sure |= risen and train.end - train.first > DIVERGED_RISE * abs(train.first)  # both are above the base
     if train.num_steps < MIN_STEPS:  # too few to know the noise
         is_sure = train.end > 2 * abs(train.start) or (evals.known and evals.end > 1.5 * abs(evals.start))
     return RunVerdict("diverged", _both(train, evals), advice) if is_sure else None

@@ -43,7 +43,7 @@ from dualtune.model.targets import ALL_LAYERS, ALL_LINEAR, lacks
 from dualtune.train.evaluation import result_of, using, using_result
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
-from dualtune.train.health import RunVerdict, judge
+from dualtune.train.health import RunVerdict
 from dualtune.train.hooks import Event
 from dualtune.train.memory import entry_of
 from dualtune.train.prepare import Prepared, Resumed
@@ -53,6 +53,7 @@ from dualtune.train.state.checkpoint import in_names_of
 from dualtune.train.state.metrics import History, Metrics
 from dualtune.train.state.resume import Change
 from dualtune.train.state.run_dir import REPORT, RunDir
+from dualtune.train.verdict import verdict_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,6 @@ def result_at(run_dir: RunDir, config: Config, num_steps: int, history: History)
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
     page = run_dir.path / REPORT if config.run.report and (run_dir.path / REPORT).is_file() else None
     return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, verdict_of(history), page)
-
-
-def verdict_of(history: History) -> RunVerdict:
-    """Judge a run by its losses."""
-    return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()}, history.metrics)
 
 
 def has_result(resumed: Resumed, result: Path) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,18 @@ import numpy as np
 from dualtune.base.files import open_own
 from dualtune.config import Config
 from dualtune.data.documents import Documents, units_in_memory
-from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
 from dualtune.train.activation_cache import each_alone
-from dualtune.train.batched import Completion, sample_all
+from dualtune.train.batched import Completion
 from dualtune.train.comparison import at_targets
+from dualtune.train.drawing import Drawing, answered, question_of
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.inference import LoadedModel
 from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
 from dualtune.train.recovery import Recovery
 from dualtune.train.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
 from dualtune.train.samples import keep_rows
-from dualtune.train.sampling import Sampling
 from dualtune.train.team import Team
 
 
@@ -46,13 +44,6 @@ def policy_objective(config: Config) -> PolicyObjective | None:
     keys = {"advantage_scale": "scale", "clip_low": "clip_low", "clip_high": "clip_high"}
     chosen = {own: value for key, own in keys.items() if (value := getattr(rollouts, key)) != "auto"}
     return replace(objective, kl=rollouts.kl, **chosen)
-
-
-def question_of(document: Document) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens before the last answer of a document, and those of the answer, int32 [T] each."""
-    targets = np.flatnonzero(document.loss_mask)
-    start = int(targets[np.flatnonzero(np.diff(targets, prepend=-2) > 1)[-1]])
-    return document.tokens[:start], document.tokens[start : int(targets[-1]) + 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,9 +106,7 @@ class Rollouts:
         """Raise ConfigError for a reward that is not there. `positions`: the size of the position table."""
         settings = config.rollouts
         self.objective, self.max_tokens = objective, settings.max_tokens
-        self._backend, self._num_samples = backend, settings.samples
-        self._tokenizer, self._positions, self._stops = tokenizer, positions, settings.stop
-        self._sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, config.run.seed)
+        self._drawing, self._tokenizer = Drawing.of(config, backend, tokenizer, positions), tokenizer
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
 
@@ -127,12 +116,12 @@ class Rollouts:
     def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> StepSamples:
         """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
         questions = [question_of(data[i]) for i in ids]
-        drawn = self._completions(engine, questions, self._sampling, self._num_samples, [(step, i) for i in ids])
+        drawn = self._drawing.samples(engine, [prompt for prompt, _ in questions], [(step, i) for i in ids])
         answers = self._answers(questions, drawn)
         judged = self._rewards.judge(answers)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         documents = units_in_memory(
-            [_document(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
+            [answered(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
             for place in range(len(ids))
         )
         documents.shares = data.shares
@@ -147,10 +136,12 @@ class Rollouts:
             {
                 "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
                 "prompt": answer.prompt, "completion": each.text,
-                "rewards": dict(zip(self._rewards.names, _json_numbers(values_R), strict=True)),
-                "advantage": float(advantage), "tokens": len(each.tokens), "is_whole": each.is_whole,
+                "rewards": dict(zip(self._rewards.names, map(_json_number, values_R), strict=True)),
+                "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.tokens),
+                "is_whole": each.is_whole,
             }
-            for each, answer, values_R, advantage in zip(drawn, answers, judged.values_NR, advantages_N, strict=True)
+            for each, answer, values_R, total, advantage
+            in zip(drawn, answers, judged.values_NR, judged.totals_N, advantages_N, strict=True)
         ]  # fmt: skip
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
@@ -163,7 +154,7 @@ class Rollouts:
     ) -> EvalRecord:  # fmt: skip
         """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
         questions, drawn = [question_of(documents[i]) for i in range(len(documents))], list[Completion]()
-        for each in self._drawing(engine, questions, replace(self._sampling, temperature=0.0), 1, None):
+        for each in self._drawing.greedy(engine, [prompt for prompt, _ in questions]):
             drawn.append(each)
             show(len(drawn), len(questions))
         metrics = self._metrics(self._rewards.judge(self._answers(questions, drawn)), drawn)
@@ -172,18 +163,6 @@ class Rollouts:
             step=step, eval_loss=-metrics["reward"], eval_targets=num_tokens,
             metrics={f"eval_{name}": value for name, value in metrics.items()},
         )  # fmt: skip
-
-    def _drawing(
-        self, engine: Engine, questions: Sequence[tuple[np.ndarray, np.ndarray]], sampling: Sampling, num_samples: int,
-        numbers: Sequence[tuple[int, ...]] | None,
-    ) -> Iterator[Completion]:  # fmt: skip
-        return sample_all(
-            LoadedModel(engine, self._tokenizer, positions=self._positions), [prompt for prompt, _ in questions],
-            sampling, num_samples, numbers=numbers, stops=self._stops, is_shortage=self._backend.is_out_of_memory,
-        )  # fmt: skip
-
-    def _completions(self, *what: Any) -> list[Completion]:
-        return sorted(self._drawing(*what), key=lambda each: (each.prompt, each.number))
 
     def _answers(
         self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]
@@ -194,11 +173,13 @@ class Rollouts:
         return [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Completion]) -> dict[str, float]:
+        """`entropy` is an estimate, that of a token: the mean of −log p where the temperature is 1."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
             "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
             "completion_tokens": float(np.mean([len(each.tokens) for each in drawn])),
             "cut": float(np.mean([not each.is_whole for each in drawn])),
+            "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
         if len(self._rewards.names) > 1:
             for name, values_N in zip(self._rewards.names, judged.values_NR.T, strict=True):
@@ -215,12 +196,8 @@ class Rollouts:
         return logps
 
 
-def _document(prompt: np.ndarray, completion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([prompt, completion]), np.arange(len(prompt) + len(completion)) >= len(prompt)
-
-
-def _json_numbers(values_R: np.ndarray) -> list[float | None]:
-    return [float(value) if math.isfinite(value) else None for value in values_R]
+def _json_number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 class RolloutFile:

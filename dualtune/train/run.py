@@ -54,7 +54,6 @@ from dualtune.train.result import (
     result_at,
     result_fingerprints,
     result_record,
-    verdict_of,
     write_result,
 )
 from dualtune.train.rollouts import RolloutFile
@@ -66,6 +65,7 @@ from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.run_dir import METRICS, REPORT, ROLLOUTS, SAMPLES, TIMELINE, RunDir, open_together
 from dualtune.train.step import TrainingStep
 from dualtune.train.team import PeerFailed, Team
+from dualtune.train.verdict import verdict_of
 
 MOST_FAILURES = 3  # of rewards, that are told of a step
 

@@ -51,6 +51,11 @@ def notices(page):
             "a good one</p>",
         ),
         ("samples.jsonl", {"step": 8, "prompt": "p", "answer": "a good one"}, "<td>a good one</td>"),
+        (
+            "rollouts.jsonl",
+            {"step": 1, "prompt": "p", "completion": "a good one", "rewards": {}, "advantage": 0, "tokens": 3},
+            "a good one</td>",
+        ),
     ],
 )
 def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, good, shown, monkeypatch, wording):
@@ -61,8 +66,9 @@ def test_a_damaged_row_costs_itself_and_a_damaged_file_its_section(copy, name, g
     wording(said)
     (copy / name).write_bytes(b"[\n")
     assert notices(run_page([copy]))[0].startswith(f"{name}:1: ")
-    limit = "MAX_BYTES" if name.startswith("predictions") else "MAX_SAMPLE_BYTES"
-    monkeypatch.setattr(f"dualtune.show.report.answers.{limit}", 1)
+    file = "rollouts" if name.startswith("rollouts") else "answers"
+    limit = "MAX_SAMPLE_BYTES" if name.startswith("samples") else "MAX_BYTES"
+    monkeypatch.setattr(f"dualtune.show.report.{file}.{limit}", 1)
     wording(notices(run_page([copy])))
     (copy / name).unlink()
     (copy / name).mkdir()

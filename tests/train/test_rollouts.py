@@ -12,8 +12,9 @@ from dualtune.data.documents import in_memory
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train import step as step_module
+from dualtune.train.drawing import question_of
 from dualtune.train.prepare import prepare
-from dualtune.train.rollouts import Rollouts, question_of
+from dualtune.train.rollouts import Rollouts
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
 

@@ -9,6 +9,7 @@ import pytest
 
 import dualtune
 from dualtune.train.health import MIN_STEPS, judge
+from dualtune.train.verdict import of_rewards
 
 # --- real runs -------------------------------------------------------------------------------------------------------
 
@@ -161,3 +162,53 @@ def test_a_small_loss_of_a_comparison_may_rise_a_little():
     """From 0.002 to 0.004 is nothing beside the 0.69 it began with, and overfitting in nats per token."""
     losses, evals = [*FALLING, *np.linspace(0.2, 0.001, 60)], {0: 0.69, 60: 0.002, 120: 0.004}
     assert judge(losses, evals, [BEFORE, AFTER]).word != "overfitting" == judge(losses, evals).word
+
+
+# --- runs that learn from their own samples ---------------------------------------------------------------------------
+
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "grpo.json").read_text())["runs"]
+SAMPLED = {"reward": [0.1 + i / 100 for i in range(30)], "equal_groups": [0.3] * 30, "entropy": [2.0] * 30}
+
+
+@pytest.mark.parametrize(("key", "word"), [
+    ("grpo/0.0001/24/8 samples/brief 0.5/1", "gamed"), ("grpo/0.0001/20/8 samples/brief 0.1/2", "gamed"),
+    ("grpo/0.0001/20/8 samples/brief 0.1/1", "none"),
+])  # fmt: skip
+@pytest.mark.parametrize("held_out", [True, False])
+def test_brevity_that_won_over_the_right_number_is_seen(key, word, held_out):
+    """In runs of a real model, by what was held out, or by the training alone."""
+    evals = [{f"eval_{name}": value for name, value in row.items()} for row in RECORDED[key]["evals"].values()]
+    verdict = of_rewards(RECORDED[key]["steps"], evals if held_out else [])
+    assert (verdict.word if verdict else "none") == word
+    assert word == "none" or verdict.because.startswith("reward_number has fallen")
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+    ({}, "none"), ({"failed_rewards": [float("nan")] * 15 + [0.5] * 15}, "rewards failed"),
+    ({"failed_rewards": [float("nan")] * 29 + [0.5]}, "none"),
+    ({"equal_groups": [1.0] * 30}, "constant reward"), ({"equal_groups": [0.9] + [1.0] * 29}, "none"),
+    ({"entropy": [2.0] * 10 + [0.1] * 20}, "none"),  # and better
+    ({"entropy": [2.0] * 10 + [0.1] * 20, "reward": [0.3] * 30}, "collapsed"),
+])  # fmt: skip
+def test_rewards_from_which_nothing_good_is_learned(changes, word):
+    verdict = of_rewards(SAMPLED | changes, [])
+    assert (verdict.word if verdict else "none") == word
+    assert judge([-x for x in SAMPLED["reward"]], {}, of_rewards=verdict).word in (word, "still falling")
+    assert of_rewards({name: values[:2] for name, values in (SAMPLED | changes).items()}, []) is None
+
+
+def test_a_reward_that_stays_as_it_was_is_flat():
+    """The loss is −reward: a tenth of it above it is less negative."""
+    losses = np.random.default_rng(0).normal(-0.16, 0.02, 60).tolist()
+    assert judge(losses, {0: -0.16, 30: -0.15, 60: -0.16}, [{"eval_reward": 0.16}] * 3).word == "flat"
+    assert judge([0.0] * 30, {0: 0.0, 15: -0.5, 30: -0.495}, [{"eval_reward": 0.0}] * 3).word == "learning"
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_a_run_whose_rewards_are_all_the_same_says_so(lab, write_rows):
+    lab.data = write_rows([{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(8)])
+    result = lab.run(
+        train__objective="grpo", train__steps=4, train__documents_per_step=2, adapter__dropout=0.0, data__eval=0,
+        rollouts__rewards=["regex:no such text"], rollouts__samples=2, rollouts__max_tokens=2,
+    )  # fmt: skip
+    assert result.verdict.word == "constant reward"

@@ -366,11 +366,21 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
 
 
 def merges(decoder: Shape, ask: Ask) -> MemoryPart:
-    """Return the rounded merges of adapter.merge_for, of which all layers keep one until their backward pass."""
-    shapes, c = adapted_by(decoder, ask).shapes, ask.item_bytes
+    """Return the rounded merges of adapter.merge_for, of which all layers keep one until their backward pass.
+
+    With dropout each module keeps what dropout changes of its input, and a mask; of DoRA a second output.
+    """
+    shapes, c, T = adapted_by(decoder, ask).shapes, ask.item_bytes, ask.cells
     n, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes), default=0)
     formula = f"{n:,} weights × {c} B + {MERGE_ARRAYS} × {largest:,} × 4 B while one is rounded"
-    return MemoryPart("merges", c * n + MERGE_ARRAYS * 4 * largest, formula)
+    size = c * n + MERGE_ARRAYS * 4 * largest
+    if ask.dropout:
+        token_bytes = sum((c + 1) * in_ + c * out * ask.scales_outputs for out, in_ in shapes)
+        segments = [*map(len, ask.checkpointing.segments(decoder.layers))]
+        at_once = decoder.layers - sum(segments) + max(segments, default=0)
+        dropped = T * token_bytes * at_once // decoder.layers
+        size, formula = size + dropped, f"{formula} + {T:,} tokens × {token_bytes:,} B of dropout in all layers"
+    return MemoryPart("merges", size, formula)
 
 
 def largest_update(decoder: Shape, ask: Ask, chunk: int) -> int:

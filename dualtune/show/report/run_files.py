@@ -12,7 +12,7 @@ from dualtune.base.errors import DualtuneError, FormatError
 from dualtune.base.untrusted import open_file, read_json
 from dualtune.config.load import BadYaml, read_yaml
 from dualtune.show.report.curves import Curves, curves_of
-from dualtune.train.health import RunVerdict, Score, judge
+from dualtune.train.health import RunVerdict, Score
 from dualtune.train.profiler.analysis import AgainstPlan, against_plan
 from dualtune.train.profiler.snapshot import read_timeline
 from dualtune.train.state import checkpoint
@@ -29,6 +29,7 @@ from dualtune.train.state.run_dir import (
     TIMELINE,
     check_is_run,
 )
+from dualtune.train.verdict import verdict_of
 
 MAX_TIMELINE_BYTES = 1 << 26
 MAX_CONFIG_BYTES = 1 << 18
@@ -50,7 +51,7 @@ class RunFiles:
     @property
     def verdict(self) -> RunVerdict:
         """The verdict on what the run has recorded so far."""
-        return judge(self.curves.history.losses, self._evals, self.curves.history.metrics)
+        return verdict_of(self.curves.history)
 
     @property
     def score(self) -> Score:

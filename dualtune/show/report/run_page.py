@@ -10,6 +10,7 @@ from dualtune.base.fields import number
 from dualtune.show.report.answers import answers, samples
 from dualtune.show.report.comparison import comparison, dashes_of, scatter
 from dualtune.show.report.page import asset, make_page
+from dualtune.show.report.rollouts import rollouts
 from dualtune.show.report.run_files import RunFiles, read_runs
 from dualtune.show.report.run_sections import base_formats, sections_of
 
@@ -27,7 +28,10 @@ def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda probl
     if len(runs) == 1:
         (run,) = runs
         title = run.name
-        sections[0] |= {"samples": samples(run.path), "answers": answers(run.path), "formats": base_formats(run)}
+        sections[0] |= {
+            "samples": samples(run.path), "rollouts": rollouts(run.path), "answers": answers(run.path),
+            "formats": base_formats(run),
+        }  # fmt: skip
     else:
         title = f"{len(runs)} runs"
         values = {"compared": comparison(runs), "pictures": scatter(runs)}

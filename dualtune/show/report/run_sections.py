@@ -80,6 +80,10 @@ WORDS = {
     "both fall": "The run tells the answers apart, but the chosen ones became less probable as well.",
     "length": "The run has learned the length of the answers.",
     "far away": "The run has moved far from its reference.",
+    "rewards failed": "Many samples could not be rewarded.",
+    "constant reward": "The rewards do not tell the samples apart.",
+    "gamed": "The run has learned one reward at the cost of another.",
+    "collapsed": "The samples have become alike, and no better.",
 }
 Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50

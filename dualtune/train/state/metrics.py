@@ -52,6 +52,7 @@ class History:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step: int | None = None  # of the last step row
         self.losses = array("d")  # of the step rows
+        self.sampled: dict[str, array[float]] = {}  # of a run that learns from its samples: their metrics, by step row
         self.verdict: str | None = None  # the word, if no step has followed
         self.evals: dict[int, EvalRecord] = {}  # by step, in order of time
         for row in rows:
@@ -63,8 +64,16 @@ class History:
         elif "loss" in row:
             self.step, self.verdict = row["step"], None
             self.losses.append(row["loss"])
+            if "reward" in row:
+                self._note_samples(metrics_in(row))
         elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
             self.verdict = word
+
+    def _note_samples(self, metrics: Mapping[str, float]) -> None:
+        num_before = max(map(len, self.sampled.values()), default=0)
+        for name in {*self.sampled, *metrics}:
+            values = self.sampled.setdefault(name, array("d", [math.nan] * num_before))
+            values.append(metrics.get(name, math.nan))
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
