@@ -28,8 +28,8 @@ from dualtune.use.tinker import answers, requests
 from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
 from dualtune.use.tinker.host import (
     CheckpointInfo,
-    RunInfo,
     SampleRequest,
+    ServedRun,
     TrainingHost,
     delete_checkpoint,
     find_checkpoint,
@@ -157,7 +157,7 @@ class TrainingService:
 
     def _begin(
         self, session: str, number: int, metadata: Mapping[str, Any] | None, kind: str,
-        make: Callable[[TrainingHost, str], RunInfo],
+        make: Callable[[TrainingHost, str], ServedRun],
     ) -> Future:  # fmt: skip
         run = self.sessions.add_run(session, number)
         future, is_new = self.futures.get_or_add(f"{run}:0")
@@ -181,7 +181,7 @@ class TrainingService:
         return {"type": "get_info", "model_id": run, "model_data": data, "is_lora": True, "lora_rank": info.rank,
                 "model_name": self.base}  # fmt: skip
 
-    def _run(self, run: str) -> RunInfo:
+    def _run(self, run: str) -> ServedRun:
         info = next((info for info in list_runs(self._runs_dir) if info.name == run), None)
         if info is None:
             raise BadRequest(404, f"there is no run {run[:200]}")
@@ -197,7 +197,7 @@ class TrainingService:
         ]
         return {"training_runs": tables, "cursor": _cursor(limit, offset, len(runs))}
 
-    def _run_table(self, run: RunInfo, checkpoints: Sequence[CheckpointInfo]) -> Table:
+    def _run_table(self, run: ServedRun, checkpoints: Sequence[CheckpointInfo]) -> Table:
         newest = {found.kind: found for found in sorted(checkpoints, key=lambda found: found.created)}
         last = {kind: self._checkpoint_table(found) for kind, found in newest.items()}
         asked = self._last_request.get(run.name, max([run.created, *(found.created for found in checkpoints)]))
