@@ -29,7 +29,11 @@ class DoRALinear(LoRALinear):
 
     def __call__(self, x_BTI: mx.array) -> mx.array:
         z_BTO = super().__call__(x_BTI)
-        return _scaled(z_BTO, self._without_bias(z_BTO), self.growth(x_BTI.dtype))
+        return self.scaled(z_BTO, self._without_bias(z_BTO))
+
+    def scaled(self, z_BTO: mx.array, w_BTO: mx.array) -> mx.array:
+        """Return z + h ∘ w."""
+        return cast(mx.array, _plus_product(z_BTO, w_BTO, self.growth(z_BTO.dtype)))
 
     def growth(self, dtype: mx.Dtype) -> mx.array:
         """Return h = m / ‖W + s B A‖ - 1, float32. The norm is a constant in the gradient."""
@@ -53,10 +57,6 @@ class DoRALinear(LoRALinear):
 
     def _without_bias(self, z_BTO: mx.array) -> mx.array:
         return z_BTO - cast(mx.array, self.base.bias) if "bias" in self.base else z_BTO
-
-
-def _scaled(z_BTO: mx.array, w_BTO: mx.array, h_O: mx.array) -> mx.array:
-    return cast(mx.array, _plus_product(z_BTO, w_BTO, h_O))
 
 
 @mx.custom_function

@@ -1,19 +1,20 @@
-"""LoRA that trains on the merge as it will be quantized, on MLX (`dualtune.model.merge_rounding`).
+"""Adapters that train on their merge as it will be quantized, on MLX (`dualtune.model.merge_rounding`).
 
 Legend: B rows, T tokens, I input features, O output features, r rank.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.merge_rounding import ROUNDINGS, check_plain
-from dualtune_mlx.lora import LoRALinear, SharedInput
-from dualtune_mlx.methods import DropoutSeeds, weight_of
+from dualtune_mlx.dora import DoRALinear
+from dualtune_mlx.lora import LoRALinear
+from dualtune_mlx.methods import times_weight, weight_of
 
 
 class Merge:
@@ -23,17 +24,16 @@ class Merge:
 
 
 class MergedLoRALinear(LoRALinear):
-    """y = Q(W + scale · B A) x + b in training and in evaluations, with the rounding Q; elsewhere what LoRA computes.
+    """y = Q(W + ΔW) x + b in training and in evaluations, with the rounding Q; elsewhere what its method computes.
 
-    Q has no slope, so A and B get the gradient of the weight that is rounded, as if it were not ("straight-through",
-    Bengio et al., arXiv 1308.3432).
+    Q has no slope, so what is trained gets the gradient of the weight that is rounded, as if it were not
+    ("straight-through", Bengio et al., arXiv 1308.3432). Dropout adds ΔW (drop(x) - x): what it adds without a
+    rounding.
     """
 
-    def __init__(
-        self, base: nn.Module, module: str, spec: AdapterSpec, seeds: DropoutSeeds, shared: SharedInput | None = None
-    ) -> None:
+    def __init__(self, base: nn.Module, module: str, spec: AdapterSpec, *of_lora: Any) -> None:
         check_plain(module, is_plain=isinstance(base, nn.Linear))
-        super().__init__(base, module, spec, seeds, shared)
+        super().__init__(base, module, spec, *of_lora)
         self._round = ROUNDINGS[spec.merge_for]
         self._merge = Merge()
 
@@ -44,13 +44,21 @@ class MergedLoRALinear(LoRALinear):
         y_BTO = x_BTI @ self._merge.rounded_OI.T
         if "bias" in self.base:
             y_BTO = y_BTO + cast(mx.array, self.base.bias)
-        if seeds.is_evaluated:
-            return y_BTO
-        # The update is added and taken away: its value is in the merge, and its gradient is that of A and B.
+        if not seeds.is_evaluated:
+            # Added and taken away: its value is in the merge, its gradient that of what is trained.
+            own_BTO = self.unrounded(mx.stop_gradient(x_BTI))
+            y_BTO = y_BTO + (own_BTO - mx.stop_gradient(own_BTO))
+        return y_BTO + self.change(self.shared.after_dropout(x_BTI) - x_BTI) if self.shared.drops else y_BTO
+
+    def unrounded(self, x_BTI: mx.array) -> mx.array:
+        """Return all of the output that depends on what is trained."""
+        return self.change(x_BTI)
+
+    def change(self, x_BTI: mx.array) -> mx.array:
+        """Return what A and B contribute to the output."""
         A_rI, B_Or = self.weights.lora_A_rI, self.weights.lora_B_Or
-        u_BTr = self.scale * (mx.stop_gradient(x_BTI) @ A_rI.T.astype(x_BTI.dtype))
-        u_BTO = (u_BTr.flatten(0, -2) @ B_Or.T.astype(x_BTI.dtype)).reshape(y_BTO.shape)
-        return y_BTO + (u_BTO - mx.stop_gradient(u_BTO))
+        u_BTr = self.scale * (x_BTI @ A_rI.T.astype(x_BTI.dtype))
+        return (u_BTr.flatten(0, -2) @ B_Or.T.astype(x_BTI.dtype)).reshape(*x_BTI.shape[:-1], -1)
 
     def derived(self, dtype: mx.Dtype) -> mx.array:
         """Return the rounded merge [O, I]."""
@@ -60,4 +68,18 @@ class MergedLoRALinear(LoRALinear):
         self._merge.rounded_OI = derived
 
 
-LAYER = MergedLoRALinear
+class MergedDoRALinear(MergedLoRALinear, DoRALinear):
+    def unrounded(self, x_BTI: mx.array) -> mx.array:
+        z_BTO = times_weight(x_BTI, self.base) + super().change(x_BTI)
+        return self.scaled(z_BTO, z_BTO)
+
+    def change(self, x_BTI: mx.array) -> mx.array:
+        u_BTO = super().change(x_BTI)
+        return self.scaled(u_BTO, u_BTO)
+
+
+def _make(base: nn.Module, module: str, spec: AdapterSpec, *of_lora: Any) -> MergedLoRALinear:
+    return {"lora": MergedLoRALinear, "dora": MergedDoRALinear}[spec.method](base, module, spec, *of_lora)
+
+
+LAYER = _make

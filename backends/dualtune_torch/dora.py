@@ -5,7 +5,7 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,11 @@ class DoRALinear(LoRALinear):
         self._is_stale = True
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        return _Scaled.apply(super().forward(x_BTI), self.growth(x_BTI.dtype), self.bias)
+        return self.scaled(super().forward(x_BTI), self.bias)
+
+    def scaled(self, z_BTO: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """Return z + h ∘ (z - b)."""
+        return cast(Tensor, _Scaled.apply(z_BTO, self.growth(z_BTO.dtype), bias_O))
 
     def growth(self, dtype: torch.dtype) -> Tensor:
         """Return h = m / ‖W + s B A‖ - 1, float32. `dtype`: that in which packed weights are unpacked.

@@ -1,4 +1,4 @@
-"""LoRA that trains on the merge as it will be quantized, on torch (`dualtune.model.merge_rounding`).
+"""Adapters that train on their merge as it will be quantized, on torch (`dualtune.model.merge_rounding`).
 
 Legend: B rows, T tokens, I input features, O output features.
 """
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.merge_rounding import ROUNDINGS, check_plain
+from dualtune_torch.dora import DoRALinear
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, weight_of
 
 
 class MergedLoRALinear(LoRALinear):
-    """y = Q(W + scale · B A) x + b in training and in evaluations, with the rounding Q; elsewhere what LoRA computes.
+    """y = Q(W + ΔW) x + b in training and in evaluations, with the rounding Q; elsewhere what its method computes.
 
-    Q has no slope, so A and B get the gradient of the weight that is rounded, as if it were not ("straight-through",
-    Bengio et al., arXiv 1308.3432).
+    Q has no slope, so what is trained gets the gradient of the weight that is rounded, as if it were not
+    ("straight-through", Bengio et al., arXiv 1308.3432). Dropout adds ΔW (drop(x) - x): what it adds without a
+    rounding.
     """
 
     grouped = False
@@ -34,13 +36,22 @@ class MergedLoRALinear(LoRALinear):
         self._merged_OI: Tensor | None = None
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        if self.dropout_seeds.is_evaluated:
-            return F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
-        if self.dropout_seeds.seeds_BT is None:
+        if self.dropout_seeds.seeds_BT is None and not self.dropout_seeds.is_evaluated:
             return super().forward(x_BTI)
-        # The update is added and taken away: its value is in the merge, and its gradient is that of A and B.
-        u_BTO = self.update(x_BTI.detach())
-        return F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias) + (u_BTO - u_BTO.detach())
+        y_BTO = F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
+        if not self.dropout_seeds.is_evaluated:
+            # Added and taken away: its value is in the merge, its gradient that of what is trained.
+            own_BTO = self.unrounded(x_BTI.detach())
+            y_BTO = y_BTO + (own_BTO - own_BTO.detach())
+        return y_BTO + self.change(self.after_dropout(x_BTI) - x_BTI) if self.drops else y_BTO
+
+    def unrounded(self, x_BTI: Tensor) -> Tensor:
+        """Return all of the output that depends on what is trained."""
+        return self.change(x_BTI)
+
+    def change(self, x_BTI: Tensor) -> Tensor:
+        """Return what A and B contribute to the output."""
+        return self.update(x_BTI)
 
     def merged(self, dtype: torch.dtype) -> Tensor:
         """Return the rounded merge [O, I]. It is computed once after each change of the adapter."""
@@ -51,7 +62,20 @@ class MergedLoRALinear(LoRALinear):
         return self._merged_OI
 
     def refresh(self) -> None:
+        super().refresh()
         self._merged_OI = None
 
 
-LAYER = MergedLoRALinear
+class MergedDoRALinear(MergedLoRALinear, DoRALinear):
+    def unrounded(self, x_BTI: Tensor) -> Tensor:
+        return self.scaled(F.linear(x_BTI, weight_of(self.base, x_BTI.dtype)) + self.update(x_BTI))
+
+    def change(self, x_BTI: Tensor) -> Tensor:
+        return self.scaled(self.update(x_BTI))
+
+
+def _make(base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> MergedLoRALinear:
+    return {"lora": MergedLoRALinear, "dora": MergedDoRALinear}[spec.method](base, module, spec, seeds)
+
+
+LAYER = _make

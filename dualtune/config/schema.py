@@ -691,13 +691,8 @@ def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, 
     """Yield what does not go with training on the merge as a format rounds it."""
     merge_for: KeyPath = ("adapter", "merge_for")
     adapter, memory, got = config.adapter, config.memory, f"got {config.adapter.merge_for}"
-    if adapter.method != "lora" and not adapter.trains_model:
-        yield merge_for, ("adapter", "method"), f"{got}, but only lora trains on its merge; allowed: method: lora"
     if adapter.experts:
         yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
-    if adapter.dropout:
-        rule = "but the merge is not part of an input that adapter.dropout could drop; set dropout: 0"
-        yield merge_for, ("adapter", "dropout"), f"{got}, {rule}"
     if config.model.quantization not in ("auto", "none"):
         rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
         yield merge_for, ("model", "quantization"), f"{got}, {rule}"

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.engine.backend import LoadRequest
+from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.engine.testing.tiny_models import random_batch
@@ -73,8 +74,8 @@ def test_a_rounding_is_that_of_the_format(weight):
 
 @pytest.fixture
 def load(backends, tiny):
-    def load_(name, merge_for="none", model_dir=tiny.model_dir, **options):
-        spec = AdapterSpec(4, 6.0, 0.0, TARGETS, merge_for=merge_for)
+    def load_(name, merge_for="none", model_dir=tiny.model_dir, method="lora", dropout=0.0, **options):
+        spec = AdapterSpec(4, 6.0, dropout, TARGETS, method=method, merge_for=merge_for)
         request = LoadRequest(model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5, **options)
         return backends[name].load(request)
 
@@ -82,41 +83,71 @@ def load(backends, tiny):
 
 
 def rounded_base(model_dir, out, adapter, scale, name):
-    """Write the base whose merge with this adapter is the rounded one: Q(W + scale · B A) − scale · B A."""
+    """Write the base whose merge with this adapter is the rounded one: Q(W + scale · B A) − scale · B A.
+
+    Of DoRA, Q is divided by m / ‖W + scale · B A‖; returns the m with which that base has the same factor.
+    """
     out.mkdir()
     for file in model_dir.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
-    weights = load_file(model_dir / "model.safetensors")
+    weights, magnitudes = load_file(model_dir / "model.safetensors"), {}
     for key in [key for key in weights if key.removesuffix(".weight").endswith(TARGETS)]:
-        A, B = (adapter[tensor_name(key.removesuffix(".weight"), part)] for part in "AB")
-        change = (scale * (B @ A)).astype(np.float32)
-        weights[key] = ROUNDINGS[name](weights[key].astype(np.float32) + change, np) - change
+        module = key.removesuffix(".weight")
+        change = (scale * (adapter[tensor_name(module, "B")] @ adapter[tensor_name(module, "A")])).astype(np.float32)
+        merged, m = weights[key].astype(np.float32) + change, tensor_name(module, "m", "dora")
+        factors = (adapter[m] / np.linalg.norm(merged, axis=1))[:, None] if m in adapter else 1
+        rounded = ROUNDINGS[name](factors * merged, np)
+        weights[key] = rounded / factors - change
+        if m in adapter:
+            magnitudes[m] = np.linalg.norm(rounded, axis=1)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return magnitudes
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
-@pytest.mark.parametrize("name", ["affine4", "q4_0"])
-def test_training_is_that_of_lora_on_the_rounded_base(load, tiny, tmp_path, backend, name):
+@pytest.mark.parametrize(
+    ("name", "method", "dropout"), [("affine4", "lora", 0), ("q4_0", "lora", 0.3), ("q4_0", "dora", 0.3)]
+)
+def test_training_is_that_of_the_method_on_the_rounded_base(load, tiny, tmp_path, backend, name, method, dropout):
     """Loss, log-probabilities and gradient, and what evaluations say; `logprobs` and generation do not round."""
-    engine, batch = load(backend, name), random_batch([9, 7], VOCAB, seed=1)
+    how = {"method": method, "dropout": dropout}
+    engine, batch = load(backend, name, **how), random_batch([9, 7], VOCAB, seed=1)
     state = random_adapter(engine.adapter_state())
-    rounded_base(tiny.model_dir, tmp_path / "base", state, 6.0 / 4, name)
-    plain, on_rounded = load(backend), load(backend, model_dir=tmp_path / "base")
-    for one in (engine, plain, on_rounded):
+    magnitudes = rounded_base(tiny.model_dir, tmp_path / "base", state, 6.0 / 4, name)
+    plain, on_rounded = load(backend, **how), load(backend, model_dir=tmp_path / "base", **how)
+    for one in (engine, plain):
         one.load_adapter_state(state)
+    on_rounded.load_adapter_state(state | magnitudes)
     in_training = engine.target_logprobs(batch, dropout=True)
-    assert np.abs(in_training - on_rounded.target_logprobs(batch)).max() <= tolerances.LOGPROBS
-    assert np.abs(in_training - engine.target_logprobs(batch)).max() <= tolerances.LOGPROBS
+    evaluated = engine.target_logprobs(batch)
+    assert np.abs(in_training - on_rounded.target_logprobs(batch, dropout=True)).max() <= tolerances.LOGPROBS
+    assert np.abs(evaluated - on_rounded.target_logprobs(batch)).max() <= tolerances.LOGPROBS
+    assert (np.abs(in_training - evaluated).max() > 100 * tolerances.LOGPROBS) == (dropout > 0)
     gap = float(engine.evaluate(batch).loss_sum) - float(on_rounded.evaluate(batch).loss_sum)
     assert abs(gap) <= tolerances.LOGPROBS * batch.num_targets
     assert np.array_equal(engine.most_probable(batch), on_rounded.most_probable(batch))
-    assert np.abs(in_training - plain.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
-    assert_close(gradient(engine, batch), gradient(on_rounded, batch), tolerances.GRADIENT)
+    assert np.abs(evaluated - plain.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
+    # The gradient of a magnitude is that of the merge before it is rounded: see the next test.
+    of_both = [gradient(one, batch) for one in (engine, on_rounded)]
+    assert_close(*({n: g for n, g in one.items() if n not in magnitudes} for one in of_both), tolerances.GRADIENT)
     gap = np.abs(engine.logprobs(batch) - plain.logprobs(batch))
     assert gap[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
     prompt = batch.tokens_BT[0, :5]
     texts = [list(islice(one.generate(prompt, choose=lambda x: int(x.argmax())), 4)) for one in (engine, plain)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_what_rounds_nothing_is_the_method_itself(load, monkeypatch, backend):
+    monkeypatch.setitem(vars(import_module(f"dualtune_{backend}.merged")), "ROUNDINGS", {"q4_0": lambda w, xp: w})
+    batch, how = random_batch([9, 7], VOCAB, seed=1), {"method": "dora", "dropout": 0.3}
+    engine, plain = load(backend, "q4_0", **how), load(backend, **how)
+    state = random_adapter(engine.adapter_state())
+    for one in (engine, plain):
+        one.load_adapter_state(state)
+    gap = engine.target_logprobs(batch, dropout=True) - plain.target_logprobs(batch, dropout=True)
+    assert np.abs(gap).max() <= tolerances.LOGPROBS
+    assert_close(gradient(engine, batch), gradient(plain, batch), tolerances.GRADIENT)
 
 
 @pytest.mark.parametrize(("backend", "kernels"), [("torch", "auto"), ("mlx", "auto"), ("mlx", "fused")])
@@ -160,7 +191,7 @@ class Stop(Hook):
 
 
 def test_both_backends_take_the_same_steps_and_a_run_moves(backends, tiny, tmp_path):
-    adapter = {"merge_for": "q4_0", "dropout": 0.0, "rank": 4}
+    adapter = {"merge_for": "q4_0", "rank": 4}  # with dropout, the default
     train = {"steps": 8, "learning_rate": 1e-3}
 
     def config(name):
@@ -183,12 +214,10 @@ def test_both_backends_take_the_same_steps_and_a_run_moves(backends, tiny, tmp_p
 @pytest.mark.parametrize(
     ("lines", "key"),
     [
-        ("adapter: {merge_for: q4_0}", "adapter.merge_for"),  # with dropout, the default
-        ("adapter: {merge_for: q4_0, dropout: 0, method: dora}", "adapter.merge_for"),
-        ("adapter: {merge_for: q4_0, dropout: 0, experts: true}", "adapter.merge_for"),
-        ("adapter: {merge_for: q4_0, dropout: 0}\nmodel: {name: m, quantization: nf4}", "adapter.merge_for"),
-        ("adapter: {merge_for: q4_0, dropout: 0}\nmemory: {resident_layers: 2}", "adapter.merge_for"),
-        ("adapter: {merge_for: q5_9, dropout: 0}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0, experts: true}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0}\nmodel: {name: m, quantization: nf4}", "adapter.merge_for"),
+        ("adapter: {merge_for: q4_0}\nmemory: {resident_layers: 2}", "adapter.merge_for"),
+        ("adapter: {merge_for: q5_9}", "adapter.merge_for"),
     ],
 )
 def test_what_does_not_go_together(lines, key):
@@ -198,7 +227,7 @@ def test_what_does_not_go_together(lines, key):
 
 
 def test_the_plan_counts_the_merges(tiny):
-    from dualtune.engine.memory.estimate import FULL_CHECKPOINTING, ask_of, estimate
+    from dualtune.engine.memory.estimate import ask_of, estimate
     from dualtune.engine.memory.shapes import decoder_of
     from dualtune.model.config_file import read_config
 
@@ -213,5 +242,5 @@ def test_the_plan_counts_the_merges(tiny):
     inputs, outputs = (decoder.layers * sum(shape[axis] for shape in shapes) for axis in (1, 0))
     dropped = ask.cells * (5 * inputs + 4 * outputs)  # what dropout changes and its mask, a second output
     assert estimate(decoder, ask)["merges"] == expected + dropped
-    one_layer = replace(ask, checkpointing=FULL_CHECKPOINTING)
-    assert estimate(decoder, one_layer)["merges"] == expected + dropped // decoder.layers
+    recomputed = replace(ask, checkpointing=ActivationCheckpointing(decoder.layers - 1))  # one, and the last
+    assert estimate(decoder, recomputed)["merges"] == expected + 2 * dropped // decoder.layers
