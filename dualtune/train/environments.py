@@ -23,7 +23,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
-from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.episodes import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
@@ -35,7 +35,7 @@ KEY = "rollouts.environment"
 
 
 @dataclass(slots=True)
-class Conversation:
+class Episode:
     """The answers of the model to one prompt, and what the environment said between them."""
 
     prompt: int  # its index among those of the step
@@ -87,7 +87,7 @@ class Asked:
     numbers: tuple[int, ...]
 
 
-class Conversations:
+class Episodes:
     """Draws the conversations of a run."""
 
     def __init__(self, name: str, drawing: Drawing, *, turns: int, max_length: int, timeout_s: float) -> None:
@@ -102,77 +102,75 @@ class Conversations:
     def close(self) -> None:
         self._environment.close()
 
-    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Conversation]:
+    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
         """Return the conversations of each prompt, those of a prompt together."""
         return self._held(engine, prompts, self._drawing)
 
-    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Conversation]:
+    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
         """Return one conversation for each prompt, in which the model says what is most probable."""
         sampling = replace(self._drawing.sampling, temperature=0.0)
         return self._held(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
 
-    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Conversation]:
-        conversations = [
-            Conversation(n, sample, asked.prompt)
-            for n, asked in enumerate(prompts)
-            for sample in range(drawing.num_samples)
+    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
+        episodes = [
+            Episode(n, sample, asked.prompt) for n, asked in enumerate(prompts) for sample in range(drawing.num_samples)
         ]
-        for each in conversations:
+        for each in episodes:
             self._begin(each, prompts[each.prompt])
         one = replace(drawing, num_samples=1)
         for turn in range(self._turns):
-            active = [each for each in conversations if not each.has_ended]
+            active = [each for each in episodes if not each.has_ended]
             numbers = [(*prompts[each.prompt].numbers, each.number, turn) for each in active]
             answers = one.samples(engine, [each.so_far for each in active], numbers) if active else []
             for each, answer in zip(active, answers, strict=True):
                 self._answer(each, prompts[each.prompt], answer)
         self._environment.ask({"forget": True})
-        return conversations
+        return episodes
 
-    def _begin(self, conversation: Conversation, asked: Asked) -> None:
+    def _begin(self, episode: Episode, asked: Asked) -> None:
         """Let the environment ask. Where that fails, the prompt of the row is answered without a reward."""
-        reply = self._ask(conversation, asked)
+        reply = self._ask(episode, asked)
         if isinstance(reply, str):
-            conversation.problem = reply
+            episode.problem = reply
         elif reply["turns"] is not None:
             try:
                 start = encoded(self._drawing.tokenizer, reply["turns"])
             except RowError as error:
-                conversation.problem = str(error)
+                episode.problem = str(error)
                 return
             if 0 < len(start) <= self._max_length:
-                conversation.start = start
+                episode.start = start
             else:
                 allowed = f"allowed: 1 to {self._max_length} (data.max_length)"
-                conversation.problem = f"reset: got {len(start)} tokens, {allowed}"
+                episode.problem = f"reset: got {len(start)} tokens, {allowed}"
 
-    def _answer(self, conversation: Conversation, asked: Asked, answer: Completion) -> None:
+    def _answer(self, episode: Episode, asked: Asked, answer: Completion) -> None:
         """Let the environment reply to an answer."""
-        conversation.drawn.append(answer)
-        conversation.parts.append((answer.tokens, True))
-        if conversation.problem:
-            return conversation.end(problem=conversation.problem)
-        reply = self._ask(conversation, asked)
+        episode.drawn.append(answer)
+        episode.parts.append((answer.tokens, True))
+        if episode.problem:
+            return episode.end(problem=episode.problem)
+        reply = self._ask(episode, asked)
         if isinstance(reply, str):
-            return conversation.end(problem=reply)
-        conversation.reward += reply["reward"]
-        if reply["done"] or len(conversation.drawn) == self._turns:
-            return conversation.end(is_whole=answer.is_whole and reply["done"])
+            return episode.end(problem=reply)
+        episode.reward += reply["reward"]
+        if reply["done"] or len(episode.drawn) == self._turns:
+            return episode.end(is_whole=answer.is_whole and reply["done"])
         try:
             between = self._drawing.tokenizer.encode_after_answer([Message(**turn) for turn in reply["turns"] or []])
         except RowError as error:
-            return conversation.end(problem=str(error))
+            return episode.end(problem=str(error))
         if len(between) and between[0] == answer.tokens[-1] and int(between[0]) in self._drawing.tokenizer.stop_ids:
             between = between[1:]  # the model has ended its turn itself
-        if len(conversation.so_far) + len(between) > self._max_length:
-            return conversation.end(is_whole=False)
-        conversation.parts.append((between, False))
+        if len(episode.so_far) + len(between) > self._max_length:
+            return episode.end(is_whole=False)
+        episode.parts.append((between, False))
         return None
 
-    def _ask(self, conversation: Conversation, asked: Asked) -> dict[str, Any] | str:
+    def _ask(self, episode: Episode, asked: Asked) -> dict[str, Any] | str:
         """Return the reply to the last answer, or what is asked if there is none yet."""
         return self._environment.ask({
-            "id": f"{conversation.prompt}/{conversation.number}", "row": asked.row, "texts": conversation.texts,
+            "id": f"{episode.prompt}/{episode.number}", "row": asked.row, "texts": episode.texts,
             "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *asked.numbers]).integers(1 << 62)),
         })  # fmt: skip
 

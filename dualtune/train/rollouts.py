@@ -29,7 +29,7 @@ from dualtune.train.activation_cache import each_alone
 from dualtune.train.batched import Completion
 from dualtune.train.comparison import at_targets
 from dualtune.train.drawing import Drawing, answered, question_of
-from dualtune.train.environments import Asked, Conversation, Conversations
+from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
@@ -99,7 +99,7 @@ class StepSamples:
 # ----------------------------------------------------------------------------------------------------------------------
 # Drawing.
 
-Sample = Completion | Conversation
+Sample = Completion | Episode
 
 
 class Rollouts:
@@ -117,13 +117,13 @@ class Rollouts:
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
-        self._conversations: Conversations | None = None
+        self._episodes: Episodes | None = None
         if settings.environment is not None:
-            self._conversations = Conversations(
+            self._episodes = Episodes(
                 settings.environment, self._drawing, turns=settings.turns, max_length=config.data.max_length,
                 timeout_s=settings.reward_timeout_s,
             )  # fmt: skip
-            self._conversations.close()
+            self._episodes.close()
             self.names, self.max_tokens = (*self.names, "environment"), settings.turns * settings.max_tokens
         if self._rewards.comparing and (prompts := rows.of_prompts):
             raise ConfigError(
@@ -135,17 +135,17 @@ class Rollouts:
         self._rewards.close()
         if self._rows is not None:
             self._rows.close()
-        if self._conversations is not None:
-            self._conversations.close()
+        if self._episodes is not None:
+            self._episodes.close()
 
     def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> StepSamples:
         """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
         asked = _Asked.of(data, ids, self._tokenizer, self._rows)
         numbers = [(step, i) for i in ids]
-        if self._conversations is None:
+        if self._episodes is None:
             drawn = self._drawing.samples(engine, asked.prompts, numbers)
         else:
-            drawn = self._conversations.draw(engine, asked.with_numbers(numbers))
+            drawn = self._episodes.draw(engine, asked.with_numbers(numbers))
         judged = self._judged(asked, drawn)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         documents = units_in_memory(
@@ -182,12 +182,12 @@ class Rollouts:
         """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
         asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
         drawn = list[Sample]()
-        if self._conversations is None:
+        if self._episodes is None:
             for each in self._drawing.greedy(engine, asked.prompts):
                 drawn.append(each)
                 show(len(drawn), len(documents))
         else:
-            drawn += self._conversations.greedy(engine, asked.with_numbers([(n,) for n in range(len(documents))]))
+            drawn += self._episodes.greedy(engine, asked.with_numbers([(n,) for n in range(len(documents))]))
             show(len(drawn), len(documents))
         metrics = self._metrics(self._judged(asked, drawn), drawn)
         return EvalRecord(
@@ -200,7 +200,7 @@ class Rollouts:
             JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
             for each in drawn for n in (each.prompt,)
         ])  # fmt: skip
-        held = [each for each in drawn if isinstance(each, Conversation)]
+        held = [each for each in drawn if isinstance(each, Episode)]
         if not held:
             return judged
         values_N = np.array([math.nan if each.problem else each.reward for each in held])
@@ -208,7 +208,7 @@ class Rollouts:
 
     def _told(self, asked: _Asked, sample: Sample) -> dict[str, str]:
         """Return prompt and completion as text; of a conversation, all that was said after its start."""
-        if not isinstance(sample, Conversation):
+        if not isinstance(sample, Episode):
             return {"prompt": asked.texts[sample.prompt], "completion": sample.text}
         start, tokens = sample.start.tolist(), sample.so_far.tolist()
         return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
@@ -263,7 +263,7 @@ class _Asked:
 
 
 def _document(prompt: np.ndarray, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    return sample.document if isinstance(sample, Conversation) else answered(prompt, sample.tokens)
+    return sample.document if isinstance(sample, Episode) else answered(prompt, sample.tokens)
 
 
 def _json_number(value: float) -> float | None:

@@ -1,7 +1,9 @@
-"""Conversations with an environment of the user: what is learned of them, and what an environment can do to a run."""
+"""Episodes with an environment of the user: what is learned of them, and what an environment can do to a run."""
 
 import json
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCE = '''
 import os, time
 
@@ -155,6 +158,18 @@ def test_an_environment_says_texts_or_messages(said):
     assert (
         turns_of("a") == turns_of([{"role": "user", "content": "a", "name": "x"}]) == [{"role": "user", "content": "a"}]
     )
+
+
+def test_the_calculator_of_the_examples_calculates():
+    calculator = runpy.run_path(str(EXAMPLES / "calculator.py"))["Calculator"]()
+    assert calculator.reset({"prompt": "12 * 34?", "answer": 408}).startswith("12 * 34?\n")
+    assert calculator.step("let me see <calc>12 * -(30 + 4) / 2</calc>") == ("-204", 0.1, False)
+    assert calculator.step("<calc>12 * 34</calc>") == ("408", 0.0, False)
+    for wrong in ("<calc>1/0</calc>", "<calc>2 ** 9</calc>", "<calc>(</calc>", "<calc>open('x')</calc>"):
+        reply, *rest = calculator.step(wrong)
+        assert reply.startswith("error: ") and rest == [0.0, False]
+    assert calculator.step("It is 408.") == ("", 1.0, True)
+    assert calculator.step("It is 12.")[1:] == (0.0, True) and calculator.step("")[1:] == (0.0, True)
 
 
 def test_what_follows_an_answer_is_what_training_has_there(tiny_softmax):
