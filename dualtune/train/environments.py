@@ -23,7 +23,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
-from dualtune.data.chat.episodes import Message
+from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
