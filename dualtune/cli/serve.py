@@ -127,11 +127,10 @@ def _serve_training(
     from dualtune.use.tinker.service import TrainingService
 
     protobufs()  # the package is there
-    backend = form.backend()
-    overrides = {"model.dtype": form.dtype, "model.quantization": form.quantization, "run.platform": form.platform}
     with phases(err=True) as shown:
+        backend = form.backend()
         shown.begin("loading", "the model")
-        trainer = TrainingHost(model, runs_dir, overrides)
+        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
     service = TrainingService(
         trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,
         is_fatal=backend.is_device_fault,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dualtune.use.tinker.futures import Answer
-from dualtune.use.tinker.host import LossResult, SampleResult, TopLogprobs
+from dualtune.use.tinker.messages import LossResult, SampleResult, TopLogprobs
 from dualtune.use.tinker.requests import protobufs
 
 NO_LOGPROB = -99999.0  # of an empty cell of the most probable tokens, whose token is 0

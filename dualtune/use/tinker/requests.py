@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.http_server import BadRequest
-from dualtune.use.tinker.host import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
 
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
 MAX_TEXT, MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1000, 512, 256, 128, 64

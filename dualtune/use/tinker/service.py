@@ -25,18 +25,11 @@ from dualtune.base.errors import (
 )
 from dualtune.base.http_server import BadRequest
 from dualtune.use.tinker import answers, requests
+from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs
 from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
-from dualtune.use.tinker.host import (
-    CheckpointInfo,
-    RunInfo,
-    SampleRequest,
-    TrainingHost,
-    delete_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    list_runs,
-)
+from dualtune.use.tinker.host import TrainingHost
 from dualtune.use.tinker.ledger import Ledger
+from dualtune.use.tinker.messages import CheckpointInfo, RunInfo, SampleRequest
 from dualtune.use.tinker.sessions import Sessions, TinkerSession
 from dualtune.use.tinker.turns import RunJob, SampleJob, Turns
 
@@ -63,7 +56,7 @@ class TrainingService:
         self._host, self._runs_dir, self._max_tokens, self._say = host, host.runs_dir, max_tokens, say
         self._is_fatal = is_fatal
         # A directory of this machine has to be named whole: the client looks for its tokenizer there.
-        self._tokenizer = str(host.tokenizer_dir.resolve()) if Path(host.base).is_dir() else host.base
+        self._tokenizer = str(host.directory.resolve()) if Path(host.base).is_dir() else host.base
         self.futures = Futures()
         self.turns = Turns(self.futures, max_waiting)
         self.sessions, self.ledger = Sessions(timeout_s), Ledger(host.runs_dir)
@@ -279,11 +272,8 @@ class TrainingService:
                 self.ledger.note(path, ttl_s=body.ttl_seconds, metadata=body.user_metadata)
                 return answers.plain({"type": "save_weights_for_sampler", "path": path})
             assert number is not None
-            sampler, freed = self.sessions.add_snapshot(
-                run.split(":")[0], number, run, path, follows=body.kind == "inflight"
-            )
-            for old in freed:
-                host.free_sampler(old)
+            follows = run if body.kind == "inflight" else None
+            sampler = self.sessions.add_sampler(run.split(":")[0], number, path, follows=follows)
             return answers.plain({"type": "save_weights_for_sampler", "sampling_session_id": sampler.id})
 
         return self._submit(run, body.seq_id, work)

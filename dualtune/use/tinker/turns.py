@@ -14,7 +14,8 @@ from time import monotonic
 
 from dualtune.base.http_server import BadRequest
 from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
-from dualtune.use.tinker.host import SampleRequest, TrainingHost
+from dualtune.use.tinker.host import TrainingHost
+from dualtune.use.tinker.messages import SampleRequest
 
 MAX_BYTES = 1 << 30  # of the bodies that wait
 MAX_SEQUENCES = 256  # of a batch of samples
