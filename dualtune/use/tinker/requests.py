@@ -372,7 +372,7 @@ def _dense(tensor: Any, name: str) -> np.ndarray:
     if not is_whole or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise BadRequest(400, f"{name}: its sparse indices do not describe {shape[0]} x {shape[1]} values")
     dense = np.zeros(shape, dtype)
-    dense[np.arange(shape[0]).repeat(cast("Any", counts)), columns] = values
+    dense[np.searchsorted(rows, np.arange(len(columns)), side="right") - 1, columns] = values
     return dense
 
 

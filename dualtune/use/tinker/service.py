@@ -325,12 +325,11 @@ class TrainingService:
         if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
             raise BadRequest(400, "prompt_logprobs_last_n: needs prompt_logprobs")
         most = min(request.max_tokens or self._max_tokens, self._max_tokens)
-        if self.max_length is not None:
-            if len(request.prompt) >= self.max_length:
-                raise BadRequest(
-                    400, f"prompt: has {len(request.prompt)} tokens, the model has {self.max_length} positions"
-                )
-            most = min(most, self.max_length - len(request.prompt))
+        if len(request.prompt) >= self.max_length:
+            raise BadRequest(
+                400, f"prompt: has {len(request.prompt)} tokens, the model has {self.max_length} positions"
+            )
+        most = min(most, self.max_length - len(request.prompt))
         sampler = None if body.sampling_session_id is None else self.sessions.sampler(body.sampling_session_id)
         if sampler is None:
             path = self._source(body.base_model, body.model_path)
