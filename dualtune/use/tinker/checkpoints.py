@@ -29,7 +29,7 @@ from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG
-from dualtune.use.tinker.messages import CheckpointInfo, CheckpointKind, LoraSettings, RunInfo
+from dualtune.use.tinker.messages import CheckpointInfo, CheckpointKind, LoraSettings, ServedRun
 
 RECORD = "tinker.json"
 MAX_RECORD_BYTES = 1 << 16
@@ -63,7 +63,7 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, runs_dir: Path, info: RunInfo, config: Mapping[str, Any]) -> RunDirectory:
+    def create(cls, runs_dir: Path, info: ServedRun, config: Mapping[str, Any]) -> RunDirectory:
         """Create the directory of a new run. ConfigError if there is one of this name."""
         path = runs_dir / check_name("run", info.name)
         if os.path.lexists(path):
@@ -110,7 +110,7 @@ class RunDirectory:
                     shutil.copy2(file, temporary / file.name)
 
 
-def read_run(path: Path) -> RunInfo:
+def read_run(path: Path) -> ServedRun:
     """Return what a run directory says of its run. FormatError if it is not of a training host, or was changed."""
     file = path / RECORD
     record = read_json(file, max_bytes=MAX_RECORD_BYTES, is_own=True)
@@ -119,16 +119,16 @@ def read_run(path: Path) -> RunInfo:
         values[name] = fields.required(record, name, file)
         if type(values[name]) is not kind:
             raise fields.wrong(file, name, values[name], f"of type {kind.__name__}")
-    return RunInfo(path.name, **values)
+    return ServedRun(path.name, **values)
 
 
-def settings_of(info: RunInfo) -> LoraSettings:
+def settings_of(info: ServedRun) -> LoraSettings:
     return LoraSettings(info.rank, info.seed, info.train_attn, info.train_mlp, info.train_unembed)
 
 
-def list_runs(runs_dir: Path) -> list[RunInfo]:
+def list_runs(runs_dir: Path) -> list[ServedRun]:
     """Return the runs of a directory, the newest first."""
-    found: list[RunInfo] = []
+    found: list[ServedRun] = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         with contextlib.suppress(FormatError):
             found.append(read_run(path))
@@ -185,7 +185,7 @@ def delete_checkpoint(runs_dir: Path, path: str) -> None:
     remove_directory(find_checkpoint(runs_dir, path).directory.parent)
 
 
-def read_state(runs_dir: Path, path: str) -> tuple[RunInfo, Checkpoint]:
+def read_state(runs_dir: Path, path: str) -> tuple[ServedRun, Checkpoint]:
     """Return the state that was saved under a path, verified, and its run. ConfigError if the path holds no state."""
     found = find_checkpoint(runs_dir, path)
     if found.kind != "weights":

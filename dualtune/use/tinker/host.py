@@ -54,9 +54,9 @@ from dualtune.use.tinker.messages import (
     Datum,
     LoraSettings,
     LossResult,
-    RunInfo,
     SampleRequest,
     SampleResult,
+    ServedRun,
 )
 from dualtune.use.tinker.samples import SampleLimits, sampled
 from dualtune.use.tinker.seat import Seat, TrainingState, Weights
@@ -100,7 +100,7 @@ class TrainingHost:
 
     # --- runs -------------------------------------------------------------------------------------------------------
 
-    def create_run(self, name: str, settings: LoraSettings) -> RunInfo:
+    def create_run(self, name: str, settings: LoraSettings) -> ServedRun:
         """Create a run with a new adapter. ConfigError for a name that is taken, or an adapter that does not fit."""
         seed = secrets.randbelow(1 << 31) if settings.seed is None else settings.seed
         if not 0 <= seed < 1 << 63:
@@ -108,12 +108,12 @@ class TrainingHost:
         spec = spec_of(settings, self.directory)
         return self._open(name, settings, seed, self._seat.new_run(spec, seed))
 
-    def create_run_from(self, name: str, source: str, *, optimizer: bool) -> RunInfo:
+    def create_run_from(self, name: str, source: str, *, optimizer: bool) -> ServedRun:
         """Create a run from a state `tinker://RUN/weights/NAME`, of this host or of one before it."""
         info, state = self._read_state(source, optimizer=optimizer)
         return self._open(name, settings_of(info), info.seed, state)
 
-    def run_info(self, name: str) -> RunInfo:
+    def run_info(self, name: str) -> ServedRun:
         """Return what is known of a run in memory, or of one that `runs_dir` has."""
         own = self._runs.get(name)
         return read_run(self.runs_dir / check_name("run", name)) if own is None else replace(own.info, steps=own.steps)
@@ -127,16 +127,16 @@ class TrainingHost:
             del self._samplers[path]
         run.close()
 
-    def _open(self, name: str, settings: LoraSettings, seed: int, state: TrainingState) -> RunInfo:
+    def _open(self, name: str, settings: LoraSettings, seed: int, state: TrainingState) -> ServedRun:
         spec, now = state.weights.spec, time.time()
-        info = RunInfo(
+        info = ServedRun(
             name, self.base, settings.rank, seed, settings.train_attn, settings.train_mlp, trains_head(spec), now
         )
         directory = RunDirectory.create(self.runs_dir, info, self._config(spec, info))
         self._runs[name] = OpenRun(info, directory, state, self.backend)
         return info
 
-    def _config(self, spec: AdapterSpec, info: RunInfo) -> dict[str, Any]:
+    def _config(self, spec: AdapterSpec, info: ServedRun) -> dict[str, Any]:
         """Return what config.yaml says of a run, and the state of its checkpoints."""
         return {
             "model": {"name": self.base, **self._form},
@@ -292,7 +292,7 @@ class TrainingHost:
         """Free a sampler's memory. One with a name is read again when it is asked for."""
         self._samplers.pop(path, None)
 
-    def _read_state(self, source: str, *, optimizer: bool) -> tuple[RunInfo, TrainingState]:
+    def _read_state(self, source: str, *, optimizer: bool) -> tuple[ServedRun, TrainingState]:
         """Return the run of a state, and what it trains, with its optimizer or a new one."""
         info, saved = read_state(self.runs_dir, source)
         for what in ("base model's config", "base model's tensors"):
@@ -413,7 +413,7 @@ class TrainingHost:
 class OpenRun:
     """A run: what it trains, its directory, which is locked, and what it did since its last update."""
 
-    def __init__(self, info: RunInfo, directory: RunDirectory, state: TrainingState, backend: Backend) -> None:
+    def __init__(self, info: ServedRun, directory: RunDirectory, state: TrainingState, backend: Backend) -> None:
         self.info, self.directory, self.state = info, directory, state
         self.steps = self.num_samplers = 0
         self._lock = Lock(directory.path)

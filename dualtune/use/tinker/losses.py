@@ -79,7 +79,7 @@ def _times(ratios_T: np.ndarray, advantages_T: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class TargetLoss:
     """A loss with what it reads of a datum beside target_tokens, and its constants."""
 
     formula: Formula
@@ -91,19 +91,19 @@ class Loss:
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _SAMPLED = ("logprobs", "advantages")
-LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, (), {}, {"weights": 1.0}, takes_several=True),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED, {}, {}),
-    "ppo": Loss(ppo, _SAMPLED, _CLIP, {}),
-    "cispo": Loss(cispo, _SAMPLED, _CLIP, {}),
-    "gspo": Loss(
+LOSSES: Mapping[str, TargetLoss] = {
+    "cross_entropy": TargetLoss(cross_entropy, (), {}, {"weights": 1.0}, takes_several=True),
+    "importance_sampling": TargetLoss(importance_sampling, _SAMPLED, {}, {}),
+    "ppo": TargetLoss(ppo, _SAMPLED, _CLIP, {}),
+    "cispo": TargetLoss(cispo, _SAMPLED, _CLIP, {}),
+    "gspo": TargetLoss(
         gspo, (*_SAMPLED, "sequence_ratio_mask"), {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}, {}
     ),
-    "dro": Loss(dro, _SAMPLED, {"beta": None}, {}),
+    "dro": TargetLoss(dro, _SAMPLED, {"beta": None}, {}),
 }
 
 
-def check_loss(name: str, config: Mapping[str, float | str]) -> Loss:
+def check_loss(name: str, config: Mapping[str, float | str]) -> TargetLoss:
     """Return the loss of this name. ConfigError if there is none, or for a constant that it does not have."""
     if name not in LOSSES:
         others = "; a loss of your own: forward_backward_custom with a function, which runs in the client"

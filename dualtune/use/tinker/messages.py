@@ -96,7 +96,7 @@ class SampleResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RunInfo:
+class ServedRun:
     name: str
     base: str  # the base model, as the server calls it
     rank: int

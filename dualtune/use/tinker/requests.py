@@ -425,17 +425,25 @@ def read_load(raw: bytes) -> LoadWeightsBody:
     table = _table(raw)
     if table.get("model_id") is None:
         return _checked(LoadWeightsBody, table)
-    address = _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
-    with _of_turn(address):
+    with _of_turn(_address(table)):
         return _checked(LoadWeightsBody, table)
 
 
 def read_turn(kind: type[TurnT], raw: bytes) -> TurnT:
     """Read a request to a run. BadTurn if it is wrong, but its place is known."""
     table = _table(raw)
-    address = _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
-    with _of_turn(address):
+    with _of_turn(_address(table)):
         return _checked(kind, table)
+
+
+def refused_turn(raw: bytes, reason: str) -> BadTurn:
+    """Return the refusal of a request to a run, whatever else it says."""
+    address = _address(_table(raw))
+    return BadTurn(BadRequest(400, reason), address.model_id, address.seq_id)
+
+
+def _address(table: dict[str, Any]) -> OfRunBody:
+    return _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
 
 
 @contextlib.contextmanager

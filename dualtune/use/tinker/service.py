@@ -26,10 +26,10 @@ from dualtune.base.errors import (
 from dualtune.base.http_server import BadRequest
 from dualtune.use.tinker import answers, requests
 from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs
-from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
+from dualtune.use.tinker.futures import Failure, Future, Futures, Reply
 from dualtune.use.tinker.host import TrainingHost
 from dualtune.use.tinker.ledger import Ledger
-from dualtune.use.tinker.messages import CheckpointInfo, RunInfo, SampleRequest
+from dualtune.use.tinker.messages import CheckpointInfo, SampleRequest, ServedRun
 from dualtune.use.tinker.sessions import Sessions, TinkerSession
 from dualtune.use.tinker.turns import RunJob, SampleJob, Turns
 
@@ -141,7 +141,7 @@ class TrainingService:
             raise BadRequest(400, "model_id: a load is into a run (model_id), or a new run (session_id, model_seq_id)")
         run = body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             host.load_state(run, body.path, optimizer=body.optimizer)
             self._unsaved.discard(run)
             return answers.plain({"type": "load_weights", "path": body.path, "model_id": run})
@@ -150,14 +150,14 @@ class TrainingService:
 
     def _begin(
         self, session: str, number: int, metadata: Mapping[str, Any] | None, kind: str,
-        make: Callable[[TrainingHost, str], RunInfo],
+        make: Callable[[TrainingHost, str], ServedRun],
     ) -> Future:  # fmt: skip
         run = self.sessions.add_run(session, number)
         future, is_new = self.futures.get_or_add(f"{run}:0")
         if not is_new:
             return future
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             make(host, run)
             if metadata:
                 self.ledger.note(run, metadata=metadata)
@@ -174,7 +174,7 @@ class TrainingService:
         return {"type": "get_info", "model_id": run, "model_data": data, "is_lora": True, "lora_rank": info.rank,
                 "model_name": self.base}  # fmt: skip
 
-    def _run(self, run: str) -> RunInfo:
+    def _run(self, run: str) -> ServedRun:
         info = next((info for info in list_runs(self._runs_dir) if info.name == run), None)
         if info is None:
             raise BadRequest(404, f"there is no run {run[:200]}")
@@ -190,7 +190,7 @@ class TrainingService:
         ]
         return {"training_runs": tables, "cursor": _cursor(limit, offset, len(runs))}
 
-    def _run_table(self, run: RunInfo, checkpoints: Sequence[CheckpointInfo]) -> Table:
+    def _run_table(self, run: ServedRun, checkpoints: Sequence[CheckpointInfo]) -> Table:
         newest = {found.kind: found for found in sorted(checkpoints, key=lambda found: found.created)}
         last = {kind: self._checkpoint_table(found) for kind, found in newest.items()}
         asked = self._last_request.get(run.name, max([run.created, *(found.created for found in checkpoints)]))
@@ -204,7 +204,7 @@ class TrainingService:
     def unload(self, run: str) -> Future:
         """Free a run."""
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             host.unload(run)
             self._unsaved.discard(run)
             self.turns.close_run(run, f"{run} has been unloaded")
@@ -215,7 +215,7 @@ class TrainingService:
     # Training.
 
     def losses(self, request: requests.LossRequest, num_bytes: int) -> Future:
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             compute = host.forward if request.forward_only else host.forward_backward
             return answers.of_losses(compute(request.run, request.data, request.loss, request.config))
 
@@ -224,7 +224,7 @@ class TrainingService:
     def optim_step(self, body: requests.OptimStepBody) -> Future:
         settings, run = body.adam_params.settings(), body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             metrics = host.optim_step(run, settings)
             self._unsaved.add(run)
             return answers.plain({"metrics": dict(metrics)})
@@ -234,12 +234,12 @@ class TrainingService:
     def fail_turn(self, turn: requests.BadTurn) -> Future:
         """Let a request to a run fail in its turn: the next ones are not to wait for it."""
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             raise ConfigError(str(turn))
 
         return self._submit(turn.run, turn.seq, work)
 
-    def _submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Answer], num_bytes: int = 0) -> Future:
+    def _submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Reply], num_bytes: int = 0) -> Future:
         self.sessions.hear_of(run)
         self._last_request[run] = time.time()
         return self.turns.submit(run, seq, work, num_bytes)
@@ -249,7 +249,7 @@ class TrainingService:
     def save_state(self, body: requests.SaveWeightsBody) -> Future:
         run = body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             name = body.path or f"{host.run_info(run).steps:06d}"
             saved = host.save_state(run, name, overwrite=body.overwrite or body.path is None)
             self._unsaved.discard(run)
@@ -266,7 +266,7 @@ class TrainingService:
                 BadRequest(400, "path: is missing, and so is sampling_session_seq_id"), run, body.seq_id
             )
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             path = host.save_sampler(run, body.path)
             if body.path is not None:
                 self.ledger.note(path, ttl_s=body.ttl_seconds, metadata=body.user_metadata)
@@ -439,7 +439,7 @@ class TrainingService:
         self.futures.drop_samplers(session.id)
         future, _ = self.futures.get_or_add(f"{session.id}:end")
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             for run in session.runs:
                 if save:
                     self._save(run)
@@ -478,7 +478,7 @@ def _category(error: Exception) -> Literal["user", "server"]:
 
 
 def _completion(future: Future) -> Table:
-    if isinstance(future.outcome, Answer):
+    if isinstance(future.outcome, Reply):
         return {
             "state": "finished",
             "request_id": future.id,
