@@ -257,7 +257,8 @@ def test_a_snapshot_keeps_its_weights_and_one_in_flight_has_the_newest(shared):
     ("change", "words"),
     [
         ({"num_samples": 100_000}, "num_samples"), ({"num_samples": 0}, "num_samples"),
-        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"), ({"sampling_params": {"top_p": 0}}, "top_p"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling_params": {"max_tokens": 33}}, "--max-tokens"), ({"sampling_params": {"top_p": 0}}, "top_p"),
         ({"sampling_params": {"temperature": -1}}, "temperature"), ({"prompt": prompt()}, "prompt"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "chunks"),
         ({"prompt": prompt(*[65] * 100_000)}, "prompt"), ({"prompt": prompt(-1)}, "prompt"),

@@ -6,6 +6,7 @@ The model is used by one thread, which calls `run_next`. All else only files req
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +50,13 @@ class TrainingService:
     """
 
     def __init__(
-        self, host: TrainingHost, *, max_waiting: int, max_tokens: int, timeout_s: float, say: Callable[[str], None],
-        is_fatal: Callable[[BaseException], bool] = lambda error: False,
+        self, host: TrainingHost, *, max_waiting: int, max_tokens: int | None, timeout_s: float, say: Callable[[str], None],
+        is_fatal: Callable[[BaseException], bool] = lambda error: False, seed: int | None = None,
     ) -> None:  # fmt: skip
+        """`seed`: from which those are drawn that clients do not give; None: at random."""
         self.base, self.max_length = host.base, host.max_length
         self._host, self._runs_dir, self._max_tokens, self._say = host, host.runs_dir, max_tokens, say
-        self._is_fatal = is_fatal
+        self._is_fatal, self._seed = is_fatal, seed
         # A directory of this machine has to be named whole: the client looks for its tokenizer there.
         self._tokenizer = str(host.directory.resolve()) if Path(host.base).is_dir() else host.base
         self.futures = Futures()
@@ -123,6 +125,8 @@ class TrainingService:
     def create_run(self, body: requests.CreateModelBody) -> Future:
         self._check_base(body.base_model)
         settings = body.lora_config.settings()
+        if settings.seed is None:
+            settings = replace(settings, seed=self._drawn_seed(body.session_id, body.model_seq_id))
         return self._begin(
             body.session_id, body.model_seq_id, body.user_metadata, "create_model",
             lambda host, run: host.create_run(run, settings),
@@ -166,6 +170,13 @@ class TrainingService:
 
         self.turns.submit_first(RunJob(future, run, work))
         return future
+
+    def _drawn_seed(self, session: str, *place: object) -> int | None:
+        """Return the seed of an adapter or of samples, by their place; None: it is drawn at random."""
+        if self._seed is None:
+            return None
+        text = repr((self._seed, self.sessions.get(session).number, *place))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
     def info(self, run: str) -> Table:
         """Return what the client asks of a run that it has made."""
@@ -324,12 +335,13 @@ class TrainingService:
         request = body.request()
         if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
             raise BadRequest(400, "prompt_logprobs_last_n: needs prompt_logprobs")
-        most = min(request.max_tokens or self._max_tokens, self._max_tokens)
+        if request.max_tokens is not None and request.max_tokens > (self._max_tokens or request.max_tokens):
+            raise BadRequest(400, f"max_tokens: got {request.max_tokens}, allowed: {self._max_tokens} (--max-tokens)")
         if len(request.prompt) >= self.max_length:
             raise BadRequest(
                 400, f"prompt: has {len(request.prompt)} tokens, the model has {self.max_length} positions"
             )
-        most = min(most, self.max_length - len(request.prompt))
+        most = min(request.max_tokens or self._max_tokens or self.max_length, self.max_length - len(request.prompt))
         sampler = None if body.sampling_session_id is None else self.sessions.sampler(body.sampling_session_id)
         if sampler is None:
             path = self._source(body.base_model, body.model_path)
@@ -342,6 +354,8 @@ class TrainingService:
             future, is_new = self.futures.get_or_add(f"{sampler.id}:{body.seq_id}", clone)
         source = (lambda: path) if sampler is None else (lambda: self.sessions.source(sampler))
         if is_new:
+            if request.seed is None and sampler is not None:
+                request = replace(request, seed=self._drawn_seed(*sampler.id.split(":"), body.seq_id))
             request = replace(request, max_tokens=most)
             self.turns.submit_sample(SampleJob(future, source, request, body.prompt_logprobs_last_n, num_bytes))
         return future

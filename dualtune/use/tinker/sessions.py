@@ -18,6 +18,7 @@ MAX_SESSIONS, MAX_SAMPLERS = 1000, 10_000
 @dataclass(slots=True, eq=False)
 class TinkerSession:
     id: str
+    number: int  # in the order in which sessions began here
     display_name: str | None
     metadata: Mapping[str, Any] | None
     created: float = field(default_factory=time.time)
@@ -44,6 +45,7 @@ class Sessions:
         self._lock = threading.RLock()
         self._sessions: dict[str, TinkerSession] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._num_begun = 0
         self._published: dict[str, str] = {}  # by run: its weights in memory that its following samplers have
 
     def __iter__(self) -> Iterator[TinkerSession]:
@@ -52,12 +54,13 @@ class Sessions:
 
     def create(self, display_name: str | None, metadata: Mapping[str, Any] | None) -> TinkerSession:
         """Begin a session."""
-        session = TinkerSession(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", display_name, metadata)
+        id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise BadRequest(429, f"{MAX_SESSIONS} sessions are open; try again later")
-            self._sessions[session.id] = session
-        return session
+            session = self._sessions[id] = TinkerSession(id, self._num_begun, display_name, metadata)
+            self._num_begun += 1
+            return session
 
     def get(self, id: str) -> TinkerSession:
         """Return a session, whose client has been heard from just now. BadRequest 410 if there is none."""
