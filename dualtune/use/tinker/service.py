@@ -50,7 +50,8 @@ class TrainingService:
     """
 
     def __init__(
-        self, host: TrainingHost, *, max_waiting: int, max_tokens: int | None, timeout_s: float, say: Callable[[str], None],
+        self, host: TrainingHost, *, max_waiting: int, max_tokens: int | None, timeout_s: float,
+        say: Callable[[str], None],
         is_fatal: Callable[[BaseException], bool] = lambda error: False, seed: int | None = None,
     ) -> None:  # fmt: skip
         """`seed`: from which those are drawn that clients do not give; None: at random."""
