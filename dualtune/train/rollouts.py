@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ class _Asked:
         parts = [question_of(document) for document in documents]
         texts, expected = ([tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*parts, strict=True))
         wheres = [document.where for document in documents]
-        fields = [{} if rows is None else rows[where] for where in wheres]
+        fields: list[Mapping[str, Any]] = [{} if rows is None else rows[where] for where in wheres]
         return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields)
 
     def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[Asked]:
@@ -277,6 +277,6 @@ class RolloutFile:
         self._path = path
         keep_rows(path, first_step)
 
-    def write(self, samples: StepSamples) -> None:
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in samples.rows).encode())
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
