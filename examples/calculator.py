@@ -11,11 +11,17 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 ASKED = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 RIGHT, ASKING = 1.0, 0.1  # the rewards of a right answer, and of the first sum that can be calculated
 TOOL = "You may write <calc>2 * 3</calc> to have it calculated. Then answer with the number alone."
 

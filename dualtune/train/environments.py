@@ -157,9 +157,7 @@ class Episodes:
         if reply["done"] or len(episode.drawn) == self._turns:
             return episode.end(is_whole=answer.is_whole and reply["done"])
         try:
-            between = self._drawing.tokenizer.encode_after_answer(
-                [Message(turn["role"], turn["content"]) for turn in reply["turns"] or []]
-            )
+            between = self._drawing.tokenizer.encode_after_answer(_messages(reply["turns"] or []))
         except RowError as error:
             return episode.end(problem=str(error))
         if len(between) and between[0] == answer.tokens[-1] and int(between[0]) in self._drawing.tokenizer.stop_ids:
@@ -181,7 +179,11 @@ def encoded(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]]) -> np.ndar
     """Return the tokens of a conversation for the model to answer. RowError if the template rejects it."""
     if tokenizer.template is None:
         return tokenizer.encode_text("".join(turn["content"] for turn in turns))
-    return tokenizer.encode_chat([Message(turn["role"], turn["content"]) for turn in turns])
+    return tokenizer.encode_chat(_messages(turns))
+
+
+def _messages(turns: Sequence[Mapping[str, str]]) -> list[Message]:
+    return [Message(turn["role"], turn["content"]) for turn in turns]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
