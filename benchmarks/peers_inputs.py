@@ -147,10 +147,10 @@ def data_and_steps(rows: Path, workload: Workload) -> dict[str, dict[str, Any]]:
     }
 
 
-def by_length(lengths: np.ndarray) -> list[int]:
+def by_length(lengths: np.ndarray, per_step: int = DOCUMENTS_PER_STEP, seed: int = SEED) -> list[int]:
     """mlx-lm's order: sorted, cut into batches, the batches shuffled (mlx_lm/tuner/trainer.py, iterate_batches)."""
-    batches = np.argsort(lengths, kind="stable").reshape(-1, DOCUMENTS_PER_STEP)
-    return batches[np.random.RandomState(SEED).permutation(len(batches))].ravel().tolist()
+    batches = np.argsort(lengths, kind="stable").reshape(-1, per_step)
+    return batches[np.random.RandomState(seed).permutation(len(batches))].ravel().tolist()
 
 
 def unshuffled(rows: list[str], config: Config) -> list[str]:

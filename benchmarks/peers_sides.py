@@ -265,7 +265,7 @@ def unsloth(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Settings: of mlx_lm.lora's config. Documents come as they are in the source: mlx-lm sorts them itself."""
+    """Settings: of mlx_lm.lora's config, and dtype, to which the base is cast. mlx-lm sorts the documents itself."""
     import types
 
     import mlx.core as mx
@@ -304,8 +304,12 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
         "resume_adapter_file": str(Path(job["adapter"], "adapters.safetensors")), "adapter_path": job["scratch"],
         "learning_rate": optimizer["lr"], "optimizer": "adamw", "optimizer_config": {"adamw": adamw},
         "steps_per_report": 1, "steps_per_eval": job["steps"] + 1, "save_every": job["steps"] + 1,
-    } | job["settings"]  # fmt: skip
+    } | {key: value for key, value in job["settings"].items() if key != "dtype"}  # fmt: skip
+    if "save" in job:
+        arguments["adapter_path"] = job["save"]
     model, _ = load(job["model"])
+    if dtype := job["settings"].get("dtype"):
+        model.set_dtype(getattr(mx, dtype))
     documents = list(map(json.loads, Path(job["documents"]).read_text(encoding="utf-8").splitlines()))
     np.random.seed(job["seed"])  # the order of the batches
     lora.train_model(types.SimpleNamespace(**arguments), model, Tokenized(documents), [], Reports())

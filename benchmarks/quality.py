@@ -1,6 +1,7 @@
 """What fine-tuning is worth on a real model: SmolLM2-135M-Instruct, two tasks, several seeds, one evaluation for all.
 
     python benchmarks/quality.py [--shared ../shared] [--tasks wikisql] [--arms lora,trl] [--seeds 1 2 3] [--threads 1]
+    python benchmarks/quality.py --tasks wikisql_short
     python benchmarks/quality.py --table    # writes docs/quality.md's tables from the recorded result
 
 Sides with a PEER's name train in the peer's own program (peers_sides.py); all others are `dualtune train`. With equal
@@ -28,7 +29,7 @@ import page_tables
 import psutil
 import record
 from peers import OPTIMIZER
-from peers_inputs import SPEC, save_adapter, tokens_of, write_lines
+from peers_inputs import SPEC, by_length, save_adapter, tokens_of, unshuffled, write_lines
 from peers_settings import hf, python_of
 
 from dualtune.config import parse_config
@@ -42,7 +43,6 @@ from dualtune.model.package import fetch_model
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "quality.md"
 SIDES = Path(__file__).with_name("peers_sides.py")
-CONTROL = "lora"
 STEPS, DOCUMENTS = 40, 4  # documents of a step
 PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 throughout, nothing recomputed
     "trl": {
@@ -50,6 +50,7 @@ PEERS: dict[str, dict[str, Any]] = {  # settings in the peer's words: float32 th
         "arguments": {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": DOCUMENTS},
     },
     "hf_peft": hf(DOCUMENTS, "sdpa", dtype="float32"),
+    "mlx_lm": {"dtype": "float32"},
 }
 PREDICTIVE = {"enabled": True, "warmup_steps": 12, "full_steps": 8, "gate": "none"}  # for runs as short as these
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -85,6 +86,13 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "olora-2e-4": {"adapter": {"init": "olora"}, "train": {"learning_rate": 2e-4}},
     "lora_plus": {"train": {"learning_rate": 3e-4, "lora_plus_ratio": 16.0}},
 }
+SHORT_ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "mlx": {},
+    "torch": {},
+    "mlx-affine4": {"model": {"quantization": "affine4"}},
+    "mlx-affine8": {"model": {"quantization": "affine8"}},
+}
+ARMS |= SHORT_ARMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,17 @@ class Task:
     max_length: int
     right: str  # the key of the share of right answers in what `dualtune eval --json` prints
     options: tuple[str, ...]  # of `dualtune eval`
+    control: str = "lora"  # what the other arms are compared with
+    steps: int = STEPS
+    is_of_mlx: bool = False  # what mlx-lm does holds for all arms: its order, and no clipping
+
+    @property
+    def arms(self) -> list[str]:
+        return (
+            ["mlx_lm", *SHORT_ARMS]
+            if self.is_of_mlx
+            else ["trl", "hf_peft", *(arm for arm in ARMS if arm not in SHORT_ARMS)]
+        )
 
     def rows(self, path: Path, start: int, stop: int) -> list[dict[str, str]]:
         with path.open(encoding="utf-8") as file:
@@ -116,6 +135,10 @@ TASKS = {
         "gsm8k/train.jsonl", "gsm8k/train.jsonl", 40, 512, "right",
         ("--answer-pattern", r"(####) *[-$0-9]", "--limit", "20", "--max-tokens", "200"),
     ),
+    "wikisql_short": Task(
+        "wikisql/train.jsonl", "wikisql/valid.jsonl", 60, 256, "exact_match", ("--exact-match",),
+        control="mlx", steps=10, is_of_mlx=True,
+    ),
 }  # fmt: skip
 
 
@@ -125,7 +148,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, task: str, folder: Path) -> None:
         self.args, self.name, self.task, self.folder = args, task, TASKS[task], folder
         self.model = model_from_gguf(fetch_model())
-        data, num_trained = args.shared / "data", STEPS * DOCUMENTS
+        data, num_trained = args.shared / "data", self.task.steps * DOCUMENTS
         # GSM8K's file is one: what is held out lies behind what three seeds could train on.
         start = 5000 if self.task.train == self.task.held_out else 0
         self.train = self._write("train", self.task.rows(data / self.task.train, 0, num_trained))
@@ -143,9 +166,9 @@ class Bench:
             "adapter": {"rank": SPEC.rank, "alpha": SPEC.alpha, "dropout": 0.0, "targets": list(SPEC.targets)},
             "data": {"train": str(self.train), "eval": 0, "max_length": self.task.max_length,
                      "template": "none"},
-            "train": {"steps": STEPS, "documents_per_step": DOCUMENTS, "learning_rate": OPTIMIZER["lr"],
+            "train": {"steps": self.task.steps, "documents_per_step": DOCUMENTS, "learning_rate": OPTIMIZER["lr"],
                       "schedule": "constant", "warmup": 0.0, "weight_decay": OPTIMIZER["weight_decay"],
-                      "max_grad_norm": OPTIMIZER["max_grad_norm"]},
+                      "max_grad_norm": None if self.task.is_of_mlx else OPTIMIZER["max_grad_norm"]},
             "run": {"dir": str(self.folder / f"{arm}-{seed}"), "seed": seed, "log_every": 1, "eval_every": None,
                     "save_every": None},
         }  # fmt: skip
@@ -163,6 +186,8 @@ class Bench:
     def run(self, arm: str, seed: int) -> dict[str, Any]:
         """Train a side and measure what it has learned."""
         settings = self.config(arm, seed)
+        if self.task.is_of_mlx and arm not in PEERS:
+            settings["data"]["train"] = str(self._in_order_of_mlx_lm(settings))
         if "adapter" not in ARMS.get(arm, {}):
             settings["adapter"]["init_from"] = str(self._initial(seed))
         config = self.folder / f"{arm}-{seed}.json"
@@ -171,7 +196,7 @@ class Bench:
         if arm in PEERS:
             losses = self._peer(arm, seed, run_dir)
             return {"losses": losses} | self.measured(config, "--adapter", run_dir / "adapter")
-        self._call(["train", config])
+        self._call(["train", config], "mlx" if arm.startswith("mlx") else "cpu")
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         return {"losses": [row["loss"] for row in rows if "loss" in row]} | self.measured(config)
 
@@ -179,6 +204,14 @@ class Bench:
         """Return the adapter that all sides of a seed start from."""
         shape = json.loads((self.model / "config.json").read_text())
         return save_adapter(self.folder / f"initial-{seed}", shape, seed)
+
+    def _in_order_of_mlx_lm(self, settings: dict[str, Any]) -> Path:
+        """Return the rows of training in a file from which dualtune takes the steps that mlx-lm takes."""
+        config = parse_config(json.dumps(settings))
+        documents, _ = Data(config).train_and_eval(Tokenizer(self.model, config.data.template))
+        rows = self.train.read_text(encoding="utf-8").splitlines(keepends=True)
+        order = by_length(documents.lengths, DOCUMENTS, config.run.seed)
+        return write_lines(Path(f"{settings['run']['dir']}.jsonl"), unshuffled([rows[i] for i in order], config))
 
     def _peer(self, peer: str, seed: int, run_dir: Path) -> list[float]:
         """Train in the peer's program on the documents that dualtune makes of the rows, in dualtune's order."""
@@ -189,7 +222,7 @@ class Bench:
         job = {
             "model": str(self.model), "adapter": str(self._initial(seed)),
             "documents": str(write_lines(run_dir / "documents.jsonl", tokens_of(documents))),
-            "documents_per_step": DOCUMENTS, "steps": STEPS,
+            "documents_per_step": DOCUMENTS, "steps": self.task.steps,
             "order": [int(i) for step in range(order.num_steps) for i in order.step(step).documents],
             "seed": seed, "optimizer": OPTIMIZER, "quantization": "none", "device": "cpu", "settings": PEERS[peer],
             "scratch": str(run_dir), "result": str(run_dir / "result.json"), "save": str(run_dir / "adapter"),
@@ -206,8 +239,8 @@ class Bench:
         result = json.loads(self._call(["eval", config, *what, *options]))
         return {"loss": result["loss"], "right": result[self.task.right]}
 
-    def _call(self, command: list[Any]) -> str:
-        words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", "cpu"]
+    def _call(self, command: list[Any], platform: str = "cpu") -> str:
+        words = [sys.executable, "-m", "dualtune.cli.main", *map(str, command), "--platform", platform]
         return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -215,8 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
     parser.add_argument("--envs", type=Path, default=ROOT / "build" / "peers", help="environments of peers.py")
-    parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--arms", default=",".join([*PEERS, *ARMS]))
+    parser.add_argument("--tasks", default="wikisql,gsm8k")
+    parser.add_argument("--arms", help="default: all of the task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
     parser.add_argument("--again", action="store_true", help="make runs anew that are recorded")
@@ -237,7 +270,9 @@ def run_all(bench: Bench) -> None:
     args = bench.args
     for seed in args.seeds:
         for arm in args.arms.split(","):
-            if seed == args.seeds[0] and ("model" in ARMS.get(arm, {}) or arm == CONTROL):  # a base of its own
+            if seed == args.seeds[0] and (
+                "model" in ARMS.get(arm, {}) or arm == bench.task.control
+            ):  # a base of its own
                 note(f"{bench.name}/{arm}/base", lambda arm=arm: bench.base(arm), args.again)
             note(f"{bench.name}/{arm}/{seed}", lambda arm=arm, seed=seed: bench.run(arm, seed), args.again)
 
@@ -265,7 +300,8 @@ def tables(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def table(task: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the means of each arm, and its mean difference to the control over the same seeds with a 95 % interval."""
     share = "exactly right" if TASKS[task].right == "exact_match" else "in the format"
-    header = ["side", "seeds", "held-out loss", "minus `lora`", share, "minus `lora`"]
+    named = TASKS[task].control
+    header = ["side", "seeds", "held-out loss", f"minus `{named}`", share, f"minus `{named}`"]
     rows: list[list[str]] = []
     for arm in [*ARMS, *PEERS]:
         if base := runs.get(f"{task}/{arm}/base"):
@@ -273,8 +309,8 @@ def table(task: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
         if seeds := [key.split("/")[2] for key in runs if key.startswith(f"{task}/{arm}/") and key[-4:] != "base"]:
             cells = [f"`{arm}`", str(len(seeds))]
             for figure, how in (("loss", "{:.4f}"), ("right", "{:.1%}")):
-                mine, control = ([runs[f"{task}/{a}/{seed}"][figure] for seed in seeds] for a in (arm, CONTROL))
-                cells += [how.format(interval(mine).mean), "" if arm == CONTROL else shown(paired(mine, control), how)]
+                mine, control = ([runs[f"{task}/{a}/{seed}"][figure] for seed in seeds] for a in (arm, named))
+                cells += [how.format(interval(mine).mean), "" if arm == named else shown(paired(mine, control), how)]
             rows.append(cells)
     return page_tables.table(header, rows)
 

@@ -39,6 +39,7 @@ class LimitedServer(ThreadingHTTPServer):
         self._open: set[socket.socket] = set()
         self._waiting_since: dict[socket.socket, float] = {}  # whose request has not come
         self._lock = threading.Lock()
+        self.max_connections = MAX_CONNECTIONS
         super().__init__((host, port), handler)
 
     def admits(self, headers: Message) -> bool:
@@ -54,7 +55,7 @@ class LimitedServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread. If there are too many, the one that has been waited for longest is closed."""
         with self._lock:
-            is_full = len(self._open) >= MAX_CONNECTIONS
+            is_full = len(self._open) >= self.max_connections
             longest = min(self._waiting_since, key=self._waiting_since.__getitem__, default=None) if is_full else None
             if longest is not None:  # its place is free at once; its thread ends a moment later
                 self._open.discard(longest)
@@ -97,7 +98,7 @@ class LimitedServer(ThreadingHTTPServer):
 
     def _refuse(self, request: socket.socket) -> None:
         error = {
-            "message": f"{MAX_CONNECTIONS} connections are being answered; try again later",
+            "message": f"{self.max_connections} connections are being answered; try again later",
             "type": "server_error",
         }
         body = json.dumps({"error": error | {"param": None, "code": None}}).encode()

@@ -1,12 +1,16 @@
-"""`dualtune serve`: answer HTTP requests in the form of OpenAI's API."""
+"""`dualtune serve`: answer HTTP requests in the form of OpenAI's API, or with --train in that of Tinker's."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from dualtune.base import interrupt
 from dualtune.base.errors import EnvironmentFault, Preempted
@@ -14,12 +18,36 @@ from dualtune.cli.adapter_sets import base_of, load_adapters, named_directories,
 from dualtune.cli.options import ModelForm, form_options, no_system_option, template_option
 from dualtune.cli.terminal import say
 
+if TYPE_CHECKING:
+    from dualtune.base.http_server import LimitedServer
+
+ServerT = TypeVar("ServerT", bound="LimitedServer")
 KEY_VARIABLE = "DUALTUNE_API_KEY"
+TINKER_KEY = "tml-"  # the client refuses a key that does not begin so
 USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
+# Options that only one of the two has.
+ANSWERING = {"adapters": "--adapter", "no_system": "--no-system", "template": "--template",
+             "max_prompt": "--max-prompt", "time_limit": "--time-limit"}  # fmt: skip
+TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--session-timeout"}
 
 
 @click.command("serve")
 @click.argument("model", required=False)
+@click.option(
+    "--train", is_flag=True, help="Serve Tinker's interface instead: clients train adapters of MODEL and sample."
+)
+@click.option(
+    "--runs", "runs_dir", type=click.Path(file_okay=False, path_type=Path), default=Path("runs"), show_default=True,
+    help="With --train: the directory of the clients' run directories.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(min=0),
+    help="With --train: draw adapters and samples from this seed where clients give none.  [default: at random]",
+)  # fmt: skip
+@click.option(
+    "--session-timeout", type=click.FloatRange(min=30), default=600.0, show_default=True,
+    help="With --train: seconds without a sign of a client after which its runs are saved and freed.",
+)  # fmt: skip
 @click.option(
     "--adapter", "adapters", multiple=True, metavar="[NAME=]DIR",
     help="An adapter directory in any layout, or a run directory. Repeatable; clients name it as their model.",
@@ -32,15 +60,17 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 @no_system_option
 @template_option
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True,
-    help="Maximum number of tokens per answer.",
+    "--max-tokens", type=click.IntRange(min=1),
+    help="Maximum number of tokens per answer.  [default: 2048; with --train what the model allows]",
 )  # fmt: skip
 @click.option(
     "--max-prompt", type=click.IntRange(min=1),
     help="Maximum number of tokens per prompt. Default: the context length of the model.",
 )  # fmt: skip
 @click.option(
-    "--queue", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum number of waiting requests."
+    "--queue",
+    type=click.IntRange(min=1),
+    help="Maximum number of waiting requests.  [default: 128; with --train 2000]",
 )
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True,
@@ -48,57 +78,134 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 )  # fmt: skip
 @click.option("--quiet", is_flag=True, help="Do not print a line for each request.")
 @form_options
+@click.pass_context
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str | None, adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int,
-    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, form: ModelForm,
+    context: click.Context, model: str | None, train: bool, runs_dir: Path, seed: int | None, session_timeout: float,
+    adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int | None,
+    max_prompt: int | None, queue: int | None, time_limit: float, quiet: bool, form: ModelForm,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
     The default of MODEL is the base that the adapters name. Clients that ask for the model "base" get it without an
     adapter. Requests are answered one at a time; the others wait. A --host other than the default needs a key in
     DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
+
+    With --train, programs that use the package tinker train adapters of MODEL here (docs/tinker.md).
     """
-    from dualtune.base.http_server import LOOPBACK
+    _check_options(context, train)
+    key = _key(host, begins=TINKER_KEY if train else "")
+    tell = _silent if quiet else _tell
+    if train:
+        if model is None:
+            raise click.UsageError("Missing argument 'MODEL': --train needs the model that is trained.")
+        _serve_training(model, runs_dir, host, port, key, tell, form, queue or 2000, max_tokens, session_timeout, seed)
+        return
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
     from dualtune.use.chat import BASE
     from dualtune.use.serve.answers import Answers
     from dualtune.use.serve.server import CompletionServer
 
-    # An open port without a key is refused before anything is loaded.
-    directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
-    if host not in LOOPBACK and not key:
-        raise click.UsageError(
-            f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
-        )
+    directories = named_directories(adapters)
     model = base_of(model, [*directories.values()])
     adapter_set, backend = load_adapters(model, directories, form, template)
     # A prompt that is longer than the model's context is refused, not cut.
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
-        adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
+        adapter_set, max_tokens=max_tokens or 2048, max_prompt=longest, max_waiting=queue or 128,
+        time_limit_s=time_limit,
         is_fatal=backend.is_device_fault,
         systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
     )  # fmt: skip
+    server = _opened(host, port, lambda: CompletionServer(host, port, answers, key=key, tell=tell))
+    _run(server, f"{', '.join(answers.names)} at {_address(host, server)}/v1", answers.answer_next)
+    say("stopped", err=True)
+
+
+def _serve_training(
+    model: str, runs_dir: Path, host: str, port: int, key: str | None, tell: Callable[[str], None], form: ModelForm,
+    queue: int, max_tokens: int | None, session_timeout: float, seed: int | None,
+) -> None:  # fmt: skip
+    from dualtune.cli.screen import phases
+    from dualtune.use.tinker.host import TrainingHost
+    from dualtune.use.tinker.requests import protobufs
+    from dualtune.use.tinker.server import TrainingServer
+    from dualtune.use.tinker.service import TrainingService
+
+    protobufs()  # the package is there
+    with phases(err=True) as shown:
+        backend = form.backend()
+        shown.begin("loading", "the model")
+        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
+    service = TrainingService(
+        trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,
+        is_fatal=backend.is_device_fault, seed=seed,
+    )  # fmt: skip
+    server = _opened(host, port, lambda: TrainingServer(host, port, service, key=key, tell=tell))
+    address = _address(host, server)
     try:
-        server = CompletionServer(
-            host, port, answers, key=key, tell=lambda text: None if quiet else say(text, err=True)
+        _run(server, f"{model} for training at {address}, runs in {runs_dir}", service.run_next)
+    finally:
+        service.stop()
+    say("stopped", err=True)
+
+
+def _check_options(context: click.Context, train: bool) -> None:
+    """Refuse what the other kind of server honours."""
+    others = ANSWERING if train else TRAINING
+    named = [
+        option for name, option in others.items() if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+    ]
+    if named:
+        reason = "is not for --train: it answers as a chat" if train else "needs --train"
+        raise click.UsageError(f"{', '.join(named)} {reason}.")
+
+
+def _key(host: str, begins: str) -> str | None:
+    """Return the key that clients must send. An open port without one is refused before anything is loaded."""
+    from dualtune.base.http_server import LOOPBACK
+
+    key = os.environ.get(KEY_VARIABLE)
+    if host not in LOOPBACK and not key:
+        raise click.UsageError(
+            f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
+    if key and not key.startswith(begins):
+        raise click.UsageError(f"{KEY_VARIABLE}: must begin with '{begins}': Tinker's client takes no other key.")
+    return key
+
+
+def _tell(text: str) -> None:
+    say(text, err=True)
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _opened(host: str, port: int, make: Callable[[], ServerT]) -> ServerT:
+    try:
+        return make()
     except OSError as error:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         remedy = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
         raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {remedy}") from error
-    # Connections have threads of their own; the model is used by this one alone, and so are signals.
+
+
+def _address(host: str, server: LimitedServer) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
+
+
+def _run(server: LimitedServer, what: str, work: Callable[[], None]) -> None:
+    """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals."""
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
-        address = f"[{host}]" if ":" in host else host
-        say(f"serving     {', '.join(answers.names)} at http://{address}:{server.server_address[1]}/v1")
+        say(f"serving     {what}")
         try:
             while not interrupt.requested():
-                answers.answer_next()
+                work()
         except (KeyboardInterrupt, Preempted):
             pass
         finally:
             server.shutdown()
-    say("stopped", err=True)

@@ -172,20 +172,21 @@ def sample_all(
 
 def prompted_row(
     model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling, *, draws: Sequence[int] | None = None,
-    stops: Sequence[str] = (), sample: int = 0, keeps_logprobs: bool = False, keeps_top: int = 0,
+    stops: Sequence[str] = (), stop_ids: frozenset[int] | None = None, sample: int = 0, keeps_logprobs: bool = False,
+    keeps_top: int = 0,
 ) -> PromptedRow:  # fmt: skip
     """Return the row of a prompt, which ends as soon as its continuation has one of the `stops`.
 
-    `draws`: other numbers than its own, on which its random numbers depend. ConfigError for a prompt that cannot be
-    continued.
+    `draws`: other numbers than its own, on which its random numbers depend. `stop_ids`: the tokens that end it, in
+    place of what ends a turn. ConfigError for a prompt that cannot be continued.
     """
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
     numbers = (*((number,) if draws is None else draws), sample)
     choose = Chooser(
-        replace(sampling, max_tokens=limit), model.tokenizer.stop_ids, numbers=numbers, keeps_logprobs=keeps_logprobs,
-        keeps_top=keeps_top,
+        replace(sampling, max_tokens=limit), model.tokenizer.stop_ids if stop_ids is None else stop_ids,
+        numbers=numbers, keeps_logprobs=keeps_logprobs, keeps_top=keeps_top,
     )  # fmt: skip
-    texts = tuple(filter(None, (*stops, model.tokenizer.stop_text)))
+    texts = tuple(filter(None, (*stops, model.tokenizer.stop_text if stop_ids is None else None)))
     decode = model.tokenizer.decode
     # A character is four tokens at most. A few tokens are decoded at each step, and all only to be sure.
     most = 4 * max(map(len, texts), default=0) + 4
@@ -230,7 +231,7 @@ def _continued(
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
 ) -> Iterator[tuple[PromptedRow, Continuation]]:  # fmt: skip
     stop_ids = model.tokenizer.stop_ids if all(row.is_greedy for row in rows) else None
-    for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
+    for row in ended_rows(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
         interrupt.poll()
         text = _text(model, row.prompt, row.tokens)
         if stop := model.tokenizer.stop_text:
@@ -239,7 +240,7 @@ def _continued(
         yield row, Continuation(row.number, text, len(row.tokens), is_whole)
 
 
-def _ended(
+def ended_rows(
     engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
 ) -> Iterator[PromptedRow]:  # fmt: skip

@@ -22,10 +22,10 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import cache_dir, new_file
 from dualtune.base.untrusted import open_file, parse_object
 from dualtune.config import Config
-from dualtune.config.schema import POLICY_OBJECTIVES, PREFERENCE_KEYS
+from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES, PREFERENCE_KEYS
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
-from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, Engine
+from dualtune.engine.backend import Backend, Batch, Engine
 from dualtune.model.adapter import Tensors
 from dualtune.train.activation_cache import each_alone, engine_key
 from dualtune.train.evaluation import measure_share, using
@@ -40,7 +40,7 @@ REFERENCE = "the log-probabilities of the reference"  # as `show` names them
 def configured_objective(config: Config) -> Objective | None:
     """Return the objective of preference training that a config chooses; None for one that compares no answers."""
     name = config.train.objective
-    if name in ("sft", "distill", *POLICY_OBJECTIVES):
+    if name in ("sft", "distill", ON_POLICY, *POLICY_OBJECTIVES):
         return None
     if name not in OBJECTIVES:
         return installed_objective(name)(config)
@@ -69,7 +69,7 @@ def answer_sums(logprobs_BT: np.ndarray, batch: Batch) -> dict[int, float]:
 
 
 def at_targets(values_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
-    """Return the values at the targets of each document of a micro-batch, [T]."""
+    """Return the values at the targets of each document of a micro-batch, [T], or [T, K] of K targets each."""
     return {document: values_BT[b, targets_T] for document, b, targets_T in _targets(batch)}
 
 
@@ -78,7 +78,7 @@ def with_slopes(batch: Batch, slopes: Mapping[int, float | np.ndarray]) -> Batch
 
     `slopes`: of each document one number, or one for each of its targets.
     """
-    factors_BT = np.zeros(batch.tokens_BT.shape)
+    factors_BT = np.zeros(batch.labels_BT.shape)
     for document, b, targets_T in _targets(batch):
         factors_BT[b, targets_T] = -slopes[document]
     weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
@@ -90,7 +90,7 @@ def _targets(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:
 
     The label of a position belongs to its own document: that of the last token has none.
     """
-    is_target_BT = batch.labels_BT != IGNORE_INDEX
+    is_target_BT = batch.is_target_BT
     for b, row in enumerate(batch.documents):
         for segment, document in enumerate(row, start=1):
             yield document, b, is_target_BT[b] & (batch.segments_BT[b] == segment)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,6 @@ class RolloutFile:
         self._path = path
         keep_rows(path, first_step)
 
-    def write(self, samples: StepSamples) -> None:
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in samples.rows).encode())
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())

@@ -1,211 +1,466 @@
-"""Training runs over one base model, driven from outside a step at a time: what is behind `dualtune serve --train`.
+"""Training runs over one base model, driven from outside a call at a time: what is behind `dualtune serve --train`.
 
-No HTTP here, and no protocol. A host belongs to one thread: none of its methods is called from two at once, except
-the functions that only read files. A request that cannot be honoured is a ConfigError, which names what
-is allowed.
+No HTTP here, and no protocol. A host belongs to one thread. A call that cannot be honoured raises ConfigError, which
+says what is allowed, and leaves the run as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
+from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.data.batches import SequenceLayout
+from dualtune.engine.backend import Backend, Engine, SharedBase, StepOutput, check_state
+from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS
+from dualtune.engine.peft_trial import named
+from dualtune.model.adapter import AdapterSpec, exact_targets, modules_of
+from dualtune.model.base_model import find_weights, resolve_model
+from dualtune.model.config_file import longest_text, read_config
+from dualtune.model.fingerprint import fingerprint
+from dualtune.model.formats.directory import Adapter, read_adapter
+from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
+from dualtune.train.fingerprints import fingerprints, plain_batch
+from dualtune.train.hooks import Watchers
+from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
+from dualtune.train.model_checks import check_causality, check_packing
+from dualtune.train.recovery import Recovery
+from dualtune.train.state.lock import Lock
+from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.run_dir import METRICS
+from dualtune.use.tinker.adapters import spec_of, trains_head
+from dualtune.use.tinker.checkpoints import (
+    RunDirectory,
+    check_name,
+    find_checkpoint,
+    read_run,
+    read_state,
+    settings_of,
+)
+from dualtune.use.tinker.gradients import LossSums, micro_batches
+from dualtune.use.tinker.losses import check_inputs, check_loss
+from dualtune.use.tinker.messages import (
+    AdamSettings,
+    CheckpointInfo,
+    Datum,
+    LoraSettings,
+    LossResult,
+    SampleRequest,
+    SampleResult,
+    ServedRun,
+)
+from dualtune.use.tinker.samples import SampleLimits, sampled
+from dualtune.use.tinker.seat import Seat, TrainingState, Weights
 
-@dataclass(frozen=True, slots=True)
-class Datum:
-    """What a client sends: the model's input, and arrays of the loss, one value a token, or [T, K]."""
-
-    tokens: np.ndarray  # int32 [T]
-    inputs: Mapping[str, np.ndarray]  # target_tokens int64, weights, logprobs, advantages, mask ... float32
-
-
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    outputs: Sequence[Mapping[str, np.ndarray]]  # of each datum: logprobs, elementwise_loss, float32, shape of targets
-    metrics: Mapping[str, float]  # names end in the way they add up over parts of a call, as in loss:sum
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    rank: int
-    seed: int | None = None  # None: chosen here
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """The constants of one update; the defaults are those of Tinker."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # 0: not clipped
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    source: str | None  # what `save_sampler` returned, or the path of any checkpoint; None: the base
-    prompt: np.ndarray  # int32 [T]
-    num_samples: int = 1
-    max_tokens: int | None = None  # None: what the model's positions allow
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all
-    seed: int | None = None
-    stop: Sequence[str] | Sequence[int] | None = None  # None: the end of a turn; empty: nothing
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
+SAMPLERS_KEPT = 8  # in memory: of each run those without a name, and of all that are on disk
+UNNAMED = "memory:"  # begins the path of a sampler without a name
 
 
-@dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    tokens: np.ndarray  # int32 [T, K]; of the first token of a prompt -1
-    logprobs: np.ndarray  # float32 [T, K]; of the first token of a prompt NaN
-
-
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
-    tokens: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T]
-    stop_reason: Literal["stop", "length"]
-    top: TopLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SampleResult:
-    sequences: Sequence[SampledSequence]
-    prompt_logprobs: np.ndarray | None = None  # float32 [T], NaN for the first
-    prompt_top: TopLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    name: str
-    base: str  # the model as the client names it
-    rank: int
-    seed: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    created: float  # seconds since the epoch
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    run: str
-    kind: Literal["weights", "sampler_weights"]
-    name: str
-    created: float
-    num_bytes: int
-    directory: Path  # holds adapter_model.safetensors and adapter_config.json in PEFT's format
-
-    @property
-    def path(self) -> str:
-        return f"tinker://{self.run}/{self.kind}/{self.name}"
-
-
-@dataclass
 class TrainingHost:
-    """Runs over one base model, each with its adapter, its gradient and its optimizer."""
+    """Runs over one base model, each with its adapter, gradient and optimizer."""
 
-    base: str  # a model directory or a hub name; what clients call it is its name
-    runs_dir: Path
-    overrides: Mapping[str, object] = field(default_factory=dict[str, object])  # config keys, e.g. model.dtype
+    def __init__(
+        self, backend: Backend, base: str, runs_dir: Path, *, dtype: str = "auto", quantization: str = "auto",
+        micro_batch_tokens: int = AUTO_MICRO_BATCH_TOKENS,
+    ) -> None:  # fmt: skip
+        """Load the base, a directory or a hub id. `micro_batch_tokens`: how many go through the model at once."""
+        self.base, self.runs_dir, self.backend = base, runs_dir, backend
+        self.directory = resolve_model(base)
+        config = read_config(self.directory)
+        self.max_length = longest_text(config) or USUAL_CONTEXT
+        self._form = {"dtype": dtype, "quantization": quantization}
+        self._shared_base = SharedBase()
+        self._layout = SequenceLayout(micro_batch_tokens)
+        self._runs: dict[str, OpenRun] = {}
+        self._samplers: dict[str, Weights] = {}
+        self._model: LoadedModel | None = None  # without its engine, which is the seat's
+        self._namings: dict[AdapterSpec, Naming] = {}
+        self._seat = Seat(self._load)
+        engine = self._seat.use(None, BASE_ONLY)
+        self._try_model(engine)
+        self.vocab = engine.logprobs(plain_batch(np.zeros(1, np.int32))).shape[-1]
+        self._base_prints = fingerprints(engine, self._loaded(engine).tokenizer)
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Free the model, and the directories of the runs. What was not saved is lost."""
+        for name in [*self._runs]:
+            self.unload(name)
+        self._samplers.clear()
+        self._seat.close()
 
-    @property
-    def tokenizer_dir(self) -> Path:
-        """The directory of the base: clients load its tokenizer from there."""
-        raise NotImplementedError
+    # --- runs -------------------------------------------------------------------------------------------------------
 
-    @property
-    def max_length(self) -> int | None:
-        """The number of positions of the base; None: not limited by the model."""
-        raise NotImplementedError
+    def create_run(self, name: str, settings: LoraSettings) -> ServedRun:
+        """Create a run with a new adapter. ConfigError for a name that is taken, or an adapter that does not fit."""
+        seed = secrets.randbelow(1 << 31) if settings.seed is None else settings.seed
+        if not 0 <= seed < 1 << 63:
+            raise ConfigError(f"lora_config: seed: got {seed}, allowed: 0 to {(1 << 63) - 1}")
+        spec = spec_of(settings, self.directory)
+        return self._open(name, settings, seed, self._seat.new_run(spec, seed))
 
-    # Runs. Names are chosen by the server: letters, digits, `-`, `_`, `.`, `:`.
+    def create_run_from(self, name: str, source: str, *, optimizer: bool) -> ServedRun:
+        """Create a run from a state `tinker://RUN/weights/NAME`, of this host or of one before it."""
+        info, state = self._read_state(source, optimizer=optimizer)
+        return self._open(name, settings_of(info), info.seed, state)
 
-    def create_run(self, name: str, settings: LoraSettings) -> RunInfo:
-        raise NotImplementedError
-
-    def create_run_from(self, name: str, source: str, *, optimizer: bool) -> RunInfo:
-        """Create a run from a checkpoint `tinker://RUN/weights/NAME`, of this server or of one before it."""
-        raise NotImplementedError
-
-    def run_info(self, name: str) -> RunInfo:
-        """Of a run in memory, or one that `runs_dir` has."""
-        raise NotImplementedError
+    def run_info(self, name: str) -> ServedRun:
+        """Return what is known of a run in memory, or of one that `runs_dir` has."""
+        own = self._runs.get(name)
+        return read_run(self.runs_dir / check_name("run", name)) if own is None else replace(own.info, steps=own.steps)
 
     def unload(self, name: str) -> None:
-        """Free the memory of a run. Its checkpoints stay."""
-        raise NotImplementedError
+        """Free the memory of a run. What it has saved stays."""
+        run = self._run(name)
+        self._seat.forget(run.state)
+        del self._runs[name]
+        for path in [path for path in self._samplers if path.startswith(f"{UNNAMED}{name}/")]:
+            del self._samplers[path]
+        run.close()
 
-    # Training.
+    def _open(self, name: str, settings: LoraSettings, seed: int, state: TrainingState) -> ServedRun:
+        spec, now = state.weights.spec, time.time()
+        info = ServedRun(
+            name, self.base, settings.rank, seed, settings.train_attn, settings.train_mlp, trains_head(spec), now
+        )
+        directory = RunDirectory.create(self.runs_dir, info, self._config(spec, info))
+        self._runs[name] = OpenRun(info, directory, state, self.backend)
+        return info
+
+    def _config(self, spec: AdapterSpec, info: ServedRun) -> dict[str, Any]:
+        """Return what config.yaml says of a run, and the state of its checkpoints."""
+        return {
+            "model": {"name": self.base, **self._form},
+            "adapter": {"rank": spec.rank, "alpha": spec.alpha, "dropout": 0.0, "targets": [*spec.targets]},
+            "train": {"optimizer": "adamw", "schedule": "constant", "average": "none"},
+            "run": {"dir": str(self.runs_dir / info.name), "seed": info.seed},
+        }
+
+    def _run(self, name: str) -> OpenRun:
+        if name not in self._runs:
+            raise ConfigError(
+                f"model_id: there is no run '{name[:100]}' in memory. Create one from its last checkpoint"
+            )
+        return self._runs[name]
+
+    # --- training ---------------------------------------------------------------------------------------------------
 
     def forward(self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]) -> LossResult:
-        raise NotImplementedError
+        """Return the loss of the data, and what the model says of their targets."""
+        return self._computed(self._run(run), data, loss, config, has_gradient=False)
 
     def forward_backward(
         self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
     ) -> LossResult:
-        """Add the gradient of the loss to that of the next update."""
-        raise NotImplementedError
+        """Do the same, and add the gradient of the loss to that of the next update."""
+        return self._computed(self._run(run), data, loss, config, has_gradient=True)
 
     def optim_step(self, run: str, settings: AdamSettings) -> Mapping[str, float]:
-        """Update the adapter by AdamW with the gradient added since the last update; return metrics."""
-        raise NotImplementedError
+        """Update the adapter by AdamW with the gradient since the last update; return metrics.
 
-    # Checkpoints.
+        NonFiniteError if the gradient is not finite: then nothing is updated, and the gradient is dropped.
+        """
+        check_adam(settings)
+        own = self._run(run)
+        names = ("beta1", "beta2", "eps", "weight_decay")
+        engine = self._seat.update(own.state, {name: getattr(settings, name) for name in names})
+        clip = settings.grad_clip_norm if settings.grad_clip_norm > 0 else None
+        output = engine.optim_step(lr=settings.learning_rate, max_grad_norm=clip)
+        own.state.has_gradient = False
+        norm = float(output.grad_norm)
+        own.write_step(output, settings.learning_rate)
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"optim_step: the norm of the gradient is {norm}, so nothing was updated, and the gradient is dropped. "
+                "Lower the learning rate, or look for weights or advantages that are too large"
+            )
+        return {"grad_norm:mean": norm}
+
+    def _computed(
+        self, run: OpenRun, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], *, has_gradient: bool
+    ) -> LossResult:
+        check_loss(loss, config)
+        self._check_data(data, loss)
+        engine = self._seat.train(run.state)
+        before = engine.gradient() if has_gradient and run.state.has_gradient else None
+        longest = max(len(datum.tokens) for datum in data)
+        recovery = Recovery(self.backend, engine, self._layout, longest)
+        try:
+            while True:
+                sums = LossSums(loss, config, data)
+                work = sums.forward_backward if has_gradient else sums.forward
+                batches = micro_batches(data, recovery.layout)
+                if recovery.attempt(0, batches, lambda batch, work=work: work(engine, batch)):
+                    break
+                self._layout = recovery.layout
+                if before is not None:
+                    engine.add_gradient(before)
+        except BaseException:
+            if has_gradient:  # what was added of this call is dropped
+                engine.discard()
+                if before is not None:
+                    engine.add_gradient(before)
+            raise
+        if has_gradient:
+            run.state.has_gradient = True
+            run.note(sums, data)
+        outputs = [{"logprobs": sums.logprobs[i]} for i in range(len(data))]
+        return LossResult(outputs, {"loss:sum": sums.total})
+
+    def _check_data(self, data: Sequence[Datum], loss: str) -> None:
+        if not data:
+            raise ConfigError("data: is empty, give at least one datum")
+        for i, datum in enumerate(data):
+            check_inputs(loss, i, datum.inputs)
+            targets = datum.inputs["target_tokens"]
+            self._check_tokens(f"data[{i}].model_input", datum.tokens)
+            self._check_tokens(f"data[{i}].loss_fn_inputs: target_tokens", targets)
+            if len(targets) != len(datum.tokens):
+                raise ConfigError(
+                    f"data[{i}]: model_input has {len(datum.tokens)} tokens, target_tokens {len(targets)}"
+                )
+            if targets.ndim == 2 and targets.shape[1] > self.vocab:
+                raise ConfigError(
+                    f"data[{i}]: got {targets.shape[1]} targets in a place, the vocabulary has {self.vocab}"
+                )
+
+    def _check_tokens(self, where: str, tokens: np.ndarray) -> None:
+        if not 0 < len(tokens) <= self.max_length:
+            raise ConfigError(f"{where}: got {len(tokens)} tokens, allowed: 1 to {self.max_length}")
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise ConfigError(f"{where}: got the token {wrong}, this model has 0 to {self.vocab - 1}")
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_state(self, run: str, name: str, *, overwrite: bool = False) -> CheckpointInfo:
-        raise NotImplementedError
+        """Save what a run needs to go on. The gradient of the next update is no part of it."""
+        own = self._run(run)
+        engine = self._seat.train(own.state)
+        spec = own.state.weights.spec
+        entries = {
+            "config": self._config(spec, own.info), "place": {}, "schedule": {}, "guards": {},
+            "fingerprints": self._fingerprints,
+        }  # fmt: skip
+        self._samplers.pop(f"tinker://{run}/weights/{name}", None)
+        return own.directory.save(
+            "weights", name, self._adapter(own.state.weights), self._record(own, engine), overwrite=overwrite,
+            state=(engine, own.steps, entries),
+        )  # fmt: skip
 
     def load_state(self, run: str, source: str, *, optimizer: bool) -> None:
-        """Put the adapter of a checkpoint into a run, and its optimizer state or none. The gradient is dropped."""
-        raise NotImplementedError
+        """Give a run the adapter of a state, and its optimizer or a new one. Its gradient is dropped."""
+        own = self._run(run)
+        info, state = self._read_state(source, optimizer=optimizer)
+        if state.weights.spec != own.state.weights.spec:
+            raise ConfigError(
+                f"path: {source} has an adapter of rank {info.rank}, or for other layers than this run. Create a "
+                "training client from it"
+            )
+        self._seat.forget(own.state)
+        own.state = state
 
     def save_sampler(self, run: str, name: str | None) -> str:
-        """Keep the weights of now for sampling and return their path; without a name in memory, until it is freed."""
-        raise NotImplementedError
+        """Keep the present weights to sample from, and return their path.
+
+        Without a name they stay in memory: the newest SAMPLERS_KEPT of each run.
+        """
+        own = self._run(run)
+        engine = self._seat.train(own.state)
+        if name is not None:
+            saved = own.directory.save(
+                "sampler_weights", name, self._adapter(own.state.weights), self._record(own, engine)
+            )
+            path = saved.path
+        else:
+            own.num_samplers += 1
+            path = f"{UNNAMED}{run}/{own.num_samplers}"
+            self._samplers.pop(f"{UNNAMED}{run}/{own.num_samplers - SAMPLERS_KEPT}", None)
+        self._seat.fetch(own.state.weights)
+        self._keep(path, own.state.weights)
+        return path
 
     def free_sampler(self, path: str) -> None:
-        """Free a sampler in memory. One with a name stays on disk."""
-        raise NotImplementedError
+        """Free a sampler's memory. One with a name is read again when it is asked for."""
+        self._samplers.pop(path, None)
 
-    # Sampling.
+    def _keep(self, path: str, weights: Weights) -> None:
+        """Keep a sampler in memory. Of those that are on disk too, the one that was not asked for longest leaves."""
+        self._samplers.pop(path, None)
+        self._samplers[path] = weights
+        on_disk = [each for each in self._samplers if not each.startswith(UNNAMED)]
+        for each in on_disk[:-SAMPLERS_KEPT]:
+            del self._samplers[each]
+
+    def _read_state(self, source: str, *, optimizer: bool) -> tuple[ServedRun, TrainingState]:
+        """Return the run of a state, and what it trains, with its optimizer or a new one."""
+        info, saved = read_state(self.runs_dir, source)
+        for what in ("base model's config", "base model's tensors"):
+            if saved.state["fingerprints"].get(what) != self._fingerprints[what]:
+                raise ConfigError(f"path: {source} is of another base model ({info.base}), and this is {self.base}")
+        state = self._seat.new_run(spec_of(settings_of(info), self.directory), info.seed)
+        try:
+            check_state({n: x.shape for n, x in self._seat.fetch(state.weights).items()}, saved.adapter, "adapter")
+        except ValueError as error:
+            raise FormatError(f"{source}: {error}. It was changed after it was saved") from None
+        state.weights = Weights(state.weights.spec, saved.adapter)
+        if optimizer:
+            state.optimizer = saved.optimizer
+        return info, state
+
+    def _adapter(self, weights: Weights) -> Adapter:
+        """Return weights with what their files say."""
+        spec, tensors = weights.spec, self._seat.fetch(weights)
+        modules = modules_of(tensors)
+        is_transposed = is_fan_in_fan_out(read_config(self.directory))
+        adapter = Adapter(
+            replace(spec, targets=exact_targets(modules, spec.targets)), tensors, self.base,
+            fan_in_fan_out=is_transposed,
+        )  # fmt: skip
+        if spec not in self._namings:
+            self._namings[spec] = named(adapter, self.directory).naming
+        return replace(adapter, naming=self._namings[spec])
+
+    def _record(self, run: OpenRun, engine: Engine) -> dict[str, Any]:
+        """Return what dualtune.json says of base and training, with what the model computes now and without it."""
+        tokenizer = self._loaded(engine).tokenizer
+        prints = {"base": self._base_prints, "adapter": fingerprints(engine, tokenizer)}
+        return {
+            "base": {**self._identity, "name": self.base, "loaded_as": engine.description.quantization,
+                     "init": "pretrained"},
+            "training": {"backend": self.backend.name, "steps": run.steps, "seed": run.info.seed},
+            "fingerprints": prints,
+        }  # fmt: skip
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return fingerprint(self.directory, find_weights(self.directory))
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        """What a state is compared with before it is loaded; there are no documents."""
+        base = self._identity
+        tensors = f"sha256 {base['weights_sha256'][:16]}"
+        return {
+            "base model's config": f"sha256 {base['config_sha256'][:16]}", "base model's weights": tensors,
+            "base model's tensors": tensors, "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
+            "chat template": "none", "train documents": "none", "eval documents": "none",
+        }  # fmt: skip
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, SampleResult | Exception]]:
-        """Yield each request's index and result, or what refuses it, as they end. Those of one source are one batch."""
-        raise NotImplementedError
+        """Yield each request's index and its result, or what refuses it, as they end.
+
+        Requests of one source are continued in one batch; the sources follow each other.
+        """
+        by_source: dict[str | None, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_source.setdefault(request.source, []).append(i)
+        for source, indices in by_source.items():
+            try:
+                model = self._loaded(self._seat.use(self._weights(source), BASE_ONLY))
+            except ConfigError as error:
+                yield from ((i, error) for i in indices)
+                continue
+            limits = SampleLimits(self.max_length, self.vocab)
+            yield from sampled(model, requests, indices, limits, self.backend.is_out_of_memory)
+
+    def _weights(self, source: str | None) -> Weights | None:
+        """Return the weights of a source; None for the base."""
+        if source is None:
+            return None
+        if source.startswith(UNNAMED):
+            if source not in self._samplers:
+                raise ConfigError(
+                    f"sampler: {source} is not kept any more: of each run the newest {SAMPLERS_KEPT} without a name "
+                    "are. Sample from a newer one, or save it with a name"
+                )
+            return self._samplers[source]
+        info = find_checkpoint(self.runs_dir, source)  # it may have been deleted
+        weights = self._samplers.get(source)
+        if weights is None:
+            spec = spec_of(settings_of(read_run(self.runs_dir / info.run)), self.directory)
+            weights = Weights(spec, read_adapter(info.directory).tensors)
+        self._keep(source, weights)
+        return weights
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def _load(self, spec: AdapterSpec) -> Engine:
+        self._model = None
+        model = load_model(
+            self.backend, str(self.directory), dtype=self._form["dtype"], quantization=self._form["quantization"],
+            spec=spec, shared_base=self._shared_base,
+        )  # fmt: skip
+        self._model = model
+        return model.engine
+
+    def _loaded(self, engine: Engine) -> LoadedModel:
+        assert self._model is not None and self._model.engine is engine
+        return self._model
+
+    def _try_model(self, engine: Engine) -> None:
+        """Raise ConfigError for a model that is not causal. Data share rows if it keeps documents apart in one."""
+        check_causality(engine)
+        if True in self.backend.capabilities().get("data.packing", ()):
+            with contextlib.suppress(ConfigError):
+                check_packing(engine, self.backend)
+                self._layout = replace(self._layout, row_length=self._layout.max_tokens)
 
 
-# Files only: these may be called by any thread.
+# ----------------------------------------------------------------------------------------------------------------------
+# A run in memory.
 
 
-def list_runs(runs_dir: Path) -> list[RunInfo]:
-    raise NotImplementedError
+class OpenRun:
+    """A run: what it trains, its directory, which is locked, and what it did since its last update."""
+
+    def __init__(self, info: ServedRun, directory: RunDirectory, state: TrainingState, backend: Backend) -> None:
+        self.info, self.directory, self.state = info, directory, state
+        self.steps = self.num_samplers = 0
+        self._lock = Lock(directory.path)
+        self._metrics = Metrics(directory.path / METRICS, backend, Watchers([]))
+        self._since = [0.0, 0, 0, 0]  # loss, targets with a weight, tokens and data since the last update
+
+    def note(self, sums: LossSums, data: Sequence[Datum]) -> None:
+        """Note what was added to the gradient."""
+        added = sums.total, sums.num_weighted, sum(len(datum.tokens) for datum in data), len(data)
+        self._since = [before + more for before, more in zip(self._since, added, strict=True)]
+
+    def write_step(self, output: StepOutput, lr: float) -> None:
+        """Write the row of an update. Its loss is the mean over the targets that have a weight."""
+        self.steps += 1
+        (loss, targets, tokens, documents), self._since = self._since, [0.0, 0, 0, 0]
+        self._metrics.step(
+            StepOutput(loss / max(1, targets), output.grad_norm), int(documents), step=self.steps, epoch=0.0, lr=lr,
+            num_targets=int(targets), num_tokens=int(tokens), metrics={},
+        )  # fmt: skip
+        self._metrics.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._lock.release("done")
 
 
-def list_checkpoints(runs_dir: Path, run: str | None = None) -> list[CheckpointInfo]:
-    raise NotImplementedError
-
-
-def find_checkpoint(runs_dir: Path, path: str) -> CheckpointInfo:
-    """Return the checkpoint of a `tinker://` path; ConfigError if there is none, or it is no such path."""
-    raise NotImplementedError
-
-
-def delete_checkpoint(runs_dir: Path, path: str) -> None:
-    raise NotImplementedError
+def check_adam(settings: AdamSettings) -> None:
+    """Raise ConfigError for constants with which no update can be computed."""
+    for name, allowed, is_allowed in (
+        ("learning_rate", "0 or more", settings.learning_rate >= 0),
+        ("beta1", "0 to below 1", 0 <= settings.beta1 < 1),
+        ("beta2", "0 to below 1", 0 <= settings.beta2 < 1),
+        ("eps", "above 0", settings.eps > 0),
+        ("weight_decay", "0 or more", settings.weight_decay >= 0),
+        ("grad_clip_norm", "a number, 0 is no clipping", True),
+    ):
+        if not (is_allowed and math.isfinite(getattr(settings, name))):
+            raise ConfigError(f"adam_params: {name}: got {getattr(settings, name)}, allowed: {allowed}")

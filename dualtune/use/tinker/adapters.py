@@ -1,0 +1,69 @@
+"""The adapters of the Tinker API: which layers a client's settings name, in a model of any family."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dualtune.base.errors import ConfigError
+from dualtune.model.adapter import AdapterSpec
+from dualtune.model.embeddings import tied_head
+from dualtune.model.experts import DOWN, GATE, UP, expert_of, without_number
+from dualtune.model.targets import (
+    ALL_LINEAR,
+    is_embedding,
+    is_expert,
+    is_head,
+    is_in_router,
+    is_text,
+    position_of,
+)
+from dualtune.model.weight_files import weights_in
+from dualtune.use.tinker.messages import LoraSettings
+
+ALPHA = 32.0  # as in Tinker, for every rank
+MOST_RANK = 512
+_ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|\w*mixer\w*|mamba\w*|ssm\w*|conv\w*")
+
+
+def spec_of(settings: LoraSettings, model_dir: Path) -> AdapterSpec:
+    """Return the adapter that these settings ask for. ConfigError if they name nothing, or too high a rank.
+
+    An output head that is the embedding has no adapter.
+    """
+    if not 1 <= settings.rank <= MOST_RANK:
+        raise ConfigError(f"lora_config: rank: got {settings.rank}, allowed: 1 to {MOST_RANK}")
+    tensors = weights_in(model_dir).tensors
+    head = next((name.removesuffix(".weight") for name in tensors if is_head(name)), None)
+    targets = [head] if settings.train_unembed and head is not None and tied_head(model_dir) is None else []
+    has_experts = settings.train_mlp and any(map(is_expert, tensors))
+    if settings.train_attn and settings.train_mlp:
+        targets = [ALL_LINEAR, *targets]
+    elif settings.train_attn or settings.train_mlp:
+        modules = [name.removesuffix(".weight") for name, x in tensors.items() if _is_linear(name, len(x.shape))]
+        chosen = [module for module in modules if _is_attention(module) == settings.train_attn]
+        if has_experts and not any(map(expert_of, chosen)):  # the files hold them as stacks
+            targets = [*(f"experts.{name}" for name in (GATE, UP, DOWN)), *targets]
+        # A name within its layer selects it in all layers, and nothing of the other part.
+        targets = [*sorted({p.name for p in map(position_of, map(without_number, chosen)) if p}), *targets]
+    if not targets:
+        raise ConfigError(
+            "lora_config: train_attn, train_mlp and train_unembed leave nothing to train in this model. An output head "
+            "that is the embedding has no adapter: set train_attn or train_mlp"
+        )
+    return AdapterSpec(settings.rank, ALPHA, 0.0, tuple(targets), experts=has_experts)
+
+
+def trains_head(spec: AdapterSpec) -> bool:
+    """Return whether the output head is adapted."""
+    return any(is_head(f"{target}.weight") for target in spec.targets)
+
+
+def _is_linear(name: str, num_axes: int) -> bool:
+    module = name.removesuffix(".weight")
+    is_layer = name.endswith(".weight") and num_axes == 2 and position_of(module) is not None
+    return is_layer and is_text(module) and not (is_in_router(module) or is_embedding(name) or is_head(name))
+
+
+def _is_attention(module: str) -> bool:
+    return any(_ATTENTION.fullmatch(part) for part in module.split(".")[:-1])

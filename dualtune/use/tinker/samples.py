@@ -1,0 +1,138 @@
+"""Requests to sample, continued together: their rows in one batch, and what is said of their prompts.
+
+A list of stops replaces what ends a turn: an empty one stops at nothing but max_tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dualtune.base.errors import ConfigError
+from dualtune.engine.backend import Engine
+from dualtune.train.batched import Bounds, PromptedRow, ended_rows, prompted_row
+from dualtune.train.inference import LoadedModel
+from dualtune.train.sampling import LIKELY_TOKENS, Sampling
+from dualtune.train.token_logprobs import TokenLogprobs, token_logprobs
+from dualtune.use.tinker.messages import SampledSequence, SampleRequest, SampleResult, TopLogprobs
+
+MOST_SAMPLES = 1024  # of a request
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLimits:
+    max_length: int  # tokens of a prompt and its continuation together
+    vocab: int
+
+
+def sampled(
+    model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits,
+    is_shortage: Callable[[BaseException], bool],
+) -> Iterator[tuple[int, SampleResult | Exception]]:  # fmt: skip
+    """Yield the index of each of these requests and its result, or what refuses it, as they end."""
+    pending = dict[int, PendingSamples]()
+    for i in indices:
+        try:
+            check_request(requests[i], limits)
+            pending[i] = PendingSamples(requests[i], rows_of(model, i, requests[i], limits.max_length))
+        except ConfigError as error:
+            yield i, error
+    score_prompts(model.engine, [*pending.values()])
+    rows = [row for each in pending.values() for row in each.rows]
+    for row in ended_rows(model.engine, rows, Bounds(), None, is_shortage, lambda text: None):
+        own = pending[row.number]
+        own.num_ended += 1
+        if own.num_ended == len(own.rows):
+            yield row.number, own.result()
+
+
+def check_request(request: SampleRequest, limits: SampleLimits) -> None:
+    """Raise ConfigError for a request that no model can answer, or that asks for too much."""
+    check_tokens("prompt", request.prompt, limits.max_length - 1, limits.vocab)
+    most = min(LIKELY_TOKENS, limits.vocab)
+    for what, value, low, high in (
+        ("num_samples", request.num_samples, 1, MOST_SAMPLES),
+        ("temperature", request.temperature, 0, 100),
+        ("top_p", request.top_p, 1e-9, 1),
+        ("top_k", request.top_k, -1, 1 << 31),
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, most),
+        ("topk_sample_logprobs", request.topk_sample_logprobs, 0, most),
+        ("max_tokens", 1 if request.max_tokens is None else request.max_tokens, 1, 1 << 31),
+        ("seed", request.seed or 0, 0, (1 << 63) - 1),
+    ):
+        if not low <= value <= high:  # NaN is neither
+            raise ConfigError(f"{what}: got {value}, allowed: {low} to {high}")
+
+
+def check_tokens(where: str, tokens: np.ndarray, most: int, vocab: int) -> None:
+    """Raise ConfigError unless there are 1 to `most` tokens, of those that the model has."""
+    if not 0 < len(tokens) <= most:
+        raise ConfigError(f"{where}: got {len(tokens)} tokens, allowed: 1 to {most}")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise ConfigError(f"{where}: got the token {wrong}, this model has 0 to {vocab - 1}")
+
+
+@dataclass(slots=True)
+class PendingSamples:
+    """A request with its samples, as far as they are."""
+
+    request: SampleRequest
+    rows: Sequence[PromptedRow]
+    of_prompt: TokenLogprobs | None = None
+    num_ended: int = 0
+
+    def result(self) -> SampleResult:
+        sequences, said = [_sequence(row) for row in self.rows], self.of_prompt
+        if said is None:
+            return SampleResult(sequences)
+        k = self.request.topk_prompt_logprobs
+        top = TopLogprobs(*(values_Tk[:, :k] for values_Tk in said.top)) if said.top and k else None
+        return SampleResult(sequences, said.logprobs if self.request.prompt_logprobs else None, top)
+
+
+def rows_of(model: LoadedModel, number: int, request: SampleRequest, most: int) -> list[PromptedRow]:
+    """Return a row for each sample of a request. Prompt and continuation have at most `most` tokens together."""
+    room = most - len(request.prompt)
+    limit = room if request.max_tokens is None else min(request.max_tokens, room)
+    seed = secrets.randbelow(1 << 63) if request.seed is None else request.seed
+    sampling = Sampling(limit, request.temperature, request.top_p, seed, max(0, request.top_k))
+    texts, stop_ids = stops_of(request.stop)
+    return [
+        prompted_row(
+            model, number, request.prompt, sampling, draws=(), stops=texts, stop_ids=stop_ids, sample=sample,
+            keeps_logprobs=True, keeps_top=request.topk_sample_logprobs,
+        )
+        for sample in range(request.num_samples)
+    ]  # fmt: skip
+
+
+def stops_of(stop: Sequence[str] | Sequence[int] | None) -> tuple[list[str], frozenset[int] | None]:
+    """Return the texts and the tokens that end a continuation; None: what ends a turn, which a list replaces."""
+    if stop is None:
+        return [], None
+    texts = [each for each in stop if isinstance(each, str)]
+    if not all(texts):
+        raise ConfigError("stop: got an empty text. Leave it out; an empty list stops at nothing but max_tokens")
+    return texts, frozenset(each for each in stop if not isinstance(each, str))
+
+
+def score_prompts(engine: Engine, pending: Sequence[PendingSamples]) -> None:
+    """Let the model say something of the prompts for which that is asked, all at once."""
+    asked = [each for each in pending if each.request.prompt_logprobs or each.request.topk_prompt_logprobs]
+    top = max((each.request.topk_prompt_logprobs for each in asked), default=0)
+    for each, said in zip(asked, token_logprobs(engine, [each.request.prompt for each in asked], top), strict=True):
+        each.of_prompt = said
+
+
+def _sequence(row: PromptedRow) -> SampledSequence:
+    choose = row.choose
+    last = () if choose.stopped_by is None else (choose.stopped_by,)
+    top = TopLogprobs(*map(np.stack, zip(*choose.top, strict=True))) if choose.top else None
+    return SampledSequence(
+        np.array([*row.tokens, *last], np.int32), np.array(choose.logprobs, np.float32),
+        "stop" if row.is_whole or last else "length", top,
+    )  # fmt: skip
