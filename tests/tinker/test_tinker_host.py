@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dualtune.base.errors import ConfigError, FormatError, LockedError, NonFiniteError, OutOfMemory
+from dualtune.data.batches import SequenceLayout
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
@@ -23,7 +24,7 @@ from dualtune.train.sampling import Chooser, Sampling
 from dualtune.train.state.lock import Lock
 from dualtune.use.tinker.adapters import spec_of
 from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, parse_path
-from dualtune.use.tinker.gradients import with_weights_only
+from dualtune.use.tinker.gradients import ClientData, common_beginnings, with_weights_only
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
@@ -189,6 +190,63 @@ def test_the_gradient_is_that_of_the_loss(name, open_host):
     slope = (loss_at(step) - loss_at(-step)) / (2 * step)
     engine.load_adapter_state(weights)
     assert slope == pytest.approx(square, rel=tolerances.DIRECTIONAL["default"])
+
+
+def samples_of_prompts(seed=0):
+    """Three samples of each of two prompts, as reinforcement learning has them, one with a prompt of its own, and two
+    texts whose weights begin in what they share."""
+    rng, data = np.random.default_rng(seed), []
+    for number, prompt_length in ((3, 40), (3, 25), (1, 30), (2, 21)):
+        prompt = rng.integers(5, VOCAB, prompt_length)
+        for _ in range(number):
+            text = np.concatenate([prompt, rng.integers(5, VOCAB, int(rng.integers(2, 12)))])
+            length, start = len(text) - 1, 5 if number == 2 else prompt_length - 1
+            is_answer = np.arange(length) >= start
+            data.append(Datum(text[:-1].astype(np.int32), {
+                "target_tokens": text[1:],
+                "weights": np.where(is_answer, rng.normal(1, 0.5, length), 0).astype(np.float32),
+                "logprobs": rng.uniform(-7, -4, length).astype(np.float32),
+                "advantages": np.where(is_answer, rng.normal(0, 1, length), 0).astype(np.float32),
+                "sequence_ratio_mask": is_answer.astype(np.float32),
+            }))  # fmt: skip
+    return data
+
+
+def test_common_beginnings_are_found_with_their_targets():
+    data = for_loss("cross_entropy", samples_of_prompts())
+    assert common_beginnings(data).tolist() == [0, 39, 39, 0, 24, 24, 0, 0, 20]
+    other = [replace(data[0], inputs={"target_tokens": data[0].inputs["target_tokens"] + 1}), *data[1:3]]
+    assert common_beginnings(other).tolist() == [0, 0, 39]  # the same tokens before other targets
+    same = [data[0], data[0], replace(data[1], inputs={"target_tokens": np.zeros((len(data[1].tokens), 2), int)})]
+    assert common_beginnings(same).tolist() == [0, len(data[0].tokens) - 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", ["cross_entropy", "gspo"])
+def test_a_common_beginning_is_computed_once_and_counts_for_each(kind, name, open_host):
+    """Of single targets and of the ratio of a sequence; also where memory cuts the samples of a prompt apart."""
+    host = open_host(kind)
+    assert host._shares
+    host.create_run("run", LORA)
+    host.forward_backward("run", supervised(9), "cross_entropy", {})
+    host.optim_step("run", ADAM)
+    own, data = host._runs["run"].state, for_loss(name, samples_of_prompts())
+    engine, found = host._seat.train(own), []
+    for shares, most in ((False, 2048), (True, 2048), (True, 96)):
+        host._shares, host._layout = shares, SequenceLayout(most, most)
+        batches = [*ClientData(data, shares=shares).micro_batches(host._layout)]
+        engine.discard()
+        own.has_gradient = False
+        result = host.forward_backward("run", data, name, SETTINGS[name])
+        found.append((sum(batch.num_computed for batch in batches), result, engine.gradient()))
+    (separate, expected, g), *others = found
+    assert [count for count, _, _ in others] == sorted(count for count, _, _ in others) and others[1][0] < separate
+    for _, result, gradient in others:
+        assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-4)
+        for one, other in zip(result.outputs, expected.outputs, strict=True):
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=tolerances.LOGPROBS)
+        for tensor in g:
+            assert np.abs(gradient[tensor] - g[tensor]).max() <= 1e-3 * np.abs(g[tensor]).max()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

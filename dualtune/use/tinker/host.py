@@ -32,7 +32,7 @@ from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.fingerprints import fingerprints, plain_batch
 from dualtune.train.hooks import Watchers
 from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
-from dualtune.train.model_checks import check_causality, check_packing
+from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.recovery import Recovery
 from dualtune.train.state.lock import Lock
 from dualtune.train.state.metrics import Metrics
@@ -46,7 +46,7 @@ from dualtune.use.tinker.checkpoints import (
     read_state,
     settings_of,
 )
-from dualtune.use.tinker.gradients import LossSums, micro_batches
+from dualtune.use.tinker.gradients import ClientData, LossSums
 from dualtune.use.tinker.losses import check_inputs, check_loss
 from dualtune.use.tinker.messages import (
     AdamSettings,
@@ -80,7 +80,7 @@ class TrainingHost:
         self.max_length = longest_text(config) or USUAL_CONTEXT
         self._form = {"dtype": dtype, "quantization": quantization}
         self._shared_base = SharedBase()
-        self._layout = SequenceLayout(micro_batch_tokens)
+        self._layout, self._shares = SequenceLayout(micro_batch_tokens), False
         self._runs: dict[str, OpenRun] = {}
         self._samplers: dict[str, Weights] = {}
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
@@ -194,11 +194,12 @@ class TrainingHost:
         before = engine.gradient() if has_gradient and run.state.has_gradient else None
         longest = max(len(datum.tokens) for datum in data)
         recovery = Recovery(self.backend, engine, self._layout, longest)
+        placed = ClientData(data, shares=self._shares)
         try:
             while True:
-                sums = LossSums(loss, config, data)
+                sums = LossSums(loss, config, placed)
                 work = sums.forward_backward if has_gradient else sums.forward
-                batches = micro_batches(data, recovery.layout)
+                batches = placed.micro_batches(recovery.layout)
                 if recovery.attempt(0, batches, lambda batch, work=work: work(engine, batch)):
                     break
                 self._layout = recovery.layout
@@ -410,12 +411,16 @@ class TrainingHost:
         return self._model
 
     def _try_model(self, engine: Engine) -> None:
-        """Raise ConfigError for a model that is not causal. Data share rows if it keeps documents apart in one."""
+        """Raise ConfigError for a model that is not causal.
+
+        Data share rows where it keeps documents apart in one, and a common beginning where it can compute that once.
+        """
         check_causality(engine)
         if True in self.backend.capabilities().get("data.packing", ()):
             with contextlib.suppress(ConfigError):
                 check_packing(engine, self.backend)
                 self._layout = replace(self._layout, row_length=self._layout.max_tokens)
+                self._shares = why_not_shared(engine, self.backend) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
