@@ -8,8 +8,10 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -21,6 +23,7 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: threads only wait for each other on tiny matrices
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test asks for more, none waits by computing
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads
 
 from dualtune.base import interrupt
@@ -310,6 +313,54 @@ def python():
         command = [sys.executable, *map(str, args)]
         options = {"capture_output": True, "timeout": PATIENCE_S} | options
         return subprocess.run(command, env=environment, cwd=cwd, text=True, encoding="utf-8", check=False, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def from_a_server():
+    """Start Python files in processes that are forked from one that has imported what takes long, such as torch."""
+    context = multiprocessing.get_context("forkserver")
+    engine, command = ("dualtune_torch.engine", "dualtune_torch.backend"), ("dualtune.show.run", "dualtune.cli.train")
+    context.set_forkserver_preload([*engine, *command])
+
+    def start(file: Path, task: dict) -> multiprocessing.Process:
+        process = context.Process(target=runpy.run_path, args=(str(file), {"TASK": json.dumps(task)}, "__main__"))
+        process.start()
+        return process
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_forked(from_a_server):
+    """Start a Python file, or "dualtune", as `python …` would, in a tenth of the time that an interpreter needs for it.
+
+    Not where it matters what is imported, when or in which surroundings, or how the interpreter ends.
+    """
+
+    def start(program, *args, out: Path, err: Path, env=None, cwd=None) -> multiprocessing.Process:
+        task = {
+            "program": str(program), "arguments": [str(word) for word in args], "cwd": str(cwd or Path.cwd()),
+            "env": os.environ | (env or {}), "stdin": os.devnull, "stdout": str(out), "stderr": str(err),
+        }  # fmt: skip
+        return from_a_server(ROOT / "tests" / "forked.py", task)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def forked(start_forked, tmp_path_factory):
+    """`start_forked`, and wait for the end."""
+
+    def run(program, *args, **options) -> subprocess.CompletedProcess:
+        streams = [tmp_path_factory.mktemp("forked") / name for name in ("out", "err")]
+        process = start_forked(program, *args, out=streams[0], err=streams[1], **options)
+        process.join(PATIENCE_S)
+        process.kill()
+        process.join()
+        texts = (path.read_text(encoding="utf-8") for path in streams)
+        return subprocess.CompletedProcess([program, *args], process.exitcode, *texts)
 
     return run
 
