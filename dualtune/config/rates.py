@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dualtune.config.schema import POLICY_OBJECTIVES, Config, TrainConfig
+from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES, Config, TrainConfig
 
 # What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
 # another scale, as those of sgd, or are another package's.
@@ -21,7 +21,7 @@ OPTIMIZERS = {
     **dict.fromkeys(("lion", "lion_8bit"), (5, "lion moves every weight by the whole rate")),
 }  # fmt: skip
 OBJECTIVES = {
-    "sft": (1, ""), "distill": (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
+    "sft": (1, ""), "distill": (1, ""), ON_POLICY: (1, ""), "orpo": (2, "orpo adds a comparison to the loss of sft"),
     **dict.fromkeys(("dpo", "kto", "simpo", "cpo"), (10, "comparing answers soon makes all of them improbable")),
     **dict.fromkeys(POLICY_OBJECTIVES, (20, "a reward says little of an answer")),
 }  # fmt: skip

@@ -61,6 +61,9 @@ SHORT_FOR: Mapping[str, Mapping[str, str]] = {
 # Objectives that learn from the model's own samples (`train/policy_gradient.py`).
 PolicyObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 POLICY_OBJECTIVES: tuple[str, ...] = get_args(PolicyObjectiveName)
+ON_POLICY = "on_policy_distill"  # the other one that draws samples: a teacher judges each token of them
+BASE_TEACHER, SELF_TEACHER = "base", "self"  # values of distill.teacher that name no other model
+DEFAULT_TOP_K = 32
 _NOTHING = {"auto", "balanced", "none"}  # values of the other keys of `hybrid` that ask for nothing
 
 
@@ -229,9 +232,14 @@ class TrainConfig(Section):
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
-    objective: Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill"] | PolicyObjectiveName | Name = "sft"
+    objective: (
+        Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill", "on_policy_distill"]
+        | PolicyObjectiveName
+        | Name
+    ) = "sft"
     """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
-    one with a label; distill learns a teacher's distributions; else the name of an installed objective."""
+    one with a label; distill learns a teacher's distributions of them, on_policy_distill those of the model's own
+    samples; else the name of an installed objective."""
 
     @field_validator("optimizer")
     @classmethod
@@ -273,9 +281,27 @@ class DistillConfig(Section):
 
     distributions: PathText | None = None
     """The file that `dualtune distill record` has written: what the teacher says of the data of this config."""
-    divergence: Literal["forward_kl", "jsd"] = "forward_kl"
-    """The distance to the teacher: forward_kl of its most probable tokens alone, in one forward pass; jsd, with beta,
-    of these and of all other tokens as one, in two."""
+    teacher: Name | None = None
+    """A teacher that answers while the run trains: a model, base (this one without its adapter), self (as it is in each
+    step), or the address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1."""
+    teacher_adapter: PathText | None = None
+    """The adapter of a teacher that is a model or base."""
+    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The compute dtype of a teacher that is a model."""
+    teacher_quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
+    """How its weights are stored in memory."""
+    served_as: Name | None = None
+    """The name of the teacher on its server; null is the only one that is there."""
+    teacher_system: Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "prompt"})] | None = None
+    """A system message that the teacher alone reads, in place of the row's own."""
+    hint: Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "prompt"})] | None = None
+    """A text that the teacher alone reads after the last question; {expected} is the answer of the row."""
+    top_k: Annotated[int, Field(ge=0)] = DEFAULT_TOP_K
+    """How many of its most probable tokens a teacher says at each place; 0 is the sampled token alone."""
+    divergence: Literal["auto", "forward_kl", "reverse_kl", "jsd"] = "auto"
+    """The distance to the teacher: forward_kl of its most probable tokens alone, in one forward pass; reverse_kl, or
+    jsd with beta, of these and of all other tokens as one, in two; auto is forward_kl of the data's answers and
+    reverse_kl of samples."""
     beta: Literal["auto"] | Share = "auto"
     """Where jsd lies between the KL divergence from the teacher (0) and that from the student (1); auto is 0.5."""
     temperature: Positive = 1.0
@@ -287,17 +313,33 @@ class DistillConfig(Section):
     def beta_or_default(self) -> float:
         return 0.5 if self.beta == "auto" else self.beta
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the teacher is on a server."""
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the teacher reads more than the student."""
+        return self.teacher_system is not None or self.hint is not None
+
 
 class RolloutsConfig(Section):
     """Training on the model's own samples; auto is the value of the objective's paper."""
 
     rewards: Names = ()
-    """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, or a Python function as
-    FILE.py:FUNCTION."""
+    """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, sql:SCRIPT, or a Python
+    function as FILE.py:FUNCTION."""
+    environment: Name | None = None
+    """A Python class as FILE.py:CLASS, with which the model holds a conversation; null: it answers once."""
+    turns: Count = 8
+    """The most answers of the model in a conversation with the environment."""
     weights: Numbers = ()
     """The weight of each reward in their sum; empty is 1 for each."""
-    samples: Annotated[int, Field(ge=2)] = 8
-    """How many answers to each prompt a step draws."""
+    samples: Count = 8
+    """How many answers to each prompt a step draws: one is enough for a teacher, rewards compare two or more."""
+    updates: Count = 1
+    """How many updates a step makes with its answers; from the second on, ratios are clipped."""
     max_tokens: Count = 256
     """The maximum number of tokens per answer."""
     temperature: Positive = 1.0
@@ -462,9 +504,16 @@ class Config(BaseModel):
     def looks_first(self) -> bool:
         """Whether a step asks for log-probabilities before it computes a gradient: one more forward pass."""
         objective = self.train.objective
-        if objective == "distill":
-            return self.distill.divergence == "jsd" or self.distill.temperature != 1
+        if objective in ("distill", ON_POLICY):
+            return self.divergence != "forward_kl" or self.distill.temperature != 1
         return objective != "sft"
+
+    @property
+    def divergence(self) -> str:
+        """The divergence of a run that distils: forward_kl, reverse_kl or jsd."""
+        if self.distill.divergence != "auto":
+            return self.distill.divergence
+        return "reverse_kl" if self.train.objective == ON_POLICY else "forward_kl"
 
     @model_validator(mode="before")
     @classmethod
@@ -491,6 +540,7 @@ def sections() -> dict[str, type[Section]]:
 PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "distill": (),
+    ON_POLICY: (),
     "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
     "orpo": ("beta", "sft_weight"),
     "simpo": ("beta", "gamma", "sft_weight"),
@@ -498,6 +548,7 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "kto": ("beta", "desirable_weight", "undesirable_weight", "reference"),
     **dict.fromkeys(POLICY_OBJECTIVES, ()),
 }
+OF_DRAWING = ("samples", "max_tokens", "temperature", "top_p", "stop")  # the keys of `rollouts` that are not of rewards
 _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
@@ -623,56 +674,127 @@ def _impossible_preference(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
 
 
 def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """Yield keys of `distill` that are missing, or that the objective or the divergence does not use."""
+    """Yield keys of `distill` that are missing, or that the objective, the divergence or the teacher does not use."""
     distill, name = config.distill, config.train.objective
     objective: KeyPath = ("train", "objective")
-    if name != "distill":
-        for key, field in type(distill).model_fields.items():
-            if (value := getattr(distill, key)) != field.default:
-                rule = f"but train.objective: {name} does not use it; remove it, or set train.objective: distill"
-                yield ("distill", key), objective, f"got {value}, {rule}"
+    if name not in ("distill", ON_POLICY):
+        for key, value in _changed(distill):
+            rule = f"but train.objective: {name} does not use it; remove it, or set train.objective: distill"
+            yield ("distill", key), objective, f"got {value}, {rule}"
         return
-    if distill.distributions is None:
-        rule = (
-            "got null, but train.objective: distill needs what a teacher says; record it with dualtune distill record"
+    if distill.teacher is None and (distill.distributions is None or name == ON_POLICY):
+        rule = f"got null, but train.objective: {name} needs one that answers while it trains" + (
+            "" if name == ON_POLICY else ", or distill.distributions, which dualtune distill record writes"
         )
-        yield ("distill", "distributions"), objective, rule
-    if distill.divergence == "forward_kl" and distill.beta != "auto":
-        rule = "but distill.divergence: forward_kl has no beta; remove it, or set divergence: jsd"
+        yield ("distill", "teacher"), objective, rule
+    if distill.distributions is not None and (name == ON_POLICY or distill.teacher is not None):
+        rule = "but a teacher that answers while the run trains needs no recording; remove one of the two"
+        yield ("distill", "distributions"), ("distill", "teacher"), f"got {distill.distributions}, {rule}"
+    if config.divergence != "jsd" and distill.beta != "auto":
+        rule = f"but distill.divergence: {config.divergence} has no beta; remove it, or set divergence: jsd"
         yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
+    if name == ON_POLICY and distill.sft_weight:
+        rule = "but the model's own samples are no answers to learn; allowed: 0"
+        yield ("distill", "sft_weight"), objective, f"got {distill.sft_weight:g}, {rule}"
+    is_estimate = name == ON_POLICY and config.divergence == "reverse_kl" and distill.temperature == 1
+    if distill.top_k == 0 and not is_estimate:
+        rule = f"but the sampled token alone estimates reverse_kl of {ON_POLICY} alone, at temperature 1; allowed: >= 1"
+        yield ("distill", "top_k"), ("distill", "divergence"), f"got 0, {rule}"
+    if distill.teacher is not None or name == ON_POLICY:
+        yield from _impossible_teacher(config)
+        return
+    for key, value in _changed(distill, "teacher_", "served_as", "hint", "top_k"):
+        rule = "but distill.distributions has what the teacher said; remove it, or set distill.teacher instead"
+        yield ("distill", key), ("distill", "distributions"), f"got {value}, {rule}"
+
+
+# The keys that belong to each kind of teacher.
+_OF_TEACHER: Mapping[str, tuple[str, ...]] = {
+    "model": ("teacher_adapter", "teacher_dtype", "teacher_quantization"),
+    BASE_TEACHER: ("teacher_adapter",),
+    SELF_TEACHER: (),
+    "server": ("served_as",),
+}
+
+
+def _impossible_teacher(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield keys of a teacher that one of its kind does not use, and teachers that teach nothing."""
+    distill, at = config.distill, ("distill", "teacher")
+    kind = "server" if distill.is_served else distill.teacher
+    used = _OF_TEACHER.get(kind or "", _OF_TEACHER["model"])
+    for key, value in _changed(distill, *{key for keys in _OF_TEACHER.values() for key in keys}.difference(used)):
+        rule = f"but a teacher that is {distill.teacher} has none of its own; remove it"
+        yield ("distill", key), at, f"got {value}, {rule}"
+    if kind == SELF_TEACHER and not distill.has_context:
+        yield at, at, "got self, but it says what the student says; set distill.hint or distill.teacher_system too"
+    is_start = not (distill.has_context or distill.teacher_adapter or config.adapter.init_from)
+    if kind == BASE_TEACHER and is_start:
+        rule = "but that is what the run starts as; set distill.teacher_system, distill.hint or distill.teacher_adapter"
+        yield at, at, f"got base, {rule}"
+    if kind == BASE_TEACHER and config.adapter.trains_model:
+        rule = "but with adapter.method: full no base is left beside what is trained; name a model"
+        yield at, ("adapter", "method"), f"got base, {rule}"
+
+
+def _changed(section: Section, *starts: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a section, or those that begin so, whose values are not the defaults."""
+    for key, field in type(section).model_fields.items():
+        if key.startswith(starts or "") and (value := getattr(section, key)) != field.default:
+            yield key, value
 
 
 def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield keys of `rollouts` that are missing or not used, and what does not go with samples of the model."""
     rollouts, name, adapter = config.rollouts, config.train.objective, config.adapter
     objective: KeyPath = ("train", "objective")
-    if name not in POLICY_OBJECTIVES:
-        for key, field in type(rollouts).model_fields.items():
-            if (value := getattr(rollouts, key)) != field.default:
-                rule = f"but train.objective: {name} does not use it; remove it, or choose one of"
-                yield ("rollouts", key), objective, f"got {value}, {rule} {', '.join(POLICY_OBJECTIVES)}"
+    if name not in (*POLICY_OBJECTIVES, ON_POLICY):
+        for key, value in _changed(rollouts):
+            rule = f"but train.objective: {name} does not use it; remove it, or choose one of"
+            yield ("rollouts", key), objective, f"got {value}, {rule} {', '.join((*POLICY_OBJECTIVES, ON_POLICY))}"
         return
-    if not rollouts.rewards:
-        rule = f"got none, but train.objective: {name} needs what rewards an answer, such as exact or rewards.py:name"
-        yield ("rollouts", "rewards"), objective, rule
-    if rollouts.weights and len(rollouts.weights) != len(rollouts.rewards):
-        rule = f"must be one for each of the {len(rollouts.rewards)} rewards, or none"
-        yield ("rollouts", "weights"), ("rollouts", "rewards"), f"got {len(rollouts.weights)}, {rule}"
+    if name == ON_POLICY:
+        for key, value in _changed(rollouts):
+            if key not in OF_DRAWING:
+                rule = f"but train.objective: {name} asks a teacher, not rewards; remove it. It uses"
+                yield ("rollouts", key), objective, f"got {value}, {rule} {', '.join(OF_DRAWING)}"
+    else:
+        yield from _impossible_rewards(config)
     if adapter.dropout and not adapter.trains_model:
         rule = "but samples are drawn without dropout, and their ratios would be noise; set adapter.dropout: 0"
         yield ("adapter", "dropout"), objective, f"got {adapter.dropout:g}, {rule}"
-    if rollouts.kl and adapter.trains_model:
-        rule = "but with adapter.method: full no base is left to compare with; allowed: 0"
-        yield ("rollouts", "kl"), ("adapter", "method"), f"got {rollouts.kl:g}, {rule}"
-    if name == "rloo" and rollouts.advantage_scale not in ("auto", "none"):
-        rule = "but rloo compares with the other samples and divides by nothing; allowed: auto, none"
-        yield ("rollouts", "advantage_scale"), objective, f"got {rollouts.advantage_scale}, {rule}"
     if config.train.activation_cache != "none":
         rule = f"but train.objective: {name} draws new documents in every step; allowed: none"
         yield ("train", "activation_cache"), objective, f"got {config.train.activation_cache}, {rule}"
     if config.memory.sharding == "full":
         rule = "but the processes of a sharded base cannot draw samples together; allowed: none"
         yield ("memory", "sharding"), objective, f"got full, {rule}"
+
+
+def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what objectives that learn from rewards lack, or cannot use."""
+    rollouts, name, adapter = config.rollouts, config.train.objective, config.adapter
+    objective: KeyPath = ("train", "objective")
+    if rollouts.samples < 2:
+        rule = f"but train.objective: {name} compares the answers to a prompt with each other; allowed: an integer >= 2"
+        yield ("rollouts", "samples"), objective, f"got {rollouts.samples}, {rule}"
+    if rollouts.environment is None and rollouts.turns != type(rollouts).model_fields["turns"].default:
+        rule = "but without rollouts.environment the model answers once; name one, or remove it"
+        yield ("rollouts", "turns"), ("rollouts", "environment"), f"got {rollouts.turns}, {rule}"
+    if rollouts.updates > 1 and config.train.policy != "auto":
+        rule = f"but train.policy: {config.train.policy} makes its own updates; allowed: 1"
+        yield ("rollouts", "updates"), ("train", "policy"), f"got {rollouts.updates}, {rule}"
+    if not rollouts.rewards and rollouts.environment is None:
+        rule = f"got none, but train.objective: {name} needs what rewards an answer, such as exact or rewards.py:name"
+        yield ("rollouts", "rewards"), objective, rule
+    if rollouts.weights and len(rollouts.weights) != len(rollouts.rewards):
+        rule = f"must be one for each of the {len(rollouts.rewards)} rewards, or none"
+        yield ("rollouts", "weights"), ("rollouts", "rewards"), f"got {len(rollouts.weights)}, {rule}"
+    if rollouts.kl and adapter.trains_model:
+        rule = "but with adapter.method: full no base is left to compare with; allowed: 0"
+        yield ("rollouts", "kl"), ("adapter", "method"), f"got {rollouts.kl:g}, {rule}"
+    if name == "rloo" and rollouts.advantage_scale not in ("auto", "none"):
+        rule = "but rloo compares with the other samples and divides by nothing; allowed: auto, none"
+        yield ("rollouts", "advantage_scale"), objective, f"got {rollouts.advantage_scale}, {rule}"
 
 
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

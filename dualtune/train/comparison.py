@@ -22,7 +22,7 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import cache_dir, new_file
 from dualtune.base.untrusted import open_file, parse_object
 from dualtune.config import Config
-from dualtune.config.schema import POLICY_OBJECTIVES, PREFERENCE_KEYS
+from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES, PREFERENCE_KEYS
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import Backend, Batch, Engine
@@ -40,7 +40,7 @@ REFERENCE = "the log-probabilities of the reference"  # as `show` names them
 def configured_objective(config: Config) -> Objective | None:
     """Return the objective of preference training that a config chooses; None for one that compares no answers."""
     name = config.train.objective
-    if name in ("sft", "distill", *POLICY_OBJECTIVES):
+    if name in ("sft", "distill", ON_POLICY, *POLICY_OBJECTIVES):
         return None
     if name not in OBJECTIVES:
         return installed_objective(name)(config)

@@ -1,8 +1,9 @@
 """Distillation: a student learns, at every target, what a teacher says of the most probable tokens.
 
 The teacher's distributions are recorded once, on any machine (`dualtune distill record`), and training reads the file:
-no second model is in memory. At a target, the k tokens that the teacher finds most probable are labels of their own
-with loss weights (`Batch.labels_BT`), so no engine knows what a divergence is.
+no second model is in memory. Or a teacher answers while the run trains (`teachers.py`), of the data's answers or of the
+student's own samples (`on_policy.py`). At a target, the k tokens that the teacher finds most probable are labels of
+their own with loss weights (`Batch.labels_BT`), so no engine knows what a divergence is.
 
 Legend: N targets, k recorded tokens of each, K = 1 + k labels of each: its own, then the recorded ones. q is the
 teacher's probability, p the student's.
@@ -14,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, SupportsFloat
+from typing import NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from dualtune.base.files import expanded
 from dualtune.base.tensors import bytes_of
 from dualtune.base.untrusted import open_file, read_header, read_metadata
 from dualtune.config import Config
+from dualtune.config.schema import ON_POLICY
 from dualtune.data.documents import Documents
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
@@ -202,8 +204,46 @@ def _weights_by_label(
     return np.where(is_class_NK, weights_NK, 0)
 
 
+def sampled_reverse_kl(logp_NK: np.ndarray, logq_NK: np.ndarray) -> Divergence:
+    """ln p − ln q of the first label, a token that was drawn from p: its mean is KL(p ‖ q).
+
+    The weights are those of the policy gradient with the advantage ln q − ln p: that of Σ p·(ln p − ln q) is
+    Σ p·(ln p − ln q)·∇ln p, because Σ p·∇ln p is 0.
+    """
+    values_N = (logp_NK[:, 0] - logq_NK[:, 0]).astype(np.float64)
+    weights_NK = np.zeros(logp_NK.shape)
+    weights_NK[:, 0] = -values_N
+    return Divergence(values_N, weights_NK)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Training with recorded distributions.
+# Training with what a teacher says.
+
+
+class Said(Protocol):
+    """What a teacher says of documents, by index: tokens int32 and their ln q float32, [n, k], of the n targets."""
+
+    def __getitem__(self, document: int, /) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTargets:
+    """What a file says of documents."""
+
+    distributions: Distributions
+    places: np.ndarray
+    """Of the documents in the distributions, int64 [documents]."""
+
+    def __getitem__(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.distributions.at(int(self.places[document]))
+
+
+class Learned(NamedTuple):
+    """What a micro-batch has added."""
+
+    loss: float  # less what the engine adds
+    values_N: np.ndarray  # the divergence at each target; of forward_kl less the engine's part
+    logp_N: np.ndarray | None  # of the targets' own tokens by the student, if the step has asked for it
 
 
 @dataclass(frozen=True)
@@ -213,22 +253,23 @@ class Distillation:
     The weight of a target's message is a factor of both.
     """
 
-    distributions: Distributions
-    divergence: Literal["forward_kl", "jsd"]
+    k: int
+    """Of how many tokens the teacher speaks at a target. 0: of the sampled token alone."""
+    divergence: str
     beta: float
     temperature: float
     sft_weight: float
-    train: np.ndarray
-    eval: np.ndarray
-    """Places of the documents in the distributions, int64 [documents]."""
+    train: Said | None = None
+    eval: Said | None = None
+    """What was recorded of the documents of a run. None: a teacher answers while it trains."""
 
-    def labelled(self, batch: Batch, places: np.ndarray) -> tuple[Batch, np.ndarray]:
+    def labelled(self, batch: Batch, said: Said) -> tuple[Batch, np.ndarray]:
         """Return the micro-batch with K labels for each target, and the teacher's ln q of them, float32 [N, K].
 
-        The first label is the target's own; its ln q is −∞ unless it was recorded. Where it was, the label that would
-        repeat it is a token that no other label is, with ln q = −∞.
+        The first label is the target's own; its ln q is −∞ unless the teacher speaks of it. Where it does, the label
+        that would repeat it is a token that no other label is, with ln q = −∞.
         """
-        tokens_Nk, logprobs_Nk = self._recorded(batch, places)
+        tokens_Nk, logprobs_Nk = self._of_targets(batch, said)
         own_N1 = batch.labels_BT[batch.is_target_BT][:, None]
         is_own_Nk = tokens_Nk == own_N1
         own_logq_N1 = np.where(is_own_Nk, logprobs_Nk, -np.inf).max(-1, keepdims=True)
@@ -238,20 +279,20 @@ class Distillation:
         labels_BTK[batch.is_target_BT] = labels_NK
         return replace(batch, labels_BT=labels_BTK, weights_BT=None), logq_NK
 
-    def _recorded(self, batch: Batch, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        parts = [self.distributions.at(int(places[document])) for row in batch.documents for document in row]
-        k = self.distributions.k
-        tokens_Nk = np.concatenate([np.zeros((0, k), np.int32), *(tokens_nk for tokens_nk, _ in parts)])
-        return tokens_Nk, np.concatenate([np.zeros((0, k), np.float32), *(logprobs_nk for _, logprobs_nk in parts)])
+    def _of_targets(self, batch: Batch, said: Said) -> tuple[np.ndarray, np.ndarray]:
+        parts = [said[document] for row in batch.documents for document in row]
+        none = np.zeros((0, self.k or 1), np.int32)
+        tokens_Nk = np.concatenate([none, *(tokens_nk for tokens_nk, _ in parts)])
+        return tokens_Nk, np.concatenate([none.astype(np.float32), *(logprobs_nk for _, logprobs_nk in parts)])
 
-    def add_gradient(self, engine: Engine, batch: Batch, divisor: float) -> float:
+    def add_gradient(self, engine: Engine, batch: Batch, divisor: float, said: Said) -> Learned:
         """Add the gradient of a micro-batch / divisor, and return its loss; of forward_kl, less the engine's loss."""
-        labelled, logq_NK = self.labelled(batch, self.train)
-        weights_N, loss = _weights_of(batch), 0.0
+        labelled, logq_NK = self.labelled(batch, said)
+        weights_N, loss, logp_N = _weights_of(batch), 0.0, None
         if self.asks_first:
             logp_NK = engine.target_logprobs(labelled, dropout=True)[labelled.is_target_BT]
-            divergence = self._divergence(logp_NK, logq_NK)
-            loss -= self.sft_weight * float((weights_N * logp_NK[:, 0]).sum())
+            divergence, logp_N = self._divergence(logp_NK, logq_NK), logp_NK[:, 0]
+            loss -= self.sft_weight * float((weights_N * logp_N).sum())
         else:
             divergence = forward_kl(logq_NK)
         weights_NK = divergence.weights_NK * weights_N[:, None]
@@ -259,7 +300,8 @@ class Distillation:
         weights_BTK = np.zeros(labelled.labels_BT.shape, np.float32)
         weights_BTK[labelled.is_target_BT] = weights_NK
         engine.forward_backward(replace(labelled, weights_BT=weights_BTK), divisor=divisor)
-        return (loss + float((weights_N * divergence.values_N).sum())) / divisor
+        loss += float((weights_N * divergence.values_N).sum())
+        return Learned(loss / divisor, divergence.values_N, logp_N)
 
     def loss(self, of_engine: SupportsFloat, rest: float) -> SupportsFloat:
         """Return the loss of a step from the engine's, still on the device, and the sum of `add_gradient`."""
@@ -268,22 +310,26 @@ class Distillation:
     @property
     def asks_first(self) -> bool:
         """Whether the weights of a step depend on what the student says, which takes a forward pass of its own."""
-        return self.divergence == "jsd" or self.temperature != 1
+        return self.divergence != "forward_kl" or self.temperature != 1
 
     def _divergence(self, logp_NK: np.ndarray, logq_NK: np.ndarray) -> Divergence:
-        if self.divergence == "jsd":
-            return generalized_jsd(logp_NK, logq_NK, self.beta, self.temperature)
-        return softened_forward_kl(logp_NK, logq_NK, self.temperature)
+        if self.k == 0:
+            return sampled_reverse_kl(logp_NK, logq_NK)
+        if self.divergence == "forward_kl":
+            return softened_forward_kl(logp_NK, logq_NK, self.temperature)
+        beta = 1.0 if self.divergence == "reverse_kl" else self.beta
+        return generalized_jsd(logp_NK, logq_NK, beta, self.temperature)
 
     def evaluate(
         self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
-        show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
+        show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *,
+        said: Said,
     ) -> EvalRecord:  # fmt: skip
         """Return the loss of sft over all evaluation data, and the divergence; the options are those of `evaluate`."""
         team, sums = team or Team(), np.zeros(4)
 
         def measure(batch: Batch) -> None:
-            labelled, logq_NK = self.labelled(batch, self.eval)
+            labelled, logq_NK = self.labelled(batch, said)
             logp_NK, weights_N = engine.target_logprobs(labelled)[labelled.is_target_BT], _weights_of(batch)
             values_N = self._values(logp_NK.astype(np.float64), logq_NK)
             losses = weights_N @ np.stack([-logp_NK[:, 0], values_N, np.ones_like(values_N)], axis=-1)
@@ -330,10 +376,12 @@ def configured_distillation(
     config: Config, train: Documents, eval_: Documents, tokenizer: Tokenizer
 ) -> Distillation | None:
     """Return the objective of a config that distils; None for another one. ConfigError, DataError, FormatError."""
-    if config.train.objective != "distill":
+    if config.train.objective not in ("distill", ON_POLICY):
         return None
     settings = config.distill
-    assert settings.distributions is not None  # the schema asks for it
+    values = config.divergence, settings.beta_or_default, settings.temperature, settings.sft_weight
+    if settings.distributions is None:
+        return Distillation(settings.top_k, *values)
     distributions = read_distributions(expanded(settings.distributions))
     size, largest = tokenizer.vocabulary_size, int(distributions.tokens_Nk.max(initial=0))
     if size is not None and largest >= size:
@@ -341,7 +389,5 @@ def configured_distillation(
             f"distill.distributions: {distributions.path} has token {largest}, but the model has embeddings for {size} "
             f"tokens. Its teacher ({distributions.teacher}) has another vocabulary: choose a teacher of the same family"
         )
-    places = (distributions.of(documents) for documents in (train, eval_))
-    return Distillation(
-        distributions, settings.divergence, settings.beta_or_default, settings.temperature, settings.sft_weight, *places
-    )
+    recorded = (RecordedTargets(distributions, distributions.of(documents)) for documents in (train, eval_))
+    return Distillation(distributions.k, *values, *recorded)

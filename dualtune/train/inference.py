@@ -22,7 +22,7 @@ from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest, SharedBase
 from dualtune.engine.decoding import GenerationCache
-from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
+from dualtune.model.adapter import AdapterSpec, Tensors, is_of_base, modules_of, parse_name
 from dualtune.model.base_model import resolve_model
 from dualtune.model.beside import NewToken, beside_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -124,6 +124,32 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
         engine.load_adapter_state(adapter.tensors)
     except ValueError as error:
         raise ConfigError(f"the adapter does not fit the model {model_name}: {error}") from error
+
+
+def fits_in(shape: tuple[int, ...], into: tuple[int, ...] | None, rank: int) -> bool:
+    """Return whether a tensor of an adapter is one of a spec of this rank, or a part of it: see `fit`."""
+    if into is None or len(shape) != len(into):
+        return False
+    sizes = zip(shape, into, strict=True)
+    return all(mine == its or (its == rank and mine < rank) for mine, its in sizes)
+
+
+def fit(adapter: Adapter, spec: AdapterSpec, neutral: Tensors) -> Tensors:
+    """Return the tensors of an adapter as those of a spec with at least its rank and modules: the same function.
+
+    Rows of A and columns of B beyond its rank are 0, and modules that it does not adapt are as in `neutral`, the
+    tensors that change nothing. Where the scales differ, scale · B A changes by the rounding of B.
+    """
+    fitted = dict(neutral)
+    for name, tensor in adapter.tensors.items():
+        target = np.zeros_like(neutral[name])
+        parsed = parse_name(name)
+        scaled = tensor
+        if parsed and parsed[1] == "B":
+            scaled = tensor * np.float32(adapter.spec.scale_of(parsed[0]) / spec.scale)
+        target[tuple(slice(size) for size in tensor.shape)] = scaled
+        fitted[name] = target
+    return fitted
 
 
 def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:

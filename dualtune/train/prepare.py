@@ -13,10 +13,12 @@ from typing import Any, cast
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
+from dualtune.config.schema import ON_POLICY
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents
 from dualtune.data.order import Order, without
+from dualtune.data.row_fields import RowFields
 from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -37,10 +39,11 @@ from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
 from dualtune.train.comparison import check_answers, configured_objective
-from dualtune.train.distillation import Distillation, configured_distillation
+from dualtune.train.distillation import Distillation, RecordedTargets, configured_distillation
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
 from dualtune.train.objective import optimizer_spec, with_intervals
+from dualtune.train.on_policy import OnPolicy
 from dualtune.train.policies import MakePolicy, policy_of
 from dualtune.train.preference import Objective
 from dualtune.train.rollouts import Rollouts, policy_objective
@@ -59,6 +62,7 @@ from dualtune.train.state.resume import (
     has_ended,
     with_tokens,
 )
+from dualtune.train.teachers import Teaching, configured_teaching
 from dualtune.train.team import Team
 
 DOWNLOAD, UNPACKED = "the download of the base model", "the base model's GGUF file"  # as `show` names them
@@ -115,7 +119,8 @@ class Prepared:
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     objective: Objective | None  # of preference training; None: no answers are compared
     distillation: Distillation | None  # None: there is no teacher
-    rollouts: Rollouts | None  # None: the run learns from its data, not from samples
+    teaching: Teaching | None  # None: none that answers while the run trains
+    rollouts: Rollouts | OnPolicy | None  # None: the run learns from its data, not from samples
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
@@ -191,10 +196,7 @@ def prepare(
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
         policy_loss = policy_objective(settled)
-        if policy_loss is not None and team.size > 1:
-            raise ConfigError(
-                f"train.objective: {policy_loss.name} trains in one process, and this run has {team.size}. Start one"
-            )
+        _check_one_process(settled, team, draws=policy_loss is not None)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -205,7 +207,9 @@ def prepare(
         planned = with_tokens(settled, order.tokens_per_step)
         planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
         _check_steps(planned, order.num_steps)
-        sampled = planned.rollouts.max_tokens if policy_loss else 0
+        sampled = planned.rollouts.max_tokens if policy_loss or planned.train.objective == ON_POLICY else 0
+        if planned.rollouts.environment is not None:  # a conversation goes on up to that length
+            sampled += planned.data.max_length - max(train.longest, eval_.longest)
         data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes, sampled)
 
         # Config and data are in order, so the weights are worth their download.
@@ -216,8 +220,10 @@ def prepare(
         model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
         show(FINGERPRINT, 1.0)
         fingerprints = _fingerprints(model, data)
-        if distillation is not None:
-            fingerprints[DISTRIBUTIONS] = f"sha256 {distillation.distributions.content[:16]}"
+        teaching = configured_teaching(planned, backend, tokenizer, model_dir, sources, (train, eval_))
+        if distillation is not None and isinstance(distillation.train, RecordedTargets):
+            fingerprints[DISTRIBUTIONS] = f"sha256 {distillation.train.distributions.content[:16]}"
+        fingerprints |= teaching.identities if teaching else {}
         layout = layout_of(planned)
         cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
         memory = plan_memory(
@@ -227,11 +233,28 @@ def prepare(
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since
         spec = _spec(planned, start, model)
-        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions) if policy_loss else None
+        rows = RowFields(sources.sources)
+        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions, rows) if policy_loss else None
+        if sampled and distillation and teaching:
+            rollouts = OnPolicy(planned, backend, distillation, teaching, tokenizer, positions)
     return Prepared(
-        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, rollouts, resumed,
-        fingerprints, memory, system,
+        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, teaching, rollouts,
+        resumed, fingerprints, memory, system,
     )  # fmt: skip
+
+
+def _check_one_process(config: Config, team: Team, *, draws: bool) -> None:
+    if team.size == 1:
+        return
+    if draws or config.train.objective == ON_POLICY:
+        raise ConfigError(
+            f"train.objective: {config.train.objective} trains in one process, and this run has {team.size}. Start one"
+        )
+    if config.distill.teacher is not None:
+        raise ConfigError(
+            f"distill.teacher: a teacher answers one process, and this run has {team.size}. Start one, or record what "
+            "it says with `dualtune distill record`"
+        )
 
 
 def _check_sharding(config: Config, team: Team) -> None:

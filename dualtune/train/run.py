@@ -64,6 +64,7 @@ from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.run_dir import METRICS, REPORT, ROLLOUTS, SAMPLES, TIMELINE, RunDir, open_together
 from dualtune.train.step import TrainingStep
+from dualtune.train.teachers import evaluate_taught
 from dualtune.train.team import PeerFailed, Team
 from dualtune.train.verdict import verdict_of
 
@@ -291,7 +292,7 @@ def _take_step(job: Job, step: int) -> int:
         raise
     faults.reach("step")
     if job.rollouts is not None and taking.samples is not None:
-        job.rollouts.write(taking.samples)
+        job.rollouts.write(taking.samples.rows)
         for failure in taking.samples.failures[:MOST_FAILURES]:
             job.log.event(Event(step + 1, "reward_failed", failure))
     if not 1 <= outcome.num_steps <= max_steps:
@@ -382,10 +383,14 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     measure = evaluate
     if job.comparison is not None:
         measure = partial(evaluate_answers, comparison=job.comparison)
-    elif prepared.distillation is not None:
-        measure = prepared.distillation.evaluate
     elif prepared.rollouts is not None:
         measure = prepared.rollouts.evaluate
+    elif (distillation := prepared.distillation) is not None:
+        if (teaching := prepared.teaching) is not None:
+            measure = partial(evaluate_taught, distillation, teaching.teacher, teaching.eval)
+        else:
+            assert distillation.eval is not None  # what is not recorded has a teacher
+            measure = partial(distillation.evaluate, said=distillation.eval)
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):

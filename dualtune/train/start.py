@@ -57,6 +57,8 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
         use_cache(engine, prepared.backend, parts, _base(prepared), prepared.team, packs=config.data.packing)
     if config.data.packing:  # after the cache, which holds whole documents
         share_beginnings(engine, prepared)
+    if prepared.teaching is not None:
+        prepared.teaching.teacher.start(engine, prepared.spec)
     return engine
 
 

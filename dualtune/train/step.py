@@ -17,14 +17,16 @@ from dualtune.data.batches import micro_batches
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
 from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, with_slopes
-from dualtune.train.distillation import Distillation
+from dualtune.train.distillation import Distillation, Said
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
+from dualtune.train.on_policy import TaughtSamples
 from dualtune.train.policy import Update
 from dualtune.train.policy_gradient import PolicyLoss
 from dualtune.train.preference import Loss, Objective
 from dualtune.train.recovery import Recovery
 from dualtune.train.rollouts import Rollouts, StepSamples
+from dualtune.train.teachers import ask
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
@@ -61,7 +63,8 @@ class TrainingStep:
         self._show = show
         self._comparison = comparison
         self._loss: Loss | PolicyLoss | None = None  # of the comparison, or of the samples
-        self._samples: StepSamples | None = None  # drawn on first use, and kept if memory runs out after it
+        self._samples: StepSamples | TaughtSamples | None = None  # drawn on first use; kept if memory runs out after it
+        self._said: Said | None = None  # what a teacher says of the step's documents, likewise
         self._distilled = 0.0  # the loss of a distillation, less what the engine knows of it, in this process
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
@@ -79,7 +82,7 @@ class TrainingStep:
         return self._batches
 
     @property
-    def samples(self) -> StepSamples | None:
+    def samples(self) -> StepSamples | TaughtSamples | None:
         """What the step has drawn of its prompts; None for a run that learns from its data."""
         rollouts = self._prepared.rollouts
         if self._samples is None and rollouts is not None:
@@ -88,7 +91,7 @@ class TrainingStep:
                 self._samples = rollouts.draw(self.engine, self._prepared.data.train, ids, self.index)
         return self._samples
 
-    def _batches_of(self, samples: StepSamples) -> list[Batch]:
+    def _batches_of(self, samples: StepSamples | TaughtSamples) -> list[Batch]:
         return micro_batches(
             samples.documents, samples.trained, self._recovery.layout, seed=self._prepared.config.run.seed,
             step=self.index,
@@ -125,10 +128,11 @@ class TrainingStep:
             weight, _, _ = self._totals()
             with self._phase(GRADIENT):
                 if (distillation := self._prepared.distillation) is not None:
-                    self._distilled = 0.0
-                    add = partial(self._add_distilled, distillation, weight)
-                    self._has_gradient = self._attempt(self._watch(self.batches), add)
-                elif (samples := self.samples) is not None:
+                    if (said := self._said_by_teacher(distillation)) is not None:
+                        self._distilled = 0.0
+                        add = partial(self._add_distilled, distillation, said, weight)
+                        self._has_gradient = self._attempt(self._watch(self.batches), add)
+                elif isinstance(samples := self.samples, StepSamples):
                     if (token_slopes := self._slopes_of(samples)) is not None:
                         add = partial(self._add_sloped, token_slopes)
                         self._has_gradient = self._attempt(self._watch(self.batches), add)
@@ -171,8 +175,25 @@ class TrainingStep:
     def _add_sloped(self, slopes: Mapping[int, float | np.ndarray], batch: Batch) -> None:
         self.engine.forward_backward(with_slopes(batch, slopes), divisor=1.0)
 
-    def _add_distilled(self, distillation: Distillation, weight: float, batch: Batch) -> None:
-        self._distilled += distillation.add_gradient(self.engine, batch, weight)
+    def _said_by_teacher(self, distillation: Distillation) -> Said | None:
+        """Return what the teacher says of the documents of the step. None if memory ran out: try again, smaller."""
+        teaching = self._prepared.teaching
+        if teaching is None:
+            return distillation.train
+        if self._said is None:
+            samples = self.samples
+            read = samples.read if isinstance(samples, TaughtSamples) else teaching.train
+            ids = [document for batch in self.batches for row in batch.documents for document in row]
+            self._said = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index)
+            if self._said is None:
+                self._make_smaller()
+        return self._said
+
+    def _add_distilled(self, distillation: Distillation, said: Said, weight: float, batch: Batch) -> None:
+        learned = distillation.add_gradient(self.engine, batch, weight, said)
+        self._distilled += learned.loss
+        if isinstance(samples := self.samples, TaughtSamples):
+            samples.note(batch, learned)
 
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""
@@ -185,9 +206,9 @@ class TrainingStep:
         self._has_gradient = False
         if (distillation := self._prepared.distillation) is not None:
             (rest,) = self._team.total(self._distilled)
-            return Update(
-                StepOutput(distillation.loss(output.loss, rest), output.grad_norm), lr, num_targets, num_tokens
-            )
+            output = StepOutput(distillation.loss(output.loss, rest), output.grad_norm)
+            metrics = samples.metrics if isinstance(samples := self.samples, TaughtSamples) else {}
+            return Update(output, lr, num_targets, num_tokens, metrics)
         if self._loss is None:
             return Update(output, lr, num_targets, num_tokens)
         # The engine knows the loss as a sum of weighted log-probabilities, which has the gradient but not the value.
@@ -265,5 +286,9 @@ class TrainingStep:
         """Do the work on each micro-batch. If memory runs out, return False: all are then made again, smaller."""
         if self._recovery.attempt(self.index, batches, work):
             return True
-        self._has_gradient, self._batches, self._counted = False, None, None
+        self._make_smaller()
         return False
+
+    def _make_smaller(self) -> None:
+        """Make the micro-batches again when they are asked for: the layout has become smaller."""
+        self._has_gradient, self._batches, self._counted = False, None, None

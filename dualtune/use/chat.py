@@ -6,21 +6,28 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.engine.backend import Backend
 from dualtune.engine.decoding import GenerationCache
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
 from dualtune.model.base_model import resolve_model
 from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
-from dualtune.train.inference import LoadedModel, inference_spec, load_adapter, load_model, load_tokenizer, stream_text
+from dualtune.train.inference import (
+    LoadedModel,
+    fit,
+    fits_in,
+    inference_spec,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    stream_text,
+)
 from dualtune.train.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ def load_adapter_set(
     shapes = base.engine.adapter_shapes
     models: dict[str, LoadedModel] = {}
     for label, adapter in adapters.items():
-        if not all(_fits(tensor.shape, shapes.get(key), spec.rank) for key, tensor in adapter.tensors.items()):
+        if not all(fits_in(tensor.shape, shapes.get(key), spec.rank) for key, tensor in adapter.tensors.items()):
             load_adapter(base.engine, adapter, name)  # says which tensors do not fit
         models[label] = _with_template(base, model_dir, adapter, directories[label], template)
     if base.tokenizer.template is None and template == "auto":
@@ -103,13 +110,6 @@ def _with_template(base: LoadedModel, model_dir: Path, adapter: Adapter, directo
         return replace(base, note=mismatch(adapter.template_hash, base.tokenizer.template_hash))
     tokenizer, note = load_tokenizer(model_dir, adapter, directory, template)
     return replace(base, tokenizer=tokenizer, note=note)
-
-
-def _fits(shape: tuple[int, ...], into: tuple[int, ...] | None, rank: int) -> bool:
-    if into is None or len(shape) != len(into):
-        return False
-    sizes = zip(shape, into, strict=True)
-    return all(mine == its or (its == rank and mine < rank) for mine, its in sizes)
 
 
 def common_spec(adapters: Sequence[Adapter]) -> AdapterSpec:
@@ -144,24 +144,6 @@ def _common(each: Sequence[BesideAdapter]) -> BesideAdapter:
     modules = sorted({module for beside in each for module in beside.modules})
     tables = sorted({table for beside in each for table in beside.row_modules})
     return BesideAdapter(tuple(modules), rows.pop() if rows else (), tuple(tables))
-
-
-def fit(adapter: Adapter, spec: AdapterSpec, neutral: Tensors) -> Tensors:
-    """Return the tensors of an adapter as those of a spec with at least its rank and modules: the same function.
-
-    Rows of A and columns of B beyond its rank are 0, and modules that it does not adapt are as in `neutral`, the
-    tensors that change nothing. Where the scales differ, scale · B A changes by the rounding of B.
-    """
-    fitted = dict(neutral)
-    for name, tensor in adapter.tensors.items():
-        target = np.zeros_like(neutral[name])
-        parsed = parse_name(name)
-        scaled = tensor
-        if parsed and parsed[1] == "B":
-            scaled = tensor * np.float32(adapter.spec.scale_of(parsed[0]) / spec.scale)
-        target[tuple(slice(size) for size in tensor.shape)] = scaled
-        fitted[name] = target
-    return fitted
 
 
 # ----------------------------------------------------------------------------------------------------------------------

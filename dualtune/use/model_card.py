@@ -12,7 +12,7 @@ from typing import Any, cast
 import yaml
 
 from dualtune.config import Config
-from dualtune.config.schema import PREFERENCE_KEYS
+from dualtune.config.schema import ON_POLICY, PREFERENCE_KEYS
 from dualtune.model.adapter import is_of_base
 from dualtune.model.beside import sizes_of
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, describe_template
@@ -117,7 +117,7 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
         keys = [*_SETTINGS]
         if objective != "sft":
             keys += ["train.objective", *(f"preference.{key}" for key in PREFERENCE_KEYS.get(objective, ()))]
-        if objective == "distill":
+        if objective in ("distill", ON_POLICY):
             keys += [f"distill.{key}" for key in type(config.distill).model_fields]
         settings = {key: values[section][name] for key in keys for section, _, name in [key.partition(".")]}
         method += [(f"`{key}`", value) for key, value in settings.items() if value is not None]

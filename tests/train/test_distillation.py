@@ -203,8 +203,8 @@ def test_the_gradient_of_a_step_is_that_of_the_divergence(distil, settings):
     def value(state):
         with using(engine, state):
             few = _Few(prepared.data.train, ids)
-            mine = replace(distillation, eval=distillation.train[ids])
-            result = mine.evaluate(engine, few, Recovery(None, engine, prepared.data.layout))
+            said = replace(distillation.train, places=distillation.train.places[ids])
+            result = distillation.evaluate(engine, few, Recovery(None, engine, prepared.data.layout), said=said)
             return result.metrics["eval_divergence"] + distillation.sft_weight * result.eval_loss
 
     assert float(step.update().output.loss) == pytest.approx(value(start), rel=1e-5)
@@ -319,7 +319,7 @@ def test_the_command_records_what_a_run_needs(lab, write_rows, dualtune_main, tm
     distributions = read_distributions(out)
     assert distributions.tokens_Nk.shape == (result["targets"], 3) and distributions.teacher == student
     prepared = prepare(lab.config(**RUN | {"data__train": str(rows), "distill__distributions": str(out)}), lab.backend)
-    assert len(prepared.distillation.train) + len(prepared.distillation.eval) == 24
+    assert sum(len(part.places) for part in (prepared.distillation.train, prepared.distillation.eval)) == 24
     too_many = dualtune_main(*args, student, "--top-k", "100000")
     assert too_many.returncode == 2 and "--top-k" in too_many.stderr
     other = tmp_path / "other"

@@ -150,9 +150,16 @@ RULES: dict[str, Rule] = {
     "train.weight_decay": "recorded",
     "train.max_grad_norm": "recorded",
     "distill.distributions": "recorded",
+    "distill.teacher": "recorded",  # where it is another one, the fingerprints differ
+    "distill.teacher_adapter": "recorded",
+    "distill.teacher_dtype": "recorded",
+    "distill.served_as": "recorded",
     "rollouts.rewards": "recorded",
     "rollouts.weights": "recorded",
     "rollouts.samples": "recorded",
+    "rollouts.updates": "recorded",
+    "rollouts.environment": "recorded",
+    "rollouts.turns": "recorded",
     "rollouts.max_tokens": "recorded",
     "rollouts.temperature": "recorded",
     "rollouts.top_p": "recorded",
@@ -199,7 +206,8 @@ DEFAULT_WHERE_ABSENT = {
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
-DISTRIBUTIONS = "teacher's distributions"  # their fingerprint, of a run that distils
+DISTRIBUTIONS, TEACHER = "teacher's distributions", "teacher"  # their fingerprints, of a run that distils
+TEACHER_PROMPTS = "teacher's prompts"  # that of what the teacher reads, where that is more than the student reads
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
 

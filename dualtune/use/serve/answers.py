@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.inference import GenerationProgress, StopTexts, stream_text
 from dualtune.use.chat import AdapterSet
 from dualtune.use.serve.requests import CompletionRequest
+from dualtune.use.serve.scores import prompt_scores
 
 POLL_S = 0.2
 FORCED = "The name of a function is forced, its arguments are not: their schema is for the model alone"
@@ -40,7 +42,14 @@ class Finish:
     completion_tokens: int
 
 
-Piece = str | WrittenCall | Finish
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What the model says of the prompt."""
+
+    table: Mapping[str, Any]
+
+
+Piece = str | WrittenCall | PromptScores | Finish
 
 
 @dataclass(slots=True)
@@ -131,6 +140,13 @@ class Answers:
         prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
+        if request.scored is not None:
+            self._adapters.use(request.model)
+            job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
+            table = prompt_scores(self._adapters.engine, tokenizer, prompt, request.scored, as_ids=request.as_ids)
+            job.pieces.put(PromptScores(table))
+            job.pieces.put(Finish("length", len(prompt), 0))
+            return
         most = min(request.max_tokens or self._max_tokens, self._max_tokens)
         pieces = stream_text(
             self._adapters.models[request.model], prompt, replace(request.sampling, max_tokens=most),
@@ -163,6 +179,10 @@ class Answers:
 def _encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
     if isinstance(request.prompt, str):
         return tokenizer.encode_text(request.prompt)
+    if isinstance(request.prompt, list):
+        if max(request.prompt) > (largest := tokenizer.largest_id):
+            raise ConfigError(f"prompt: got the token {max(request.prompt)}, the largest of this model is {largest}")
+        return np.array(request.prompt, np.int32)
     if tokenizer.template is None:
         raise ConfigError(
             f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"

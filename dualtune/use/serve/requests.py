@@ -22,6 +22,7 @@ from dualtune.train.sampling import Penalties, Sampling
 MAX_BODY = 1 << 20  # bytes
 MAX_MESSAGES, MAX_TEXT = 1000, 1 << 19  # characters of a message
 MAX_STOPS, MAX_STOP = 8, 200
+MAX_LOGPROBS = 256  # tokens in each place
 MAX_TOOLS, MAX_CALLS = 128, 128  # of a request, of a message
 # Accepted and without an effect, unless the value is one that says so itself: `store: false` asks for nothing.
 WITHOUT_EFFECT = ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -132,18 +133,23 @@ class _ChatBody(_Body):
 
 
 class _TextBody(_Body):
-    prompt: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-    echo: Literal[False] | None = None
+    prompt: (
+        Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEXT)]
+    )  # a text, or token ids
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
-    logprobs: None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None  # as in vLLM: `token_id:5` in place of a token's text
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request that has been checked. `prompt` is a conversation, or a plain text to continue."""
+    """A request that has been checked. `prompt` is a conversation, or a plain text or its token ids to continue."""
 
     model: str
-    prompt: tuple[Message, ...] | str
+    prompt: tuple[Message, ...] | str | list[int]
     max_tokens: int | None
     sampling: Sampling  # but for the number of tokens
     stops: tuple[str, ...]
@@ -154,11 +160,13 @@ class CompletionRequest:
     must_call: bool = False
     function: str | None = None  # the one that must be called
     is_parallel: bool = True  # an answer may have several calls
+    scored: int | None = None  # so many tokens in the place of each of the prompt, which is not continued; None: it is
+    as_ids: bool = False  # their ids in place of their texts
     ignored: tuple[str, ...] = ()  # keys of the request without an effect
 
     @property
     def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str)
+        return isinstance(self.prompt, tuple)
 
     @property
     def names(self) -> list[str]:
@@ -183,7 +191,7 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
         options = _calls(body)
         prompt, most = _messages(body, options["tools"]), body.max_completion_tokens
     else:
-        prompt, most = body.prompt, None
+        prompt, most, options = body.prompt, None, _scores(body)
     penalties = Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0)
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature, top_p=body.top_p or 1.0,
@@ -195,6 +203,18 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
         body.stream_options is not None and body.stream_options.include_usage,
         penalties if penalties != Penalties() else None, ignored=_ignored(body), **options,
     )  # fmt: skip
+
+
+def _scores(body: _TextBody) -> dict[str, Any]:
+    """Return what a request says of scoring its prompt, by the names of `CompletionRequest`."""
+    is_scored = body.max_tokens == 0
+    if bool(body.echo) != is_scored:
+        raise BadRequest(400, "echo: is supported with max_tokens: 0 alone, which scores the prompt", "echo")
+    if body.logprobs is not None and not is_scored:
+        raise BadRequest(400, "logprobs: is supported of the prompt alone, with echo and max_tokens: 0", "logprobs")
+    if body.stream and is_scored:
+        raise BadRequest(400, "stream: a prompt that is scored is answered at once; allowed: false", "stream")
+    return {"scored": body.logprobs or 0 if is_scored else None, "as_ids": bool(body.return_tokens_as_token_ids)}
 
 
 def _ignored(body: _Body) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest
 from dualtune.data.chat.call_notations import WrittenCall
-from dualtune.use.serve.answers import Answers, Finish, PendingAnswer
+from dualtune.use.serve.answers import Answers, Finish, PendingAnswer, PromptScores
 from dualtune.use.serve.requests import MAX_BODY, CompletionRequest, read_request
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
@@ -80,17 +80,19 @@ class Handler(ApiHandler):
         return f"200 {request.model}: {finish.prompt_tokens} + {finish.completion_tokens} tokens, {finish.reason}"
 
     def _whole(self, job: PendingAnswer) -> Finish:
-        text, finish = "", None
+        text, finish, scores = "", None, None
         calls: list[WrittenCall] = []
         for piece in job.answer(self.client_is_gone):
             if isinstance(piece, Finish):
                 finish = piece
             elif isinstance(piece, WrittenCall):
                 calls.append(piece)
+            elif isinstance(piece, PromptScores):
+                scores = piece.table
             else:
                 text += piece
         assert finish is not None
-        head, choice = _head(job.request), _choice(job.request, text, calls, finish.reason)
+        head, choice = _head(job.request), _choice(job.request, text, calls, finish.reason, scores)
         self.send_table(200, head | {"choices": [choice], "usage": _usage(finish)}, _ignored_keys(job.request))
         return finish
 
@@ -158,12 +160,14 @@ def _head(request: CompletionRequest) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _choice(request: CompletionRequest, text: str, calls: Sequence[WrittenCall], reason: str) -> dict[str, Any]:
+def _choice(
+    request: CompletionRequest, text: str, calls: Sequence[WrittenCall], reason: str, scores: Mapping[str, Any] | None
+) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
     content = {"message": message} if request.is_chat else {"text": text}
-    return {"index": 0, **content, "finish_reason": reason, "logprobs": None}
+    return {"index": 0, **content, "finish_reason": reason, "logprobs": scores}
 
 
 def _call(call: WrittenCall) -> dict[str, Any]:

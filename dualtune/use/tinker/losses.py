@@ -152,6 +152,6 @@ def loss_of(
     loss = LOSSES[name]
     constants = {**loss.allows, **loss.constants, **config}
     arrays = {key: np.asarray(value, np.float64) for key, value in {**constants, **inputs}.items()}
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         values_T, slopes_T = loss.formula(logps_T.astype(np.float64), arrays)
     return np.broadcast_to(values_T, logps_T.shape), np.broadcast_to(slopes_T, logps_T.shape)

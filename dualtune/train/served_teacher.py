@@ -1,0 +1,141 @@
+"""A teacher on an OpenAI-compatible server, which is asked for the log-probabilities of tokens that it is given.
+
+A request is a prompt of token ids with `echo`, without a token to follow it: as vLLM and `dualtune serve` answer it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from typing import Any, cast
+
+import numpy as np
+
+from dualtune.base import interrupt
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.config.schema import DistillConfig
+from dualtune.engine.backend import Batch, Engine
+from dualtune.model.adapter import AdapterSpec
+
+KEY = "DUALTUNE_TEACHER_KEY"  # the environment variable with the key of the server
+AT_ONCE = 8  # requests
+TIMEOUT_S, PAUSES_S = 120.0, (1.0, 4.0, 16.0)
+MAX_ANSWER = 1 << 28  # bytes
+
+
+class ServedTeacher:
+    """A model behind an address such as http://127.0.0.1:8000/v1."""
+
+    def __init__(self, settings: DistillConfig) -> None:
+        assert settings.teacher is not None
+        self._address, self._model = settings.teacher.rstrip("/"), settings.served_as or ""
+        self.identity = f"served, {settings.served_as or 'by its only name'}"
+
+    def start(self, student: Engine, spec: AdapterSpec) -> None:
+        """Ask for the names of its models. ConfigError if which one is meant is not clear."""
+        listed = self._asked("/models").get("data")
+        names = [str(each["id"]) for each in cast("list[dict[str, Any]]", listed)] if isinstance(listed, list) else []
+        if not self._model and len(names) == 1:
+            (self._model,) = names
+        if self._model not in names:
+            raise ConfigError(
+                f"distill.served_as: got {self._model or 'null'}, {self._address} has: {', '.join(names) or 'nothing'}"
+            )
+
+    def answering(self, student: Engine) -> contextlib.AbstractContextManager[ServedTeacher]:
+        return contextlib.nullcontext(self)
+
+    def __call__(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and ln q of the targets, [M, k], or those of the labels, [M, 1]: see `teachers.Says`."""
+        lengths = [int((row_T > 0).sum()) for row_T in batch.segments_BT]
+        texts = [tokens_T[:length].tolist() for tokens_T, length in zip(batch.tokens_BT, lengths, strict=True)]
+        with ThreadPoolExecutor(AT_ONCE, "dualtune-teacher") as pool:
+            scored = list(pool.map(self._scored, texts, repeat(k)))
+        tokens, logprobs = list[np.ndarray](), list[np.ndarray]()
+        for is_target_T, (tokens_Tk, logprobs_Tk) in zip(batch.is_target_BT, scored, strict=True):
+            after = np.flatnonzero(is_target_T) + 1  # what is said of a token stands in its own place
+            tokens.append(tokens_Tk[after])
+            logprobs.append(logprobs_Tk[after])
+        return np.concatenate(tokens), np.concatenate(logprobs)
+
+    def _scored(self, text: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what is said in the place of each token of a text, [T, k] or [T, 1]; the first place has zeros."""
+        answer = self._asked("/completions", {
+            "model": self._model, "prompt": text, "echo": True, "max_tokens": 0, "logprobs": k,
+            "return_tokens_as_token_ids": True,
+        })  # fmt: skip
+        try:
+            rows = _rows(answer["choices"][0]["logprobs"], text, k)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EnvironmentFault(
+                f"distill.teacher: {self._address} does not say what tokens that it is given are worth: {error}. It "
+                "must honour echo, max_tokens: 0, logprobs and return_tokens_as_token_ids of /completions, as vLLM and "
+                "dualtune serve do"
+            ) from error
+        values = np.array([[(0, 0.0)] * max(k, 1), *rows], np.float64)
+        return values[..., 0].astype(np.int32), values[..., 1].astype(np.float32)
+
+    def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what the server answers. EnvironmentFault if it does not, also when asked again."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data, headers)
+        reason = ""
+        for pause in (*PAUSES_S, None):
+            interrupt.poll()
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                    parsed = json.loads(answer.read(MAX_ANSWER))
+                if isinstance(parsed, dict):
+                    return cast("dict[str, Any]", parsed)
+                reason = "its answer is no JSON object"
+            except urllib.error.HTTPError as error:
+                reason = f"{error.code} {error.read(300).decode(errors='replace')}"
+                if error.code < 500 and error.code != 429:  # it would say the same again
+                    break
+            except (OSError, ValueError) as error:
+                reason = str(error)
+            if pause is not None:
+                time.sleep(pause)
+        raise EnvironmentFault(
+            f"distill.teacher: {self._address}{path} does not answer: {reason}. The run resumes when it does; a key is "
+            f"read from {KEY}"
+        )
+
+
+def _rows(said: Mapping[str, Any], text: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
+    """Return the most probable tokens in the place of each token but the first, or those themselves, with their ln q.
+
+    ValueError, or another error of a wrong type, if the answer does not have them.
+    """
+    logprobs: list[float] = said["token_logprobs"][1:]
+    if len(logprobs) != len(text) - 1:
+        raise ValueError(f"got {len(logprobs) + 1} log-probabilities of {len(text)} tokens")
+    if not k:
+        return [[(token, float(logprob))] for token, logprob in zip(text[1:], logprobs, strict=True)]
+    tops: list[dict[str, float]] = said["top_logprobs"][1:]
+    rows = [sorted(((_id_of(token), float(logprob)) for token, logprob in top.items()), key=_rank)[:k] for top in tops]
+    if len(rows) != len(logprobs) or any(len(row) < k for row in rows):
+        raise ValueError(f"got fewer than {k} tokens in a place; if it allows no more, lower distill.top_k")
+    return rows
+
+
+def _rank(pair: tuple[int, float]) -> tuple[float, int]:
+    return -pair[1], pair[0]
+
+
+def _id_of(token: str) -> int:
+    """Return the id of a token that is written as `token_id:5`."""
+    prefix, _, number = token.rpartition(":")
+    if prefix != "token_id":
+        raise ValueError(f"its tokens have no ids ({token[:20]!r})")
+    return int(number)

@@ -1,0 +1,112 @@
+"""Prompts that are scored, not continued, and a teacher that is asked so."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.config.schema import DistillConfig
+from dualtune.data.batches import make_batch
+from dualtune.data.documents import in_memory
+from dualtune.show.run import run
+from dualtune.train import served_teacher
+from dualtune.train.fingerprints import plain_batch
+from dualtune.train.served_teacher import ServedTeacher
+from dualtune.train.teachers import said_by
+
+SCORED = {"model": "base", "prompt": "Hello you", "echo": True, "max_tokens": 0}
+
+
+def scored(served, **changes):
+    return served.ask(SCORED | changes, path="/v1/completions")
+
+
+def test_a_prompt_is_scored_by_its_text_or_its_tokens(serve):
+    served = serve()
+    tokenizer = served.server.answers._adapters.models["base"].tokenizer
+    ids = tokenizer.encode_text("Hello you")
+    logprobs_TV = served.engine.logprobs(plain_batch(ids))[0]
+    status, answer = scored(served, logprobs=3)
+    (choice,) = answer["choices"]
+    said = choice["logprobs"]
+    assert (status, choice["text"], choice["finish_reason"]) == (200, "Hello you", "length")
+    assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    assert "".join(said["tokens"]).endswith("Hello you") and said["text_offset"][1] == len(said["tokens"][0])
+    assert said["token_logprobs"][0] is None and said["top_logprobs"][0] is None
+    np.testing.assert_allclose(
+        said["token_logprobs"][1:], logprobs_TV[np.arange(len(ids) - 1), ids[1:]], atol=1e-6
+    )  # fmt: skip
+    status, answer = scored(served, prompt=ids.tolist(), logprobs=3, return_tokens_as_token_ids=True)
+    by_id = answer["choices"][0]["logprobs"]
+    assert by_id["token_logprobs"] == said["token_logprobs"]
+    assert by_id["tokens"] == [f"token_id:{id}" for id in ids]
+    for place, top in enumerate(by_id["top_logprobs"][1:]):
+        likely = np.argsort(-logprobs_TV[place])[:3]
+        assert {f"token_id:{id}" for id in [*likely, ids[place + 1]]} == top.keys()
+    assert scored(served)[1]["choices"][0]["logprobs"]["top_logprobs"] is None
+    assert scored(served, prompt=ids.tolist(), max_tokens=2, echo=None)[1]["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+    ({"max_tokens": 2}, "echo"), ({"echo": False}, "echo"), ({"stream": True}, "stream"),
+    ({"logprobs": 257}, "logprobs"), ({"max_tokens": 2, "echo": False, "logprobs": 1}, "logprobs"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": []}, "prompt"), ({"prompt": [-1]}, "prompt"),
+])  # fmt: skip
+def test_what_cannot_be_scored_is_refused(serve, changes, word):
+    status, answer = scored(serve(), **changes)
+    assert status == 400 and answer["error"]["message"].startswith(word)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_served_teacher_says_what_its_engine_says(serve, top_k):
+    served = serve()
+    teacher = ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{served.port}/v1"))
+    teacher.start(served.engine, None)
+    rng = np.random.default_rng(0)
+    documents = in_memory((rng.integers(5, 60, n).astype(np.int32), np.arange(n) >= n // 2) for n in (9, 4, 6))
+    batch = make_batch(documents, [[0], [1], [2]], seed=0, step=0)
+    tokens, logprobs = teacher(batch, top_k)
+    expected_tokens, expected = said_by(served.engine)(batch, top_k)
+    assert tokens.shape == expected.shape
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+
+
+def test_a_run_learns_from_a_served_teacher_what_it_learns_from_a_loaded_one(
+    serve, open_backend, make_config, write_rows, tiny_softmax, tmp_path
+):
+    served, backend = serve(), open_backend("numpy")
+    data = write_rows([{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(8)], "asked.jsonl")
+    options = {
+        "train.objective": "on_policy_distill", "train.steps": 3, "train.documents_per_step": 2, "adapter.dropout": 0.0,
+        "rollouts.max_tokens": 4, "rollouts.samples": 2, "data.eval": 0, "distill.top_k": 4, "run.report": False,
+    }  # fmt: skip
+
+    def weights(name, teacher):
+        values = {**options, "run.dir": tmp_path / name, "distill.teacher": teacher}
+        result = run(make_config(data, values, tiny_softmax), backend)
+        losses = [json.loads(line).get("loss") for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [loss for loss in losses if loss is not None]
+
+    losses = weights("loaded", str(tiny_softmax)), weights("served", f"http://127.0.0.1:{served.port}/v1")
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_server_that_cannot_say_it_is_named(serve, monkeypatch):
+    monkeypatch.setattr(served_teacher, "PAUSES_S", (0.0,))
+    served = serve(key="secret")
+    settings = DistillConfig(teacher=f"http://127.0.0.1:{served.port}/v1")
+    with pytest.raises(EnvironmentFault, match="401"):
+        ServedTeacher(settings).start(served.engine, None)
+    monkeypatch.setenv(served_teacher.KEY, "secret")
+    with pytest.raises(ConfigError, match="served_as: got other"):
+        ServedTeacher(settings.model_copy(update={"served_as": "other"})).start(served.engine, None)
+    teacher = ServedTeacher(settings)
+    teacher.start(served.engine, None)
+    others = ({"token_logprobs": [None]}, {"token_logprobs": [None, -1.0], "top_logprobs": [None, {"a": -1.0}]}, None)
+    for answer in ({}, {"choices": []}, *({"choices": [{"logprobs": each}]} for each in others)):
+        monkeypatch.setattr(teacher, "_asked", lambda *_, answer=answer: answer)
+        with pytest.raises(EnvironmentFault, match="return_tokens_as_token_ids"):
+            teacher._scored([5, 6], 1)
