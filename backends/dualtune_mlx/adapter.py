@@ -60,6 +60,10 @@ class WholeModel(Bound):
             owner, attribute = self._owners[name]
             owner[attribute] = array
 
+    def release(self) -> None:
+        """Let go of the arrays until the next `bind`: what a model still reads is not changed in place, but copied."""
+        self.bind(dict.fromkeys(self.bound, mx.zeros(0)))
+
     def trace(self, origins: Origins) -> None:
         """Do nothing: there are no adapters whose inputs could be made again."""
 

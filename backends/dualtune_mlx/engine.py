@@ -62,7 +62,7 @@ from dualtune_mlx.methods import (
     storage,
 )
 from dualtune_mlx.model import DTYPES, load_base
-from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
+from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, clip_in_place, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
 
@@ -117,7 +117,7 @@ class MlxEngine:
         self._params = from_numpy(fresh, self._tensors)
         mx.eval(self._params, self._start)
         del fresh, start
-        self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_chunks=self._is_full)
+        self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_place=self._is_full)
         slots = request.optimizer.slot_shapes(self._tensors.shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
@@ -161,7 +161,8 @@ class MlxEngine:
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot."""
         checkpointing = self._recomputation.choose(checkpointing)
-        self._accumulate = self._kernels.wrap(self._add_gradient)  # what was compiled before computes as before
+        gradient = self._slopes if self._is_full else self._add_gradient
+        self._accumulate = self._kernels.wrap(gradient)  # what was compiled before computes as before
         self.description = replace(
             self.description,
             checkpointing=checkpointing.describe(self._recomputation.num_layers),
@@ -185,11 +186,21 @@ class MlxEngine:
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
+                if self._is_full:
+                    slopes, loss = self._accumulate(self._params, self._start, self._loss, inputs, factor)
+                    return self._with_slopes(slopes), loss
                 return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
         finally:
             self._bind()  # the function above bound its own arguments
             self._bind_derived(self._derived)
             self._adapter.forget()
+
+    def _with_slopes(self, slopes: Arrays) -> mx.array:
+        """Return the gradients with these added: tensor by tensor, each in place, so that no second one is whole."""
+        grads = self._grads
+        for name, slope in slopes.items():
+            grads = grads.at[self._layout.where(name)].add(slope.astype(grads.dtype).reshape(-1))
+        return grads
 
     def gradient(self) -> Tensors:
         return to_numpy(self._grads / self._loss_scale, self._tensors)
@@ -247,6 +258,8 @@ class MlxEngine:
         numbers = (mx.array(np.asarray(number, np.float32)) for number in (rates, shrink, max_norm))
         state = (self._params, self._slots, self._step)
         loss, self._loss = added_up(self._loss), mx.array(0.0)
+        if isinstance(self._adapter, WholeModel):
+            self._adapter.release()
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
@@ -256,7 +269,7 @@ class MlxEngine:
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
-        self._optimizer = flat_optimizer(spec, self._tensors, in_chunks=self._is_full)  # the slots are kept beside it
+        self._optimizer = flat_optimizer(spec, self._tensors, in_place=self._is_full)  # the slots are kept beside it
         self._request = replace(self._request, optimizer=spec)
         self._update = self._wrapped_update()
 
@@ -332,6 +345,13 @@ class MlxEngine:
         self, params: mx.array, start: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
+        slopes, loss = self._slopes(params, start, loss, inputs, factor)
+        return grads + self._layout.flat(slopes), loss
+
+    def _slopes(
+        self, params: mx.array, start: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
+    ) -> tuple[Arrays, mx.array]:
+        """Return the gradients of a micro-batch by name, and the loss with that of the micro-batch added."""
         self._adapter.start = self._start_layout.named(start)
 
         def scaled_loss(params: Arrays) -> mx.array:
@@ -342,7 +362,7 @@ class MlxEngine:
         named = self._computing(params)
         with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
-        return grads + self._layout.flat(slopes), loss + added / self._loss_scale
+        return slopes, loss + added / self._loss_scale
 
     def _computing(self, params: mx.array) -> Arrays:
         """Return what the model computes with, by name.
@@ -377,7 +397,10 @@ class MlxEngine:
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
-        grads, norm = clip(grads / self._loss_scale, max_norm)
+        if self._is_full:
+            grads, norm = clip_in_place(grads, self._loss_scale, max_norm)
+        else:
+            grads, norm = clip(grads / self._loss_scale, max_norm)
         good = mx.isfinite(loss) & mx.isfinite(norm)
         new, slots = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
         return new, slots, step + good, norm
@@ -385,7 +408,7 @@ class MlxEngine:
     def _wrapped_update(self) -> Callable[..., Any]:
         """Return the update with the present hyperparameters, which are constants in compiled code.
 
-        That of a whole model is not compiled: it would hold all chunks at once.
+        That of a whole model is not compiled: it is done in place.
         """
         return self._updated if self._is_full else self._kernels.wrap(self._updated)
 

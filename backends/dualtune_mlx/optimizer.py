@@ -19,6 +19,7 @@ from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName,
 from dualtune.model.update_rules import Settings, UpdateRule
 from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
+from dualtune_mlx.kernels.eight_bit import put_in_place
 
 Arrays = dict[str, mx.array]
 NORM_BLOCK = 1024  # squares are summed in blocks of this many: one long float32 sum would lose digits
@@ -31,10 +32,21 @@ class FlatLayout:
         self.shapes = dict(shapes)
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         self._ends = np.cumsum([*self.sizes.values()]).tolist()
+        self._where = {
+            name: slice(end - self.sizes[name], end) for name, end in zip(self.sizes, self._ends, strict=True)
+        }
 
     def flat(self, arrays: Mapping[str, mx.array]) -> mx.array:
         parts = [arrays[name].reshape(-1) for name in self.shapes]
         return mx.concatenate(parts) if parts else mx.zeros(0)
+
+    def where(self, name: str) -> slice:
+        """Return where a tensor lies in the flat array."""
+        return self._where[name]
+
+    def of(self, name: str, flat: mx.array) -> mx.array:
+        """Return one tensor."""
+        return flat[self._where[name]].reshape(self.shapes[name])
 
     def named(self, flat: mx.array) -> Arrays:
         parts = mx.split(flat, self._ends[:-1])  # one empty part if there is no adapter
@@ -43,9 +55,31 @@ class FlatLayout:
 
 def clip(grads: mx.array, max_norm: mx.array) -> tuple[mx.array, mx.array]:
     """Return (gradients scaled to a global L2 norm of at most `max_norm`, the norm before)."""
-    blocks = mx.pad(mx.square(grads), (0, -grads.size % NORM_BLOCK)).reshape(-1, NORM_BLOCK)
-    norm = mx.sqrt(blocks.sum(axis=1).sum())
+    norm = mx.sqrt(_sums_of_squares(grads).sum())
     return grads * mx.minimum(1.0, max_norm / (norm + CLIP_EPS)), norm
+
+
+def clip_in_place(grads: mx.array, divisor: float, max_norm: mx.array) -> tuple[mx.array, mx.array]:
+    """As `clip` of the gradients / `divisor`, chunk by chunk and in place."""
+    chunks, sums = chunks_of(grads.size), list[mx.array]()
+    for chunk in chunks:
+        sums.append(_sums_of_squares(grads[chunk] / divisor))
+        mx.eval(sums[-1])
+    norm = mx.sqrt(mx.concatenate(sums).sum())
+    factor = mx.minimum(1.0, max_norm / (norm + CLIP_EPS))
+    for chunk in chunks:
+        grads = put_in_place(grads, chunk, grads[chunk] / divisor * factor)
+    return grads, norm
+
+
+def _sums_of_squares(values: mx.array) -> mx.array:
+    blocks = mx.pad(mx.square(values), (0, -values.size % NORM_BLOCK)).reshape(-1, NORM_BLOCK)
+    return blocks.sum(axis=1)
+
+
+def chunks_of(size: int) -> list[slice]:
+    """Return the chunks of a flat array of this size."""
+    return [slice(start, min(start + UPDATE_CHUNK, size)) for start in range(0, size, UPDATE_CHUNK)]
 
 
 def one_minus_power(beta: float, step: mx.array) -> mx.array:
@@ -136,7 +170,9 @@ class FlatOptimizer:
 
     lr_factors: np.ndarray = np.ones(())  # of the learning rate: one, or [runs]
 
-    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes, *, in_place: bool = False) -> None:
+        """`in_place`: an update changes the arrays that it gets, and holds little beside them. Not in compiled code."""
+        self._in_place, self._put = in_place, put_in_place if in_place else eight_bit.replaced
         self._names, self._settings = spec.entry.slots, spec.settings
         self._rule = RULES.get(spec.name) or of_the_core(spec.entry.update)
         self._sizes = [*map(math.prod, shapes.values())]
@@ -166,8 +202,8 @@ class FlatOptimizer:
 class ByTensor(FlatOptimizer):
     """A formula that needs whole tensors: those of one shape are updated together, and have their slots together."""
 
-    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
-        super().__init__(spec, shapes)
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes, *, in_place: bool = False) -> None:
+        super().__init__(spec, shapes, in_place=in_place)
         self._layout = FlatLayout(shapes)
         self._slot_layouts = {slot: FlatLayout(own) for slot, own in spec.slot_shapes(shapes).items() if slot != OFFSET}
         self._stacks = spec.stacks(shapes, UPDATE_CHUNK)
@@ -181,11 +217,21 @@ class ByTensor(FlatOptimizer):
         self, params: mx.array, slots: Arrays, grads: mx.array, *,
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        numbers = {"step": step, "lr": lr, "shrink": shrink, "is_good": is_good}
+        if self._in_place:
+            for i, stack in enumerate(self._stacks):
+                w, g = (mx.stack([self._layout.of(name, flat) for name in stack.names]) for flat in (params, grads))
+                w, after = super().update(w, _of_number(slots, i), g, **numbers)
+                mx.eval(w, after)
+                for name, new in zip(stack.names, w, strict=True):
+                    put_in_place(params, self._layout.where(name), new.reshape(-1))
+                slots |= _numbered_as(i, after)
+            return params, slots
         weights, slopes = self._layout.named(params), self._layout.named(grads)
         after: list[Arrays] = []
         for i, stack in enumerate(self._stacks):
             w, g = (mx.stack([arrays[name] for name in stack.names]) for arrays in (weights, slopes))
-            w, own = super().update(w, _of_number(slots, i), g, step=step, lr=lr, shrink=shrink, is_good=is_good)
+            w, own = super().update(w, _of_number(slots, i), g, **numbers)
             weights |= zip(stack.names, w, strict=True)
             after.append(own)
         return self._layout.flat(weights), _numbered(after)
@@ -206,28 +252,28 @@ class ByTensor(FlatOptimizer):
 
 
 class InChunks(FlatOptimizer):
-    """An update of many weights chunk by chunk: each replaces its part of the arrays, which MLX does in place."""
+    """An update of many weights in place, chunk by chunk."""
 
     def update(
         self, params: mx.array, slots: Arrays, grads: mx.array, *,
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
-        for start in range(0, params.size, UPDATE_CHUNK):
-            chunk = slice(start, min(start + UPDATE_CHUNK, params.size))
+        for chunk in chunks_of(params.size):
             own = {slot: values[chunk] for slot, values in slots.items()}
             new, after = super().update(
                 params[chunk], own, grads[chunk], step=step, lr=lr, shrink=shrink, is_good=is_good
             )
-            params = eight_bit.replaced(params, chunk, new)
-            slots = {slot: eight_bit.replaced(values, chunk, after[slot]) for slot, values in slots.items()}
+            mx.eval(new, after)
+            for array, values in ((params, new), *((slots[slot], after[slot]) for slot in after)):
+                put_in_place(array, chunk, values)
         return params, slots
 
 
 class EightBit(FlatOptimizer):
     """An optimizer with coded slots, updated in chunks: `dualtune.model.update_rules.coded`."""
 
-    def __init__(self, spec: OptimizerSpec, shapes: Shapes) -> None:
-        super().__init__(spec, shapes)
+    def __init__(self, spec: OptimizerSpec, shapes: Shapes, *, in_place: bool = False) -> None:
+        super().__init__(spec, shapes, in_place=in_place)
         assert spec.entry.exact is not None
         self._rule = RULES.get(spec.name) or of_the_core(spec.entry.exact)
 
@@ -242,11 +288,14 @@ class EightBit(FlatOptimizer):
         for values, blocks in self._chunks():
             old = {slot: eight_bit.decode_slot(slots, slot, values, blocks) for slot in self._names}
             new, exact = self._rule(params[values], old, grads[values], **numbers)
-            params = eight_bit.replaced(params, values, mx.where(is_good, new, params[values]))
-            for slot, before in old.items():
-                # Values that were decoded have the same codes again, whatever the step.
-                new_slot = mx.where(is_good, exact[slot], before)
-                slots = eight_bit.encode_slot(slots, slot, new_slot, values, blocks, step)
+            new = mx.where(is_good, new, params[values])
+            # Values that were decoded have the same codes again, whatever the step.
+            exact = {slot: mx.where(is_good, exact[slot], before) for slot, before in old.items()}
+            if self._in_place:
+                mx.eval(new, exact)
+            params = self._put(params, values, new)
+            for slot, values_of_slot in exact.items():
+                slots = eight_bit.encode_slot(slots, slot, values_of_slot, values, blocks, step, self._put)
         return params, slots
 
     def read(self, slots: Arrays) -> Arrays:
@@ -260,7 +309,9 @@ class EightBit(FlatOptimizer):
         slots = self.zero_slots()
         for chunk in self._chunks():
             for slot, flat in values.items():
-                slots = eight_bit.encode_slot(slots, slot, flat[chunk[0]], *chunk, mx.array(float(step)))
+                slots = eight_bit.encode_slot(
+                    slots, slot, flat[chunk[0]], *chunk, mx.array(float(step)), eight_bit.replaced
+                )
         return slots
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
@@ -283,10 +334,11 @@ class Averaged(FlatOptimizer):
         step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         offset, inner = _without_offset(slots)
+        before = mx.array(params)  # an update in place changes the other object
         new, new_slots = self._inner.update(params, inner, grads, step=step, lr=lr, shrink=shrink, is_good=is_good)
         # Without an update the difference is exactly zero, and a factor of one keeps the offset bitwise.
         factor = mx.where(is_good, 1 - self._share(step), 1.0)
-        return new, {**new_slots, OFFSET: (offset - (new - params)) * factor}
+        return new, {**new_slots, OFFSET: (offset - (new - before)) * factor}
 
     def _share(self, step: mx.array) -> mx.array:
         """As `Averaging.share`."""
@@ -309,8 +361,8 @@ def _without_offset(slots: Arrays) -> tuple[mx.array, Arrays]:
 class InRuns(FlatOptimizer):
     """An optimizer for each run of the flat array, with the run's own learning rate. Each run has its own slots."""
 
-    def __init__(self, spec: OptimizerSpec, runs: Sequence[Run], in_chunks: bool) -> None:
-        self._inner = [_of_run(spec, run.shapes, in_chunks) for run in runs]
+    def __init__(self, spec: OptimizerSpec, runs: Sequence[Run], in_place: bool) -> None:
+        self._inner = [_of_run(spec, run.shapes, in_place=in_place) for run in runs]
         self.lr_factors = np.array([run.lr_factor for run in runs])
         self._ends = _ends_of([run.shapes for run in runs])
         by_run = [spec.slot_shapes(run.shapes) for run in runs]
@@ -349,24 +401,28 @@ def _ends_of(runs: Sequence[Shapes]) -> list[int]:
 
 def _numbered(runs: Sequence[Arrays]) -> Arrays:
     """Return the slots of all runs, named such as `1.m`."""
-    return {f"{i}.{name}": array for i, slots in enumerate(runs) for name, array in slots.items()}
+    return {name: array for i, slots in enumerate(runs) for name, array in _numbered_as(i, slots).items()}
+
+
+def _numbered_as(i: int, slots: Arrays) -> Arrays:
+    return {f"{i}.{name}": array for name, array in slots.items()}
 
 
 def _of_number(slots: Arrays, i: int) -> Arrays:
     return {name.removeprefix(f"{i}."): array for name, array in slots.items() if name.startswith(f"{i}.")}
 
 
-def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout, *, in_chunks: bool = False) -> FlatOptimizer:
-    """Return the optimizer of a flat array with this layout. `in_chunks`: it is large, and memory counts."""
+def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout, *, in_place: bool = False) -> FlatOptimizer:
+    """Return the optimizer of a flat array with this layout. `in_place`: it is large, and memory counts."""
     runs = spec.runs(layout.shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
-    inner = _of_run(spec, layout.shapes, in_chunks) if is_one else InRuns(spec, runs, in_chunks)
+    inner = _of_run(spec, layout.shapes, in_place=in_place) if is_one else InRuns(spec, runs, in_place)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)
 
 
-def _of_run(spec: OptimizerSpec, shapes: Shapes, in_chunks: bool) -> FlatOptimizer:
+def _of_run(spec: OptimizerSpec, shapes: Shapes, *, in_place: bool) -> FlatOptimizer:
     if spec.entry.exact is not None:
-        return EightBit(spec, shapes)
+        return EightBit(spec, shapes, in_place=in_place)
     if spec.entry.by_tensor is not None:
-        return ByTensor(spec, shapes)
-    return (InChunks if in_chunks else FlatOptimizer)(spec, shapes)
+        return ByTensor(spec, shapes, in_place=in_place)
+    return (InChunks if in_place else FlatOptimizer)(spec, shapes, in_place=in_place)

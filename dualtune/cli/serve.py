@@ -28,7 +28,7 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 # Options that only one of the two has.
 ANSWERING = {"adapters": "--adapter", "no_system": "--no-system", "template": "--template",
              "max_prompt": "--max-prompt", "time_limit": "--time-limit"}  # fmt: skip
-TRAINING = {"runs_dir": "--runs", "session_timeout": "--session-timeout"}
+TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--session-timeout"}
 
 
 @click.command("serve")
@@ -39,6 +39,10 @@ TRAINING = {"runs_dir": "--runs", "session_timeout": "--session-timeout"}
 @click.option(
     "--runs", "runs_dir", type=click.Path(file_okay=False, path_type=Path), default=Path("runs"), show_default=True,
     help="With --train: the directory of the clients' run directories.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(min=0),
+    help="With --train: draw adapters and samples from this seed where clients give none.  [default: at random]",
 )  # fmt: skip
 @click.option(
     "--session-timeout", type=click.FloatRange(min=30), default=600.0, show_default=True,
@@ -56,15 +60,17 @@ TRAINING = {"runs_dir": "--runs", "session_timeout": "--session-timeout"}
 @no_system_option
 @template_option
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True,
-    help="Maximum number of tokens per answer.",
+    "--max-tokens", type=click.IntRange(min=1),
+    help="Maximum number of tokens per answer.  [default: 2048; with --train what the model allows]",
 )  # fmt: skip
 @click.option(
     "--max-prompt", type=click.IntRange(min=1),
     help="Maximum number of tokens per prompt. Default: the context length of the model.",
 )  # fmt: skip
 @click.option(
-    "--queue", type=click.IntRange(min=1), default=128, show_default=True, help="Maximum number of waiting requests."
+    "--queue",
+    type=click.IntRange(min=1),
+    help="Maximum number of waiting requests.  [default: 128; with --train 2000]",
 )
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True,
@@ -75,9 +81,9 @@ TRAINING = {"runs_dir": "--runs", "session_timeout": "--session-timeout"}
 @click.pass_context
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    context: click.Context, model: str | None, train: bool, runs_dir: Path, session_timeout: float,
-    adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int,
-    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, form: ModelForm,
+    context: click.Context, model: str | None, train: bool, runs_dir: Path, seed: int | None, session_timeout: float,
+    adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int | None,
+    max_prompt: int | None, queue: int | None, time_limit: float, quiet: bool, form: ModelForm,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
@@ -93,7 +99,7 @@ def command(
     if train:
         if model is None:
             raise click.UsageError("Missing argument 'MODEL': --train needs the model that is trained.")
-        _serve_training(model, runs_dir, host, port, key, tell, form, queue, max_tokens, session_timeout)
+        _serve_training(model, runs_dir, host, port, key, tell, form, queue or 2000, max_tokens, session_timeout, seed)
         return
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
@@ -107,7 +113,8 @@ def command(
     # A prompt that is longer than the model's context is refused, not cut.
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
-        adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
+        adapter_set, max_tokens=max_tokens or 2048, max_prompt=longest, max_waiting=queue or 128,
+        time_limit_s=time_limit,
         is_fatal=backend.is_device_fault,
         systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
     )  # fmt: skip
@@ -118,7 +125,7 @@ def command(
 
 def _serve_training(
     model: str, runs_dir: Path, host: str, port: int, key: str | None, tell: Callable[[str], None], form: ModelForm,
-    queue: int, max_tokens: int, session_timeout: float,
+    queue: int, max_tokens: int | None, session_timeout: float, seed: int | None,
 ) -> None:  # fmt: skip
     from dualtune.cli.screen import phases
     from dualtune.use.tinker.host import TrainingHost
@@ -127,14 +134,13 @@ def _serve_training(
     from dualtune.use.tinker.service import TrainingService
 
     protobufs()  # the package is there
-    backend = form.backend()
-    overrides = {"model.dtype": form.dtype, "model.quantization": form.quantization, "run.platform": form.platform}
     with phases(err=True) as shown:
+        backend = form.backend()
         shown.begin("loading", "the model")
-        trainer = TrainingHost(model, runs_dir, overrides)
+        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
     service = TrainingService(
         trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,
-        is_fatal=backend.is_device_fault,
+        is_fatal=backend.is_device_fault, seed=seed,
     )  # fmt: skip
     server = _opened(host, port, lambda: TrainingServer(host, port, service, key=key, tell=tell))
     address = _address(host, server)

@@ -192,20 +192,32 @@ def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, n
     assert_alike(estimated, held, peak, within=within)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("adamw", "float32"), long("adamw", "bfloat16"), long("muon", "float32")])
-def test_a_whole_model_takes_what_was_estimated(measure, name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "chunk"),
+    [
+        ("adamw", "float32", 1 << 20),
+        ("adamw", "float32", 1 << 16),
+        long("adamw", "bfloat16", 1 << 20),
+        long("lion_8bit", "float32", 1 << 20),
+        long("muon", "float32", 1 << 16),
+    ],
+)
+def test_a_whole_model_takes_what_was_estimated(measure, monkeypatch, name, dtype, chunk):
+    """The update of a chunk is the peak if that is large, else the gradients at the end of the backward pass."""
+    for module in (memory, optimizer):
+        monkeypatch.setattr(module, "UPDATE_CHUNK", chunk)
     asked = replace(ASK, method="full", targets=(), optimizer=name, dtype=dtype)
-    estimated, held, peak = measure([32], asked=asked, hidden_size=128, head_dim=32)
-    assert "update" in estimated.parts[3].formula
+    estimated, held, peak = measure([32], asked=asked, hidden_size=256, head_dim=64, intermediate_size=768)
+    assert ("update" if chunk > 1 << 16 else "the gradients of") in estimated.parts[3].formula
     # The copy in 16 bits is made when it is read.
     assert_alike(estimated, held, peak, within=0.15, always_within=0.01 if dtype == "float32" else 0.13)
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 1 << 16], ids=["one chunk", "ten chunks"])
-def test_the_step_of_8_bit_moments_takes_what_was_estimated(measure, monkeypatch, chunk):
+@pytest.mark.parametrize(("name", "chunk"), [("adamw_8bit", 1 << 20), ("adamw_8bit", 1 << 16), ("lion_8bit", 1 << 20)])
+def test_the_step_of_8_bit_moments_takes_what_was_estimated(measure, monkeypatch, name, chunk):
     for module in (memory, optimizer):
         monkeypatch.setattr(module, "UPDATE_CHUNK", chunk)
-    asked = replace(ASK, rank=128, optimizer="adamw_8bit")
+    asked = replace(ASK, rank=128, optimizer=name)
     estimated, held, peak = measure([32], asked=asked, steps=UPDATE_STEPS, vocab_size=64)
     assert "update" in estimated.parts[4].formula
     assert_alike(estimated, held, peak, within=0.15)

@@ -5,22 +5,26 @@ import json
 import math
 import shutil
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dualtune.base.errors import ConfigError, FormatError, LockedError, NonFiniteError, OutOfMemory
+from dualtune.data.batches import SequenceLayout
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.testing import tolerances
-from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
+from dualtune.model.formats.directory import read_adapter
 from dualtune.train.inference import load_model
 from dualtune.train.run import run as train
 from dualtune.train.sampling import Chooser, Sampling
 from dualtune.train.state.lock import Lock
 from dualtune.use.tinker.adapters import spec_of
 from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, parse_path
-from dualtune.use.tinker.gradients import with_weights_only
+from dualtune.use.tinker.gradients import ClientData, common_beginnings, with_weights_only
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
@@ -188,6 +192,63 @@ def test_the_gradient_is_that_of_the_loss(name, open_host):
     assert slope == pytest.approx(square, rel=tolerances.DIRECTIONAL["default"])
 
 
+def samples_of_prompts(seed=0):
+    """Three samples of each of two prompts, as reinforcement learning has them, one with a prompt of its own, and two
+    texts whose weights begin in what they share."""
+    rng, data = np.random.default_rng(seed), []
+    for number, prompt_length in ((3, 40), (3, 25), (1, 30), (2, 21)):
+        prompt = rng.integers(5, VOCAB, prompt_length)
+        for _ in range(number):
+            text = np.concatenate([prompt, rng.integers(5, VOCAB, int(rng.integers(2, 12)))])
+            length, start = len(text) - 1, 5 if number == 2 else prompt_length - 1
+            is_answer = np.arange(length) >= start
+            data.append(Datum(text[:-1].astype(np.int32), {
+                "target_tokens": text[1:],
+                "weights": np.where(is_answer, rng.normal(1, 0.5, length), 0).astype(np.float32),
+                "logprobs": rng.uniform(-7, -4, length).astype(np.float32),
+                "advantages": np.where(is_answer, rng.normal(0, 1, length), 0).astype(np.float32),
+                "sequence_ratio_mask": is_answer.astype(np.float32),
+            }))  # fmt: skip
+    return data
+
+
+def test_common_beginnings_are_found_with_their_targets():
+    data = for_loss("cross_entropy", samples_of_prompts())
+    assert common_beginnings(data).tolist() == [0, 39, 39, 0, 24, 24, 0, 0, 20]
+    other = [replace(data[0], inputs={"target_tokens": data[0].inputs["target_tokens"] + 1}), *data[1:3]]
+    assert common_beginnings(other).tolist() == [0, 0, 39]  # the same tokens before other targets
+    same = [data[0], data[0], replace(data[1], inputs={"target_tokens": np.zeros((len(data[1].tokens), 2), int)})]
+    assert common_beginnings(same).tolist() == [0, len(data[0].tokens) - 1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", ["cross_entropy", "gspo"])
+def test_a_common_beginning_is_computed_once_and_counts_for_each(kind, name, open_host):
+    """Of single targets and of the ratio of a sequence; also where memory cuts the samples of a prompt apart."""
+    host = open_host(kind)
+    assert host._shares
+    host.create_run("run", LORA)
+    host.forward_backward("run", supervised(9), "cross_entropy", {})
+    host.optim_step("run", ADAM)
+    own, data = host._runs["run"].state, for_loss(name, samples_of_prompts())
+    engine, found = host._seat.train(own), []
+    for shares, most in ((False, 2048), (True, 2048), (True, 96)):
+        host._shares, host._layout = shares, SequenceLayout(most, most)
+        batches = [*ClientData(data, shares=shares).micro_batches(host._layout)]
+        engine.discard()
+        own.has_gradient = False
+        result = host.forward_backward("run", data, name, SETTINGS[name])
+        found.append((sum(batch.num_computed for batch in batches), result, engine.gradient()))
+    (separate, expected, g), *others = found
+    assert [count for count, _, _ in others] == sorted(count for count, _, _ in others) and others[1][0] < separate
+    for _, result, gradient in others:
+        assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-4)
+        for one, other in zip(result.outputs, expected.outputs, strict=True):
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=tolerances.LOGPROBS)
+        for tensor in g:
+            assert np.abs(gradient[tensor] - g[tensor]).max() <= 1e-3 * np.abs(g[tensor]).max()
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_both_engines_agree_on_every_loss(name, open_host):
     """From the same start, which is a function of the seed."""
@@ -208,7 +269,7 @@ def test_both_engines_agree_on_every_loss(name, open_host):
 
 def test_several_targets_in_a_place_add_up(host):
     """Each K of its own micro-batches; one that stands twice is one with both weights; the gradient is the sum's."""
-    host.create_run("run", LORA)
+    host.create_run("run", replace(LORA, train_unembed=False))  # the head is that of the fused loss
     (datum,) = supervised(count=1)
     targets = datum.inputs["target_tokens"]
     others = (targets + 7) % VOCAB
@@ -481,6 +542,34 @@ def test_a_client_chooses_the_layers_by_what_they_are(choice, expected, open_hos
     assert (info.train_attn, info.train_mlp, info.train_unembed) == choice
 
 
+ATTENTION, FEED_FORWARD = LoraSettings(2, 0, True, False, False), LoraSettings(2, 0, False, True, False)
+MIXTURE = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight")
+
+
+def test_layers_of_other_families_are_told_apart_by_their_paths(tmp_path):
+    """GPT-2 has a c_proj in both parts. Experts are stored one by one or as a stack; a router is in no part."""
+    gpt2 = write_tiny_gpt2(tmp_path / "gpt2")
+    assert spec_of(ATTENTION, gpt2).targets == ("attn.c_attn", "attn.c_proj")
+    assert spec_of(FEED_FORWARD, gpt2).targets == ("mlp.c_fc", "mlp.c_proj")
+    for stored, targets in (
+        (
+            {"mlp.experts.0.gate_proj.weight": (4, 4), "mlp.experts.1.gate_proj.weight": (4, 4)},
+            ["mlp.experts.gate_proj"],
+        ),
+        ({"mlp.experts.gate_up_proj": (2, 4, 8)}, [f"experts.{name}_proj" for name in ("gate", "up", "down")]),
+    ):
+        shapes = dict.fromkeys(MIXTURE, (4, 4)) | {f"model.layers.0.{name}": shape for name, shape in stored.items()}
+        path = tmp_path / str(len(stored))
+        path.mkdir()
+        (path / "config.json").write_text('{"model_type": "mixture", "tie_word_embeddings": false}')
+        save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path / "model.safetensors")
+        spec = spec_of(FEED_FORWARD, path)
+        assert ([*spec.targets], spec.experts) == (targets, True)
+        assert (spec_of(ATTENTION, path).targets, spec_of(ATTENTION, path).experts) == (("self_attn.q_proj",), False)
+        everything = spec_of(LORA, path)
+        assert (everything.targets, everything.experts) == (("all-linear", "lm_head"), True)
+
+
 def test_an_output_head_that_is_the_embedding_is_not_trained_and_that_is_said(tmp_path, open_backend, tiny_llama):
     path = write_tiny_llama(tmp_path / "tied", vocab_size=VOCAB, tie_word_embeddings=True)
     for file in tiny_llama.glob("*token*"):
@@ -574,6 +663,33 @@ def test_checkpoints_are_listed_found_overwritten_and_deleted(open_host):
         host.load_state("run", sampler, optimizer=False)
     delete_checkpoint(host.runs_dir, sampler)
     assert [each.kind for each in list_checkpoints(host.runs_dir)] == ["weights"]
+
+
+@pytest.mark.parametrize("fault", ["write:3000", *(f"{p}:{n}" for p in ("synced", "renamed") for n in range(1, 5))])
+def test_a_host_that_is_killed_while_it_saves_has_the_state_of_before_or_the_new_one(fault, open_host, monkeypatch):
+    """Under the same name. And the run shows an adapter at any time."""
+
+    def die():
+        raise SystemExit(fault)
+
+    host = open_host("numpy")
+    trained(host, "run", steps=1)
+    host.save_state("run", "s")
+    states = [state_of(host, "run")[0]]
+    host.forward_backward("run", supervised(3), "cross_entropy", {})
+    host.optim_step("run", ADAM)
+    states.append(state_of(host, "run")[0])
+    monkeypatch.setattr("dualtune.base.faults._passed", Counter())
+    monkeypatch.setattr("dualtune.base.faults.die", die)
+    monkeypatch.setenv("DUALTUNE_FAULT", fault)
+    with pytest.raises(SystemExit):
+        host.save_state("run", "s", overwrite=True)
+    monkeypatch.delenv("DUALTUNE_FAULT")
+    other = open_host("numpy")
+    other.create_run_from("next", "tinker://run/weights/s", optimizer=True)
+    shown = read_adapter(host.runs_dir / "run").tensors
+    for found in (state_of(other, "next")[0], shown):
+        assert any(all(np.array_equal(found[name], w) for name, w in state.items()) for state in states)
 
 
 def test_a_state_of_another_model_or_adapter_or_that_was_changed_is_refused(open_host, wording):
@@ -715,3 +831,15 @@ def test_few_samplers_without_a_name_are_kept(open_host):
     assert [isinstance(each, ConfigError) for each in results] == [True] + [False] * SAMPLERS_KEPT
     host.free_sampler(paths[-1])
     assert isinstance(drawn(host, request(paths[-1]))[0], ConfigError)
+
+
+def test_samplers_on_disk_leave_the_memory_and_come_back(open_host):
+    host = open_host("numpy")
+    trained(host, "run", steps=1)
+    paths = [host.save_sampler("run", f"s{number}") for number in range(SAMPLERS_KEPT + 2)]
+    assert [*host._samplers] == paths[2:]
+    first, again = drawn(host, request(paths[0]), request(paths[-1]))
+    assert first.sequences[0].tokens.tolist() == again.sequences[0].tokens.tolist()
+    assert len(host._samplers) == SAMPLERS_KEPT and paths[0] in host._samplers
+    delete_checkpoint(host.runs_dir, paths[0])
+    assert isinstance(drawn(host, request(paths[0]))[0], ConfigError)

@@ -51,10 +51,11 @@ INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
 # Formulas by tensor: arrays in the size of all weights, and of what is updated at a time.
 BY_TENSOR = {"adafactor": (3.5, 0), "muon": (4.1, 3.5)}
-# A whole model, in chunks: as BY_TENSOR; and arrays of its gradients in the compute dtype.
-WHOLE, WHOLE_BY_TENSOR, SLOPES = (7.2, 4.8), (4.1, 6.2), 1.5
-# 8-bit codes, by AdamW, which has two slots: float32 arrays in the adapter's size, and in that of a chunk.
-CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
+# A whole model, in place: arrays in the size of what is updated at a time. Without slots, and per slot; so of 8-bit
+# codes; by tensor.
+IN_PLACE, IN_PLACE_CODED, IN_PLACE_BY_TENSOR = (3, 4.5), (3.75, 8), {"adafactor": 7.4, "muon": 29}
+# 8-bit codes, by the number of slots: float32 arrays in the adapter's size, and in that of a chunk.
+CHUNKED, CHUNKED_COMPILED = {1: (4, 9.7), 2: (4, 13)}, {1: (9.5, 0), 2: (8, 6)}
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
@@ -116,8 +117,8 @@ def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
 
 def slopes(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
     """The gradients of all parameters of a model at the end of the backward pass, when the activations are freed."""
-    n, each = decoder.num_parameters, SLOPES * ask.item_bytes + MASTER_BYTES
-    return MemoryPart("workspace", int(each * n) - at_end.bytes, f"the gradients of {n:,} parameters × {each:g} B")
+    n, c = decoder.num_parameters, ask.item_bytes
+    return MemoryPart("workspace", c * n - at_end.bytes, f"the gradients of {n:,} parameters × {c} B")
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -259,14 +260,16 @@ def update(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
 
 def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     """Return how many arrays are alive in the optimizer step: in the adapter's size, and in that of a chunk of it."""
-    if OPTIMIZERS[ask.optimizer].exact is not None:
-        whole, chunk = CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
-        return whole + AVERAGE * ask.averages, chunk
+    entry, average = OPTIMIZERS[ask.optimizer], AVERAGE * ask.averages
+    slots, is_coded = len(entry.slots), entry.exact is not None
     if ask.trains_model:
-        whole, chunk = WHOLE_BY_TENSOR if ask.optimizer in BY_TENSOR else WHOLE
-        return whole + AVERAGE * ask.averages, chunk
+        always, for_slot = IN_PLACE_CODED if is_coded else IN_PLACE
+        return average, IN_PLACE_BY_TENSOR.get(ask.optimizer, always + for_slot * slots)
+    if is_coded:
+        whole, chunk = (CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED)[slots]
+        return whole + average, chunk
     if ask.optimizer in BY_TENSOR:
         whole, chunk = BY_TENSOR[ask.optimizer]
-        return whole + AVERAGE * ask.averages, chunk
+        return whole + average, chunk
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
-    return always + for_slot * (len(OPTIMIZERS[ask.optimizer].slots) + ask.averages), 0
+    return always + for_slot * (slots + ask.averages), 0

@@ -1,18 +1,19 @@
 """An optimizer with its state in 8-bit codes (`dualtune/model/eight_bit.py`), for one flat array, chunk by chunk.
 
 Blocks are those of each tensor in the flat array, so the codes are the same in every layout. Each chunk replaces its
-part of the arrays, which MLX does in place once it has a copy of its own: no slot is ever there in float32 as a whole.
+part of the arrays: no slot is ever there in float32 as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
 from dualtune.model.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
 
 Arrays = dict[str, mx.array]
+Put = Callable[[mx.array, slice, mx.array], mx.array]  # (array, where, new) -> the array with the new values there
 SIGN, MAGNITUDE = -(1 << 31), 0x7FFFFFFF
 
 
@@ -40,17 +41,30 @@ def decode_slot(slots: Arrays, slot: str, values: slice, blocks: slice) -> mx.ar
     return decode(slots[slot][values], slots[tops_of(slot)][blocks], CODES[slot])
 
 
-def encode_slot(slots: Arrays, slot: str, new: mx.array, values: slice, blocks: slice, step: mx.array) -> Arrays:
+def encode_slot(
+    slots: Arrays, slot: str, new: mx.array, values: slice, blocks: slice, step: mx.array, put: Put
+) -> Arrays:
     """Return the slots with new float32 values in a chunk of one, after update `step`."""
     codes, tops = encode(new, CODES[slot], step)
     name = tops_of(slot)
-    return slots | {slot: replaced(slots[slot], values, codes), name: replaced(slots[name], blocks, tops)}
+    return slots | {slot: put(slots[slot], values, codes), name: put(slots[name], blocks, tops)}
 
 
 def replaced(array: mx.array, where: slice, new: mx.array) -> mx.array:
+    """Return an array with other values in a part of it."""
     if where == slice(0, array.size):
         return new
     return mx.slice_update(array, new, mx.array([where.start]), axes=[0])
+
+
+def put_in_place(array: mx.array, where: slice, new: mx.array) -> mx.array:
+    """Write values into a part of an array itself.
+
+    They are evaluated first: MLX copies an array, as a whole, that something else has still to read.
+    """
+    mx.eval(new)
+    array[where] = new
+    return array
 
 
 def encode(values: mx.array, code: EightBitCode, step: mx.array) -> tuple[mx.array, mx.array]:

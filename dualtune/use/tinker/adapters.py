@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dualtune.base.errors import ConfigError
-from dualtune.model.adapter import AdapterSpec, short_targets
+from dualtune.model.adapter import AdapterSpec
 from dualtune.model.embeddings import tied_head
 from dualtune.model.experts import DOWN, GATE, UP, expert_of, without_number
 from dualtune.model.targets import (
@@ -44,7 +44,8 @@ def spec_of(settings: LoraSettings, model_dir: Path) -> AdapterSpec:
         chosen = [module for module in modules if _is_attention(module) == settings.train_attn]
         if has_experts and not any(map(expert_of, chosen)):  # the files hold them as stacks
             targets = [*(f"experts.{name}" for name in (GATE, UP, DOWN)), *targets]
-        targets = [*short_targets({*map(without_number, chosen)}), *targets]
+        # A name within its layer selects it in all layers, and nothing of the other part.
+        targets = [*sorted({p.name for p in map(position_of, map(without_number, chosen)) if p}), *targets]
     if not targets:
         raise ConfigError(
             "lora_config: train_attn, train_mlp and train_unembed leave nothing to train in this model. An output head "

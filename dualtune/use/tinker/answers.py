@@ -8,30 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.use.tinker.futures import Answer
-from dualtune.use.tinker.host import LossResult, SampleResult, TopLogprobs
+from dualtune.use.tinker.futures import Reply
+from dualtune.use.tinker.messages import LossResult, SampleResult, TopLogprobs
 from dualtune.use.tinker.requests import protobufs
 
 NO_LOGPROB = -99999.0  # of an empty cell of the most probable tokens, whose token is 0
 
 
-def plain(table: Mapping[str, Any]) -> Answer:
+def plain(table: Mapping[str, Any]) -> Reply:
     """Return an answer that is JSON for every client."""
-    return Answer(lambda: table)
+    return Reply(lambda: table)
 
 
-def of_losses(result: LossResult) -> Answer:
+def of_losses(result: LossResult) -> Reply:
     """Return the answer to losses."""
     size = sum(array.nbytes for output in result.outputs for array in output.values())
-    return Answer(lambda: _losses_table(result), lambda: _losses_message(result), size)
+    return Reply(lambda: _losses_table(result), lambda: _losses_message(result), size)
 
 
-def of_samples(result: SampleResult, last: int | None) -> Answer:
+def of_samples(result: SampleResult, last: int | None) -> Reply:
     """Return the answer to a request for samples. `last`: how many tokens of the prompt are scored."""
     size = sum(sequence.tokens.nbytes + sequence.logprobs.nbytes for sequence in result.sequences)
     if last is not None:
         result = _scored_from(result, last)
-    return Answer(lambda: _samples_table(result), lambda: _samples_message(result), size)
+    return Reply(lambda: _samples_table(result), lambda: _samples_message(result), size)
 
 
 def _losses_table(result: LossResult) -> dict[str, Any]:

@@ -15,14 +15,14 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError
-from dualtune.base.files import json_bytes, new_directory, remove_directory, write_directory
+from dualtune.base.files import fsync, hidden_sibling, json_bytes, new_directory, remove_directory, write_directory
 from dualtune.base.untrusted import read_json
 from dualtune.engine.backend import Engine
 from dualtune.model.formats.directory import Adapter, write_adapter
@@ -85,11 +85,9 @@ class RunDirectory:
         ConfigError if the name is taken, unless it may be overwritten.
         """
         target = self.directory(kind, name)
-        if os.path.lexists(target):
-            if not overwrite:
-                raise ConfigError(f"checkpoint: there is already a '{name}' of this run. Choose another name")
-            remove_directory(target)
-        with new_directory(target) as temporary:
+        if os.path.lexists(target) and not overwrite:
+            raise ConfigError(f"checkpoint: there is already a '{name}' of this run. Choose another name")
+        with replacing(target) as temporary:
             write_adapter(temporary / ADAPTER, adapter, layout="peft", metadata=record)
             if state is not None:
                 engine, step, entries = state
@@ -99,15 +97,25 @@ class RunDirectory:
 
     def _show_last(self, saved: Path) -> None:
         """Make the run's adapter the one that was saved last. The files are the same, so they take no room."""
-        shown = self.path / ADAPTER
-        if os.path.lexists(shown):
-            remove_directory(shown)
-        with new_directory(shown) as temporary:
+        with replacing(self.path / ADAPTER) as temporary:
             for file in saved.iterdir():
                 try:
                     os.link(file, temporary / file.name)
                 except OSError:  # a file system without links
                     shutil.copy2(file, temporary / file.name)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Generator[Path]:
+    """Yield a directory to write to, which takes the place of `target` when it is complete; until then that stays."""
+    complete, old = hidden_sibling(target), hidden_sibling(target)
+    with new_directory(complete) as temporary:
+        yield temporary
+    if os.path.lexists(target):
+        target.rename(old)
+    complete.rename(target)
+    fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_run(path: Path) -> ServedRun:

@@ -26,7 +26,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """A result: JSON, or a protobuf for clients that want one."""
 
     table: Callable[[], Mapping[str, Any]]
@@ -39,7 +39,7 @@ class Future:
     id: str
     sampler: tuple[str, int] | None = None  # the sampling session and clone that is told of its end
     ended: threading.Event = field(default_factory=threading.Event)
-    outcome: Answer | Failure | None = None
+    outcome: Reply | Failure | None = None
     is_cancelled: bool = False
     expires: float = float("inf")
     is_sent: bool = False
@@ -77,7 +77,7 @@ class Futures:
         with self._lock:
             return self._futures.get(id)
 
-    def end(self, future: Future, outcome: Answer | Failure) -> None:
+    def end(self, future: Future, outcome: Reply | Failure) -> None:
         """Give a future its outcome, once, and wake who waits for it."""
         with self._lock:
             if future.outcome is not None:
@@ -143,4 +143,4 @@ class Futures:
 
 
 def _num_bytes(future: Future) -> int:
-    return future.outcome.num_bytes if isinstance(future.outcome, Answer) else 0
+    return future.outcome.num_bytes if isinstance(future.outcome, Reply) else 0

@@ -1,6 +1,7 @@
 """What a loss of the Tinker API is on a client's data, and its gradient: between the data and an engine.
 
-Data share micro-batches, and where the engine can, rows. Each sees only itself.
+Data share micro-batches, and where the engine can, rows. Each sees only itself. What data that follow each other have
+in common at their beginning, such as the prompt of several samples, is computed once.
 """
 
 from __future__ import annotations
@@ -18,11 +19,92 @@ from dualtune.train.comparison import at_targets, with_slopes
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import Datum
 
+LEAST_SHARED = 16  # tokens that data must have in common to be computed together
+
+
+class ClientData:
+    """The data of a call, as they lie in micro-batches."""
+
+    def __init__(self, data: Sequence[Datum], *, shares: bool) -> None:
+        """`shares`: whether the engine can compute a common beginning once."""
+        self.data = data
+        lengths = np.array([len(datum.tokens) for datum in data], np.int64)
+        self._sizes = RowSizes(lengths, common_beginnings(data) if shares else None)
+
+    def micro_batches(self, layout: SequenceLayout) -> Iterator[Batch]:
+        """Yield the micro-batches, each token with its targets, without weights.
+
+        Data with as many targets in each place share them. The documents of a micro-batch are the indices of its data.
+        """
+        by_number: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, datum in enumerate(self.data):
+            by_number[datum.inputs["target_tokens"].shape[1:]].append(i)
+        for number, ids in by_number.items():
+            for rows in plan(self._sizes, ids, layout):
+                yield self._batch(rows, number)
+
+    def placed(self, row: Row) -> Iterator[tuple[int, int, int]]:
+        """Yield each datum of a row, the number of tokens that it lacks there, and the datum that has them."""
+        parent = row[0]
+        for i, added in zip(row, self._sizes.added(row), strict=True):
+            lacking = len(self.data[i].tokens) - added
+            parent = parent if lacking else i
+            yield i, lacking, parent
+
+    def _batch(self, rows: Sequence[Row], number: tuple[int, ...]) -> Batch:
+        shape = len(rows), padded(max(map(self._sizes.of, rows)))
+        tokens, segments, positions, parents = (np.zeros(shape, np.int32) for _ in range(4))
+        labels = np.full((*shape, *number), IGNORE_INDEX, np.int32)
+        for b, row in enumerate(rows):
+            end, segment_of = 0, {i: segment for segment, i in enumerate(row, start=1)}
+            for i, lacking, parent in self.placed(row):
+                datum, start = self.data[i], end
+                end += len(datum.tokens) - lacking
+                tokens[b, start:end] = datum.tokens[lacking:]
+                labels[b, start:end] = datum.inputs["target_tokens"][lacking:]
+                segments[b, start:end] = segment_of[i]
+                positions[b, start:end] = np.arange(lacking, len(datum.tokens))
+                parents[b, start:end] = segment_of[parent] if lacking else 0
+        seeds = np.zeros(shape, np.uint32)  # these adapters have no dropout
+        return Batch(
+            tokens, labels, segments, positions, seeds, documents=tuple(map(tuple, rows)),
+            parents_BT=parents if parents.any() else None,
+        )  # fmt: skip
+
+
+def common_beginnings(data: Sequence[Datum]) -> np.ndarray:
+    """Return how many tokens of each datum are those of the first one of its unit, int64; 0 for a first one.
+
+    A unit are data that follow each other and begin with the same tokens and targets. All have the same number of them,
+    so that each could be the first.
+    """
+    shared = np.zeros(len(data), np.int64)
+    first, common = 0, 0  # of the present unit; no common beginning is known before its second datum
+    for i in range(1, len(data)):
+        length = _num_common(data[first], data[i])
+        if length >= (common or LEAST_SHARED):
+            common = common or length
+            shared[i] = common
+        else:
+            first, common = i, 0
+    return shared
+
+
+def _num_common(one: Datum, other: Datum) -> int:
+    """Return how many tokens two data have in common at their beginning, with their targets."""
+    targets, others = one.inputs["target_tokens"], other.inputs["target_tokens"]
+    length = min(len(one.tokens), len(other.tokens)) - 1  # each has a token of its own
+    if targets.shape[1:] != others.shape[1:] or length < 1:
+        return 0
+    differs = one.tokens[:length] != other.tokens[:length]
+    differs |= (targets[:length] != others[:length]).reshape(length, -1).any(-1)
+    return int(differs.argmax()) if differs.any() else length
+
 
 class LossSums:
     """The loss of some data, added up over their micro-batches, and what the model says of each datum's targets."""
 
-    def __init__(self, loss: str, config: Mapping[str, float | str], data: Sequence[Datum]) -> None:
+    def __init__(self, loss: str, config: Mapping[str, float | str], data: ClientData) -> None:
         self._loss, self._config, self._data = loss, config, data
         self._values: dict[int, float] = {}
         self.logprobs: dict[int, np.ndarray] = {}  # by datum, float32 in the shape of its targets
@@ -30,16 +112,21 @@ class LossSums:
 
     @property
     def total(self) -> float:
-        """The sum over all targets of all data. It does not depend on how they share micro-batches."""
-        return float(np.sum([self._values[i] for i in range(len(self._data))]))
+        """The sum over all targets of all data, in their order."""
+        return float(np.sum([self._values[i] for i in sorted(self._values)]))
 
     def forward(self, engine: Engine, batch: Batch) -> dict[int, np.ndarray]:
-        """Add a micro-batch, and return the slopes of the loss by datum."""
-        slopes: dict[int, np.ndarray] = {}
-        for i, logps_T in at_targets(engine.target_logprobs(batch), batch).items():
-            values_T, slopes[i] = loss_of(self._loss, logps_T, self._data[i].inputs, self._config)
-            self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
-            self.num_weighted += int(np.count_nonzero(slopes[i]))
+        """Add a micro-batch, and return the slopes of the loss by datum, for the targets that it has there."""
+        own, slopes = at_targets(engine.target_logprobs(batch), batch), dict[int, np.ndarray]()
+        for row in batch.documents:
+            for i, lacking, parent in self._data.placed([*row]):
+                logps_T = np.concatenate([self.logprobs[parent][:lacking], own[i]]) if lacking else own[i]
+                values_T, slopes_T = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
+                self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
+                self.num_weighted += int(np.count_nonzero(slopes_T))
+                slopes[i] = slopes_T[lacking:].copy()
+                if lacking:  # a target that two data share has the slope of both
+                    slopes[parent][:lacking] += slopes_T[:lacking]
         return slopes
 
     def forward_backward(self, engine: Engine, batch: Batch) -> None:
@@ -47,36 +134,6 @@ class LossSums:
         weighted = with_weights_only(with_slopes(batch, self.forward(engine, batch)))
         if weighted.num_targets:
             engine.forward_backward(weighted, divisor=1.0)
-
-
-def micro_batches(data: Sequence[Datum], layout: SequenceLayout) -> Iterator[Batch]:
-    """Yield the micro-batches of some data, each token with its targets, without weights.
-
-    Data with as many targets in each place share them. The documents of a micro-batch are the indices of its data.
-    """
-    by_number: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, datum in enumerate(data):
-        by_number[datum.inputs["target_tokens"].shape[1:]].append(i)
-    sizes = RowSizes(np.array([len(datum.tokens) for datum in data], np.int64))
-    for number, ids in by_number.items():
-        for rows in plan(sizes, ids, layout):
-            yield _batch(data, rows, number)
-
-
-def _batch(data: Sequence[Datum], rows: Sequence[Row], number: tuple[int, ...]) -> Batch:
-    shape = len(rows), padded(max(sum(len(data[i].tokens) for i in row) for row in rows))
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    labels = np.full((*shape, *number), IGNORE_INDEX, np.int32)
-    for b, row in enumerate(rows):
-        end = 0
-        for segment, i in enumerate(row, start=1):
-            start, end = end, end + len(data[i].tokens)
-            tokens[b, start:end] = data[i].tokens
-            labels[b, start:end] = data[i].inputs["target_tokens"]
-            segments[b, start:end] = segment
-            positions[b, start:end] = np.arange(end - start)
-    seeds = np.zeros(shape, np.uint32)  # these adapters have no dropout
-    return Batch(tokens, labels, segments, positions, seeds, documents=tuple(map(tuple, rows)))
 
 
 def with_weights_only(batch: Batch) -> Batch:

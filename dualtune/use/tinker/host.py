@@ -32,7 +32,7 @@ from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.fingerprints import fingerprints, plain_batch
 from dualtune.train.hooks import Watchers
 from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
-from dualtune.train.model_checks import check_causality, check_packing
+from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.recovery import Recovery
 from dualtune.train.state.lock import Lock
 from dualtune.train.state.metrics import Metrics
@@ -46,7 +46,7 @@ from dualtune.use.tinker.checkpoints import (
     read_state,
     settings_of,
 )
-from dualtune.use.tinker.gradients import LossSums, micro_batches
+from dualtune.use.tinker.gradients import ClientData, LossSums
 from dualtune.use.tinker.losses import check_inputs, check_loss
 from dualtune.use.tinker.messages import (
     AdamSettings,
@@ -62,7 +62,7 @@ from dualtune.use.tinker.samples import SampleLimits, sampled
 from dualtune.use.tinker.seat import Seat, TrainingState, Weights
 
 USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
-SAMPLERS_KEPT = 8  # of each run, of those without a name
+SAMPLERS_KEPT = 8  # in memory: of each run those without a name, and of all that are on disk
 UNNAMED = "memory:"  # begins the path of a sampler without a name
 
 
@@ -80,7 +80,7 @@ class TrainingHost:
         self.max_length = longest_text(config) or USUAL_CONTEXT
         self._form = {"dtype": dtype, "quantization": quantization}
         self._shared_base = SharedBase()
-        self._layout = SequenceLayout(micro_batch_tokens)
+        self._layout, self._shares = SequenceLayout(micro_batch_tokens), False
         self._runs: dict[str, OpenRun] = {}
         self._samplers: dict[str, Weights] = {}
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
@@ -194,11 +194,12 @@ class TrainingHost:
         before = engine.gradient() if has_gradient and run.state.has_gradient else None
         longest = max(len(datum.tokens) for datum in data)
         recovery = Recovery(self.backend, engine, self._layout, longest)
+        placed = ClientData(data, shares=self._shares)
         try:
             while True:
-                sums = LossSums(loss, config, data)
+                sums = LossSums(loss, config, placed)
                 work = sums.forward_backward if has_gradient else sums.forward
-                batches = micro_batches(data, recovery.layout)
+                batches = placed.micro_batches(recovery.layout)
                 if recovery.attempt(0, batches, lambda batch, work=work: work(engine, batch)):
                     break
                 self._layout = recovery.layout
@@ -251,6 +252,7 @@ class TrainingHost:
             "config": self._config(spec, own.info), "place": {}, "schedule": {}, "guards": {},
             "fingerprints": self._fingerprints,
         }  # fmt: skip
+        self._samplers.pop(f"tinker://{run}/weights/{name}", None)
         return own.directory.save(
             "weights", name, self._adapter(own.state.weights), self._record(own, engine), overwrite=overwrite,
             state=(engine, own.steps, entries),
@@ -285,12 +287,20 @@ class TrainingHost:
             path = f"{UNNAMED}{run}/{own.num_samplers}"
             self._samplers.pop(f"{UNNAMED}{run}/{own.num_samplers - SAMPLERS_KEPT}", None)
         self._seat.fetch(own.state.weights)
-        self._samplers[path] = own.state.weights
+        self._keep(path, own.state.weights)
         return path
 
     def free_sampler(self, path: str) -> None:
         """Free a sampler's memory. One with a name is read again when it is asked for."""
         self._samplers.pop(path, None)
+
+    def _keep(self, path: str, weights: Weights) -> None:
+        """Keep a sampler in memory. Of those that are on disk too, the one that was not asked for longest leaves."""
+        self._samplers.pop(path, None)
+        self._samplers[path] = weights
+        on_disk = [each for each in self._samplers if not each.startswith(UNNAMED)]
+        for each in on_disk[:-SAMPLERS_KEPT]:
+            del self._samplers[each]
 
     def _read_state(self, source: str, *, optimizer: bool) -> tuple[ServedRun, TrainingState]:
         """Return the run of a state, and what it trains, with its optimizer or a new one."""
@@ -367,20 +377,23 @@ class TrainingHost:
             yield from sampled(model, requests, indices, limits, self.backend.is_out_of_memory)
 
     def _weights(self, source: str | None) -> Weights | None:
-        """Return the weights of a source; those of a path on disk stay in memory until they are freed."""
+        """Return the weights of a source; None for the base."""
         if source is None:
             return None
-        if source not in self._samplers:
-            if source.startswith(UNNAMED):
+        if source.startswith(UNNAMED):
+            if source not in self._samplers:
                 raise ConfigError(
                     f"sampler: {source} is not kept any more: of each run the newest {SAMPLERS_KEPT} without a name "
                     "are. Sample from a newer one, or save it with a name"
                 )
-            info = find_checkpoint(self.runs_dir, source)
-            adapter = read_adapter(info.directory)
+            return self._samplers[source]
+        info = find_checkpoint(self.runs_dir, source)  # it may have been deleted
+        weights = self._samplers.get(source)
+        if weights is None:
             spec = spec_of(settings_of(read_run(self.runs_dir / info.run)), self.directory)
-            self._samplers[source] = Weights(spec, adapter.tensors)
-        return self._samplers[source]
+            weights = Weights(spec, read_adapter(info.directory).tensors)
+        self._keep(source, weights)
+        return weights
 
     # --- the model --------------------------------------------------------------------------------------------------
 
@@ -398,12 +411,16 @@ class TrainingHost:
         return self._model
 
     def _try_model(self, engine: Engine) -> None:
-        """Raise ConfigError for a model that is not causal. Data share rows if it keeps documents apart in one."""
+        """Raise ConfigError for a model that is not causal.
+
+        Data share rows where it keeps documents apart in one, and a common beginning where it can compute that once.
+        """
         check_causality(engine)
         if True in self.backend.capabilities().get("data.packing", ()):
             with contextlib.suppress(ConfigError):
                 check_packing(engine, self.backend)
                 self._layout = replace(self._layout, row_length=self._layout.max_tokens)
+                self._shares = why_not_shared(engine, self.backend) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

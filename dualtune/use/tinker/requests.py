@@ -7,11 +7,14 @@ The form is that of Tinker's client. A key that is not known is refused, unless 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import io
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -19,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.http_server import BadRequest
-from dualtune.use.tinker.host import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
 
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
 MAX_TEXT, MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1000, 512, 256, 128, 64
@@ -33,7 +36,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 PATH = r"^tinker://[A-Za-z0-9_:-]{1,120}/(weights|sampler_weights)/[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 Name = Annotated[str, Field(pattern=NAME)]
-Path = Annotated[str, Field(pattern=PATH)]
+TinkerPath = Annotated[str, Field(pattern=PATH)]
 Run = Annotated[str, Field(pattern=RUN)]
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 Lifetime = Annotated[int, Field(ge=HOUR, le=TEN_YEARS)]
@@ -154,7 +157,7 @@ class LoadWeightsBody(TinkerBody):
     model_seq_id: Number | None = None
     base_model: Text | None = None
     user_metadata: Metadata | None = None
-    path: Path
+    path: TinkerPath
     optimizer: bool
     optimizer_config: OptimizerBody | None = None
 
@@ -162,7 +165,7 @@ class LoadWeightsBody(TinkerBody):
 class CreateSamplerBody(OfSessionBody):
     sampling_session_seq_id: Number
     base_model: Text | None = None
-    model_path: Path | None = None
+    model_path: TinkerPath | None = None
 
 
 class OfSamplerBody(TinkerBody):
@@ -197,7 +200,7 @@ class SampleBody(TinkerBody):
     prompt: _Input
     sampling_params: _SamplingParams
     base_model: Text | None = None
-    model_path: Path | None = None
+    model_path: TinkerPath | None = None
     sampling_session_id: Annotated[str, Field(pattern=SAMPLER)] | None = None
     seq_id: Number | None = None
     prompt_logprobs: bool | None = None
@@ -244,7 +247,7 @@ class OfFutureBody(TinkerBody):
 
 
 class OfPathBody(TinkerBody):
-    tinker_path: Path
+    tinker_path: TinkerPath
 
 
 class TtlBody(TinkerBody):
@@ -313,14 +316,26 @@ def _from_json(raw: bytes, forward_only: bool) -> LossRequest:
     return LossRequest(body.model_id, body.seq_id, data, losses.loss_fn, losses.loss_fn_config or {}, forward_only)
 
 
+@functools.cache
 def protobufs() -> Any:
-    """Return the module of the client's protobuf messages. EnvironmentFault if the package is not installed."""
+    """Return the module of the client's protobuf messages. EnvironmentFault if the package is not installed.
+
+    It is read from its file: to import it by its name would import the whole client, which takes seconds.
+    """
+    package = importlib.util.find_spec("tinker")
     try:
-        return importlib.import_module("tinker.proto.tinker_public_pb2")
-    except ImportError as error:
+        if package is None or package.origin is None:
+            raise ImportError("No module named 'tinker'")
+        file = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
+        spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
         raise EnvironmentFault(
             f"--train needs the package of Tinker's client ({error}): pip install 'dualtune[tinker]'"
         ) from error
+    return module
 
 
 def _from_protobuf(raw: bytes) -> LossRequest:
@@ -372,7 +387,7 @@ def _dense(tensor: Any, name: str) -> np.ndarray:
     if not is_whole or (counts < 0).any() or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise BadRequest(400, f"{name}: its sparse indices do not describe {shape[0]} x {shape[1]} values")
     dense = np.zeros(shape, dtype)
-    dense[np.arange(shape[0]).repeat(cast("Any", counts)), columns] = values
+    dense[np.searchsorted(rows, np.arange(len(columns)), side="right") - 1, columns] = values
     return dense
 
 
@@ -425,17 +440,25 @@ def read_load(raw: bytes) -> LoadWeightsBody:
     table = _table(raw)
     if table.get("model_id") is None:
         return _checked(LoadWeightsBody, table)
-    address = _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
-    with _of_turn(address):
+    with _of_turn(_address(table)):
         return _checked(LoadWeightsBody, table)
 
 
 def read_turn(kind: type[TurnT], raw: bytes) -> TurnT:
     """Read a request to a run. BadTurn if it is wrong, but its place is known."""
     table = _table(raw)
-    address = _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
-    with _of_turn(address):
+    with _of_turn(_address(table)):
         return _checked(kind, table)
+
+
+def refused_turn(raw: bytes, reason: str) -> BadTurn:
+    """Return the refusal of a request to a run, whatever else it says."""
+    address = _address(_table(raw))
+    return BadTurn(BadRequest(400, reason), address.model_id, address.seq_id)
+
+
+def _address(table: dict[str, Any]) -> OfRunBody:
+    return _checked(OfRunBody, {key: table.get(key) for key in ("model_id", "seq_id")})
 
 
 @contextlib.contextmanager

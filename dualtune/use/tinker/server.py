@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest
 from dualtune.use.tinker import requests
-from dualtune.use.tinker.futures import Answer, Failure, Future
+from dualtune.use.tinker.futures import Failure, Future, Reply
 from dualtune.use.tinker.requests import MAX_BODY, BadTurn, decompressed, read, read_turn
 from dualtune.use.tinker.service import TrainingService
 
@@ -25,7 +25,6 @@ NOT_SERVED = {
     r"POST auth/token": "a key is sent as it is, there is no token for it",
     r"(GET|DELETE) auth/apikey/me": "keys are not stored here: the server has one, or none",
     r"POST create_custom_loss": "custom losses are computed by the client: forward_backward_custom",
-    r"POST save_weights_external": "a checkpoint is in PEFT's form already: `dualtune export`, or its archive",
     r"GET training_runs/[^/]+/checkpoints/.+/external_weights_urls": "download the archive of the checkpoint instead",
     r"(POST|DELETE) training_runs/[^/]+/checkpoints/.+/publish": "there is nobody to publish to: `dualtune push`",
     r"POST copy_weights": "there are no projects: copy the directory of the checkpoint",
@@ -216,13 +215,21 @@ def _retrieve(call: Call) -> str:
     if isinstance(outcome, Failure):
         call.send({"error": outcome.message, "category": outcome.category})
     else:
-        assert isinstance(outcome, Answer)
+        assert isinstance(outcome, Reply)
         if outcome.protobuf is not None and PROTOBUF in call.handler.headers.get("Accept", ""):
             call.handler.send_bytes(200, outcome.protobuf(), PROTOBUF)
         else:
             call.send(outcome.table())
     call.service.futures.mark_sent(future)
-    return "200" if isinstance(outcome, Answer) else f"200 failed: {outcome.message[:200]}"
+    return "200" if isinstance(outcome, Reply) else f"200 failed: {outcome.message[:200]}"
+
+
+def _external(call: Call) -> str:
+    """Refuse another form of weights, in its turn: the client counts it as a request to the run."""
+    reason = (
+        "save_weights_external is not served by dualtune: a checkpoint is in PEFT's form already; `dualtune export`"
+    )
+    return call.turn(lambda: call.service.fail_turn(requests.refused_turn(call.body, reason)))
 
 
 def _cancel(call: Call) -> str:
@@ -281,6 +288,7 @@ _ANSWERS: dict[str, Callable[[Call], str]] = {
     r"POST save_weights_for_sampler": lambda c: c.turn(
         lambda: c.service.save_sampler(read_turn(requests.SaveSamplerBody, c.body))
     ),
+    r"POST save_weights_external": _external,
     r"POST load_weights": lambda c: c.turn(lambda: c.service.load_run(requests.read_load(c.body))),
     r"POST create_sampling_session": lambda c: c.send(
         c.service.create_sampler(read(requests.CreateSamplerBody, c.body))

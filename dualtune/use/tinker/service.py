@@ -6,6 +6,7 @@ The model is used by one thread, which calls `run_next`. All else only files req
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +26,11 @@ from dualtune.base.errors import (
 )
 from dualtune.base.http_server import BadRequest
 from dualtune.use.tinker import answers, requests
-from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
-from dualtune.use.tinker.host import (
-    CheckpointInfo,
-    SampleRequest,
-    ServedRun,
-    TrainingHost,
-    delete_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    list_runs,
-)
+from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs
+from dualtune.use.tinker.futures import Failure, Future, Futures, Reply
+from dualtune.use.tinker.host import TrainingHost
 from dualtune.use.tinker.ledger import Ledger
+from dualtune.use.tinker.messages import CheckpointInfo, SampleRequest, ServedRun
 from dualtune.use.tinker.sessions import Sessions, TinkerSession
 from dualtune.use.tinker.turns import RunJob, SampleJob, Turns
 
@@ -56,14 +50,16 @@ class TrainingService:
     """
 
     def __init__(
-        self, host: TrainingHost, *, max_waiting: int, max_tokens: int, timeout_s: float, say: Callable[[str], None],
-        is_fatal: Callable[[BaseException], bool] = lambda error: False,
+        self, host: TrainingHost, *, max_waiting: int, max_tokens: int | None, timeout_s: float,
+        say: Callable[[str], None],
+        is_fatal: Callable[[BaseException], bool] = lambda error: False, seed: int | None = None,
     ) -> None:  # fmt: skip
+        """`seed`: from which those are drawn that clients do not give; None: at random."""
         self.base, self.max_length = host.base, host.max_length
         self._host, self._runs_dir, self._max_tokens, self._say = host, host.runs_dir, max_tokens, say
-        self._is_fatal = is_fatal
+        self._is_fatal, self._seed = is_fatal, seed
         # A directory of this machine has to be named whole: the client looks for its tokenizer there.
-        self._tokenizer = str(host.tokenizer_dir.resolve()) if Path(host.base).is_dir() else host.base
+        self._tokenizer = str(host.directory.resolve()) if Path(host.base).is_dir() else host.base
         self.futures = Futures()
         self.turns = Turns(self.futures, max_waiting)
         self.sessions, self.ledger = Sessions(timeout_s), Ledger(host.runs_dir)
@@ -130,6 +126,8 @@ class TrainingService:
     def create_run(self, body: requests.CreateModelBody) -> Future:
         self._check_base(body.base_model)
         settings = body.lora_config.settings()
+        if settings.seed is None:
+            settings = replace(settings, seed=self._drawn_seed(body.session_id, body.model_seq_id))
         return self._begin(
             body.session_id, body.model_seq_id, body.user_metadata, "create_model",
             lambda host, run: host.create_run(run, settings),
@@ -148,7 +146,7 @@ class TrainingService:
             raise BadRequest(400, "model_id: a load is into a run (model_id), or a new run (session_id, model_seq_id)")
         run = body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             host.load_state(run, body.path, optimizer=body.optimizer)
             self._unsaved.discard(run)
             return answers.plain({"type": "load_weights", "path": body.path, "model_id": run})
@@ -164,7 +162,7 @@ class TrainingService:
         if not is_new:
             return future
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             make(host, run)
             if metadata:
                 self.ledger.note(run, metadata=metadata)
@@ -173,6 +171,13 @@ class TrainingService:
 
         self.turns.submit_first(RunJob(future, run, work))
         return future
+
+    def _drawn_seed(self, session: str, *place: object) -> int | None:
+        """Return the seed of an adapter or of samples, by their place; None: it is drawn at random."""
+        if self._seed is None:
+            return None
+        text = repr((self._seed, self.sessions.get(session).number, *place))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
     def info(self, run: str) -> Table:
         """Return what the client asks of a run that it has made."""
@@ -211,7 +216,7 @@ class TrainingService:
     def unload(self, run: str) -> Future:
         """Free a run."""
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             host.unload(run)
             self._unsaved.discard(run)
             self.turns.close_run(run, f"{run} has been unloaded")
@@ -222,7 +227,7 @@ class TrainingService:
     # Training.
 
     def losses(self, request: requests.LossRequest, num_bytes: int) -> Future:
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             compute = host.forward if request.forward_only else host.forward_backward
             return answers.of_losses(compute(request.run, request.data, request.loss, request.config))
 
@@ -231,7 +236,7 @@ class TrainingService:
     def optim_step(self, body: requests.OptimStepBody) -> Future:
         settings, run = body.adam_params.settings(), body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             metrics = host.optim_step(run, settings)
             self._unsaved.add(run)
             return answers.plain({"metrics": dict(metrics)})
@@ -241,12 +246,12 @@ class TrainingService:
     def fail_turn(self, turn: requests.BadTurn) -> Future:
         """Let a request to a run fail in its turn: the next ones are not to wait for it."""
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             raise ConfigError(str(turn))
 
         return self._submit(turn.run, turn.seq, work)
 
-    def _submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Answer], num_bytes: int = 0) -> Future:
+    def _submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Reply], num_bytes: int = 0) -> Future:
         self.sessions.hear_of(run)
         self._last_request[run] = time.time()
         return self.turns.submit(run, seq, work, num_bytes)
@@ -256,7 +261,7 @@ class TrainingService:
     def save_state(self, body: requests.SaveWeightsBody) -> Future:
         run = body.model_id
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             name = body.path or f"{host.run_info(run).steps:06d}"
             saved = host.save_state(run, name, overwrite=body.overwrite or body.path is None)
             self._unsaved.discard(run)
@@ -273,17 +278,14 @@ class TrainingService:
                 BadRequest(400, "path: is missing, and so is sampling_session_seq_id"), run, body.seq_id
             )
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             path = host.save_sampler(run, body.path)
             if body.path is not None:
                 self.ledger.note(path, ttl_s=body.ttl_seconds, metadata=body.user_metadata)
                 return answers.plain({"type": "save_weights_for_sampler", "path": path})
             assert number is not None
-            sampler, freed = self.sessions.add_snapshot(
-                run.split(":")[0], number, run, path, follows=body.kind == "inflight"
-            )
-            for old in freed:
-                host.free_sampler(old)
+            follows = run if body.kind == "inflight" else None
+            sampler = self.sessions.add_sampler(run.split(":")[0], number, path, follows=follows)
             return answers.plain({"type": "save_weights_for_sampler", "sampling_session_id": sampler.id})
 
         return self._submit(run, body.seq_id, work)
@@ -334,13 +336,13 @@ class TrainingService:
         request = body.request()
         if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
             raise BadRequest(400, "prompt_logprobs_last_n: needs prompt_logprobs")
-        most = min(request.max_tokens or self._max_tokens, self._max_tokens)
-        if self.max_length is not None:
-            if len(request.prompt) >= self.max_length:
-                raise BadRequest(
-                    400, f"prompt: has {len(request.prompt)} tokens, the model has {self.max_length} positions"
-                )
-            most = min(most, self.max_length - len(request.prompt))
+        if request.max_tokens is not None and request.max_tokens > (self._max_tokens or request.max_tokens):
+            raise BadRequest(400, f"max_tokens: got {request.max_tokens}, allowed: {self._max_tokens} (--max-tokens)")
+        if len(request.prompt) >= self.max_length:
+            raise BadRequest(
+                400, f"prompt: has {len(request.prompt)} tokens, the model has {self.max_length} positions"
+            )
+        most = min(request.max_tokens or self._max_tokens or self.max_length, self.max_length - len(request.prompt))
         sampler = None if body.sampling_session_id is None else self.sessions.sampler(body.sampling_session_id)
         if sampler is None:
             path = self._source(body.base_model, body.model_path)
@@ -353,6 +355,8 @@ class TrainingService:
             future, is_new = self.futures.get_or_add(f"{sampler.id}:{body.seq_id}", clone)
         source = (lambda: path) if sampler is None else (lambda: self.sessions.source(sampler))
         if is_new:
+            if request.seed is None and sampler is not None:
+                request = replace(request, seed=self._drawn_seed(*sampler.id.split(":"), body.seq_id))
             request = replace(request, max_tokens=most)
             self.turns.submit_sample(SampleJob(future, source, request, body.prompt_logprobs_last_n, num_bytes))
         return future
@@ -450,7 +454,7 @@ class TrainingService:
         self.futures.drop_samplers(session.id)
         future, _ = self.futures.get_or_add(f"{session.id}:end")
 
-        def work(host: TrainingHost) -> Answer:
+        def work(host: TrainingHost) -> Reply:
             for run in session.runs:
                 if save:
                     self._save(run)
@@ -489,7 +493,7 @@ def _category(error: Exception) -> Literal["user", "server"]:
 
 
 def _completion(future: Future) -> Table:
-    if isinstance(future.outcome, Answer):
+    if isinstance(future.outcome, Reply):
         return {
             "state": "finished",
             "request_id": future.id,

@@ -12,13 +12,13 @@ from typing import Any
 
 from dualtune.base.http_server import BadRequest
 
-KEPT_SNAPSHOTS = 4  # of each run: weights in memory for sampling. The one used the longest time ago is freed
 MAX_SESSIONS, MAX_SAMPLERS = 1000, 10_000
 
 
 @dataclass(slots=True, eq=False)
 class TinkerSession:
     id: str
+    number: int  # in the order in which sessions began here
     display_name: str | None
     metadata: Mapping[str, Any] | None
     created: float = field(default_factory=time.time)
@@ -33,9 +33,7 @@ class Sampler:
 
     id: str
     source: str | None  # None: the base
-    snapshot_of: str | None = None  # the run whose weights are in memory
-    follows: str | None = None  # the run whose published weights it has
-    used: float = field(default_factory=monotonic)
+    follows: str | None = None  # the run whose newest published weights it has
     clones: int = 0
 
 
@@ -47,6 +45,7 @@ class Sessions:
         self._lock = threading.RLock()
         self._sessions: dict[str, TinkerSession] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._num_begun = 0
         self._published: dict[str, str] = {}  # by run: its weights in memory that its following samplers have
 
     def __iter__(self) -> Iterator[TinkerSession]:
@@ -55,12 +54,13 @@ class Sessions:
 
     def create(self, display_name: str | None, metadata: Mapping[str, Any] | None) -> TinkerSession:
         """Begin a session."""
-        session = TinkerSession(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}", display_name, metadata)
+        id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise BadRequest(429, f"{MAX_SESSIONS} sessions are open; try again later")
-            self._sessions[session.id] = session
-        return session
+            session = self._sessions[id] = TinkerSession(id, self._num_begun, display_name, metadata)
+            self._num_begun += 1
+            return session
 
     def get(self, id: str) -> TinkerSession:
         """Return a session, whose client has been heard from just now. BadRequest 410 if there is none."""
@@ -103,33 +103,21 @@ class Sessions:
                 runs.append(run)
             return run
 
-    def add_sampler(self, session: str, number: int, source: str | None) -> Sampler:
-        """Add a sampler of a checkpoint, or of the base; the one with this number if it is there."""
+    def add_sampler(self, session: str, number: int, source: str | None, *, follows: str | None = None) -> Sampler:
+        """Add a sampler of a checkpoint, of weights in memory, or of the base; the one with this number if it is there.
+
+        One that follows a run has the newest weights that were published for those that do.
+        """
         with self._lock:
             samplers, id = self.get(session).samplers, f"{session}:sample:{number}"
             if id not in self._samplers:
                 if len(samplers) >= MAX_SAMPLERS:
                     raise BadRequest(400, f"the session has {MAX_SAMPLERS} samplers, which is all it may have")
                 samplers.append(id)
-                self._samplers[id] = Sampler(id, source)
+                self._samplers[id] = Sampler(id, source, follows)
+            if follows is not None and source is not None:
+                self._published[follows] = source
             return self._samplers[id]
-
-    def add_snapshot(
-        self, session: str, number: int, run: str, source: str, *, follows: bool
-    ) -> tuple[Sampler, list[str]]:
-        """Add a sampler of a run's weights in memory. Return it, and the weights that are to be freed for it."""
-        with self._lock:
-            sampler, freed = self.add_sampler(session, number, None), list[str]()
-            if follows:
-                freed += [old for old in [self._published.get(run)] if old is not None]
-                self._published[run], sampler.follows = source, run
-                return sampler, freed
-            sampler.source, sampler.snapshot_of = source, run
-            kept = [s for s in self._samplers.values() if s.snapshot_of == run and s.source is not None]
-            for old in sorted(kept, key=lambda s: s.used)[:-KEPT_SNAPSHOTS]:
-                freed.append(str(old.source))
-                old.source = None
-            return sampler, freed
 
     def sampler(self, id: str) -> Sampler:
         """Return a sampler. BadRequest 404 if there is none."""
@@ -142,15 +130,7 @@ class Sessions:
         """Return the checkpoint or the weights that a sampler has now; None: the base."""
         with self._lock:
             self.hear_of(sampler.id)
-            sampler.used = monotonic()
-            if sampler.follows is not None:
-                return self._published[sampler.follows]
-            if sampler.snapshot_of is not None and sampler.source is None:
-                raise BadRequest(
-                    400, f"the weights of {sampler.id} have been freed: the last {KEPT_SNAPSHOTS} of a run are kept. "
-                    "Name those that are needed longer: save_weights_for_sampler(name)"
-                )  # fmt: skip
-            return sampler.source
+            return sampler.source if sampler.follows is None else self._published.get(sampler.follows, sampler.source)
 
     def join(self, id: str) -> int:
         """Return the number of a further client of a sampler."""

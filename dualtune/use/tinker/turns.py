@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from dualtune.base.http_server import BadRequest
-from dualtune.use.tinker.futures import Answer, Failure, Future, Futures
-from dualtune.use.tinker.host import SampleRequest, TrainingHost
+from dualtune.use.tinker.futures import Failure, Future, Futures, Reply
+from dualtune.use.tinker.host import TrainingHost
+from dualtune.use.tinker.messages import SampleRequest
 
 MAX_BYTES = 1 << 30  # of the bodies that wait
 MAX_SEQUENCES = 256  # of a batch of samples
@@ -27,7 +28,7 @@ class RunJob:
 
     future: Future
     run: str
-    work: Callable[[TrainingHost], Answer]
+    work: Callable[[TrainingHost], Reply]
     num_bytes: int = 0
 
 
@@ -72,7 +73,7 @@ class Turns:
         with self._changed:
             return [*self._orders]
 
-    def submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Answer], num_bytes: int = 0) -> Future:
+    def submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Reply], num_bytes: int = 0) -> Future:
         """Put a request to a run into its place. One that has been sent before has the same future."""
         with self._changed:
             order = self._orders.get(run)
