@@ -20,7 +20,7 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: lambda a, b: a / b,
 }
 RIGHT, ASKING = 1.0, 0.1  # the rewards of a right answer, and of the first sum that can be calculated
 TOOL = "You may write <calc>2 * 3</calc> to have it calculated. Then answer with the number alone."

@@ -65,7 +65,11 @@ def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of):
     assert all(any(row["prompt"] in each["prompt"] for row in ROWS) for each in kept)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+# What is drawn depends on no objective.
+OTHERS = (pytest.param(name, marks=pytest.mark.long) for name in ("dr_grpo", "gspo", "cispo", "rloo"))
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo", *OTHERS])
 def test_a_resumed_run_draws_what_the_straight_run_draws(sampling_lab, weights_of, objective):
     options = settings(sampling_lab, train__objective=objective, rollouts__kl=0.1)
     straight = sampling_lab.run("straight", **options)
