@@ -63,7 +63,7 @@ from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
-from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
+from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
@@ -278,12 +278,10 @@ class TorchEngine:
         return StepOutput(loss, norm)
 
     def set_hyperparameters(self, changes: Settings) -> None:
-        before, spec = self._optimizer, replace(self._request.optimizer, changes=changes)
-        after = flat_optimizer(self._adapter.flat, self._adapter.shapes, spec)
-        after.count.copy_(before.count)
-        for slot in spec.slots:
-            after.load(slot, lambda values, slot=slot: values.copy_(before.read(slot)))
-        self._new_optimizer, self._request = after, replace(self._request, optimizer=spec)
+        spec = replace(self._request.optimizer, changes=changes)
+        optimizer = flat_optimizer(self._adapter.flat, self._adapter.shapes, spec)
+        take_state(optimizer, self._optimizer, spec.slots)
+        self._new_optimizer, self._request = optimizer, replace(self._request, optimizer=spec)
 
     def offloaded_optimizer(self) -> AbstractContextManager[None]:
         """See `dualtune.train.hybrid.step`."""
