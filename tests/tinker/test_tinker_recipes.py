@@ -73,13 +73,13 @@ def write_base(directory, tiny_llama):
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    optimizer, draw = torch.optim.Adam(model.parameters(), lr=5e-3), random.Random(0)
-    for _ in range(150):
-        texts = [
-            f"{question(draw.randrange(9))}\n\nAssistant: \\boxed{{{draw.randrange(3)}}}\n\nUser:" for _ in range(8)
-        ]
+    optimizer, draw = torch.optim.Adam(model.parameters(), lr=1e-2), random.Random(0)
+    for _ in range(250):
+        # As long as the recipes' prompts, which show an example before the question.
+        before = "".join(draw.choices("abcdefghij .:\n\\{}123", k=draw.randrange(20, 340)))
+        texts = [f"{before}Assistant: \\boxed{{{draw.randrange(3)}}}\n\n" for _ in range(4)]
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False) for text in texts])
-        labels = torch.where(torch.arange(ids.shape[1]) < ids.shape[1] - 18, -100, ids)
+        labels = torch.where(torch.arange(ids.shape[1]) < ids.shape[1] - 13, -100, ids)
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -389,7 +389,7 @@ EIGHT_BITS = (
     "which takes more memory. model.quantization: int8 rounds the weights alone"
 )
 NEAREST = "For another kind of adapter, the nearest here is lora"
-NO_REWARDS = "reward models and training on the model's own samples are not supported yet"
+NO_REWARDS = "reward models and PPO are not supported; the nearest is train.objective: grpo with rollouts.rewards"
 _HF = Arguments()
 
 # What LLaMA-Factory and TRL pass on to transformers, under its names.
