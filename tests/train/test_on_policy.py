@@ -264,6 +264,17 @@ def test_the_weights_of_a_loaded_teacher_are_planned(lab):
     assert f"less {in_bytes(weights)} of the teacher" in prepared.memory.budget.reason
 
 
+@on_torch
+def test_a_teacher_without_positions_for_what_it_reads_is_refused(lab, tmp_path):
+    small = tmp_path / "small"
+    shutil.copytree(lab.model, small)
+    described = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(described | {"model_type": "gpt2", "n_positions": 64}))
+    options = RUN | {"distill__teacher": str(small), "rollouts__max_tokens": 64, "data__max_length": 64}
+    with pytest.raises(ConfigError, match="positions up to 64"):
+        prepare(lab.config(**options), lab.backend)
+
+
 @on_numpy
 def test_a_teacher_with_another_tokenizer_is_refused(lab, tmp_path):
     other = tmp_path / "other"
