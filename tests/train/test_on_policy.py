@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError, DataError, Paused
+from dualtune.base.text import in_bytes
 from dualtune.config import parse_config
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
@@ -225,6 +226,15 @@ def test_the_teacher_reads_more_and_judges_the_same_tokens(lab, write_rows):
         assert "Count slowly." in decode(read.tokens.tolist()) and "Count slowly." not in decode(own.tokens.tolist())
         np.testing.assert_array_equal(read.tokens[read.loss_mask], own.tokens[own.loss_mask])
         assert len(own.tokens) == 40 < len(read.tokens)
+
+
+@on_torch
+def test_the_weights_of_a_loaded_teacher_are_planned(lab):
+    prepared = prepare(lab.config(**RUN | {"distill__teacher": str(lab.model), "model__dtype": "float32"}), lab.backend)
+    teacher = prepared.teaching.teacher
+    teacher.start(None, prepared.spec)
+    weights = 4 * load_engine(prepared).description.num_parameters
+    assert f"less {in_bytes(weights)} of the teacher" in prepared.memory.budget.reason
 
 
 @on_numpy
