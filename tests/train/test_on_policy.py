@@ -100,10 +100,10 @@ def test_the_gradient_is_that_of_the_divergence_at_the_samples(taught, changes):
 
 
 @on_numpy
-@pytest.mark.parametrize("top_k", [8, 0])
-def test_the_student_comes_nearer_to_the_teacher_on_its_own_samples(taught, rows_of, top_k):
+@pytest.mark.parametrize("changes", [{}, {"distill__top_k": 0}, {"distill__divergence": "forward_kl"}], ids=str)
+def test_the_student_comes_nearer_to_the_teacher_on_its_own_samples(taught, rows_of, changes):
     lab, options = taught
-    options |= {"train__steps": 12, "train__learning_rate": 0.1, "rollouts__samples": 8, "distill__top_k": top_k,
+    options |= {"train__steps": 12, "train__learning_rate": 0.1, "rollouts__samples": 8, **changes,
                 "run__eval_every": 6}  # fmt: skip
     result = lab.run(**options)
     steps, evals = rows_of(result.run_dir)
