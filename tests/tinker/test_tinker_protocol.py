@@ -79,6 +79,19 @@ def test_a_request_that_is_sent_again_is_executed_once(shared):
     assert len(done_by(shared, run)) == 1
 
 
+def test_a_request_that_is_sent_again_before_its_turn_has_one_result(shared):
+    run = shared.run()
+    early = [send_losses(shared, run, 2) for _ in range(2)]
+    shared.goes_on.clear()
+    time.sleep(2 * service_module.POLL_S)
+    try:
+        waiting = [send_losses(shared, run, 1, (3,)) for _ in range(2)]
+    finally:
+        shared.goes_on.set()
+    assert all("error" not in shared.result(asked) for asked in early + waiting)
+    assert done_by(shared, run) == [[3], [4]]
+
+
 def test_a_request_without_a_number_comes_after_all_others(shared):
     run = shared.run()
     asked = shared.send("forward_backward", model_id=run, forward_backward_input=losses((2,)))
@@ -391,6 +404,28 @@ def test_a_session_that_is_finished_frees_its_runs(shared):
     until(lambda: run not in shared.host._runs)
     assert session not in shared.get("sessions?limit=1000")[1]["sessions"]
     assert shared.post("optim_step", {"model_id": run, "adam_params": {}})[0] == 404
+
+
+def test_a_session_that_ends_while_its_run_is_made_leaves_nothing(shared):
+    session = shared.session()
+    shared.goes_on.clear()
+    time.sleep(2 * service_module.POLL_S)
+    try:
+        asked = shared.send(
+            "create_model", session_id=session, model_seq_id=0, base_model=shared.service.base, lora_config={"rank": 1}
+        )
+        shared.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
+    finally:
+        shared.goes_on.set()
+    assert "has ended the session" in shared.result(asked)["error"]
+    run = f"{session}:train:0"
+    until(lambda: run not in shared.host._runs and run not in shared.service.turns.runs())
+
+
+def test_an_error_of_the_server_itself_is_told(shared, monkeypatch):
+    monkeypatch.setattr(service_module, "list_runs", lambda directory: 1 / 0)
+    status, table = shared.get("training_runs")
+    assert status == 500 and "ZeroDivisionError" in table["detail"]
 
 
 def test_a_run_that_is_unloaded_is_gone_and_its_checkpoints_stay(shared):
