@@ -39,6 +39,7 @@ from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import layer_of, members, shapes_of
 from dualtune.model.merging import write_merged
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune.model.update_rules import Settings
@@ -90,7 +91,8 @@ class TorchEngine:
         self._graphs: MicroStepGraphs | None = None
         if self._is_full:
             self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
-            self._adapter = model_buffer(model, DTYPES[description["dtype"]])
+            masters = DTYPES[request.adapter.master_weights]
+            self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters)
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
             self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
@@ -139,7 +141,10 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        return flat_optimizer(self._adapter.flat, self._adapter.shapes, self._request.optimizer)
+        return self._optimizer_of(self._request.optimizer)
+
+    def _optimizer_of(self, spec: OptimizerSpec) -> FlatOptimizer:
+        return flat_optimizer(self._adapter.flat, self._adapter.shapes, spec, self._request.seed)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -256,7 +261,7 @@ class TorchEngine:
 
     def set_hyperparameters(self, changes: Settings) -> None:
         before, spec = self._optimizer, replace(self._request.optimizer, changes=changes)
-        after = flat_optimizer(self._adapter.flat, self._adapter.shapes, spec)
+        after = self._optimizer_of(spec)
         after.count.copy_(before.count)
         for slot in spec.slots:
             after.load(slot, lambda values, slot=slot: values.copy_(before.read(slot)))

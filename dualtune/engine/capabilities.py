@@ -24,6 +24,7 @@ BACKEND_KEYS = (
     "adapter.method",
     "adapter.init",
     "adapter.merge_for",
+    "adapter.master_weights",
     "adapter.train_modules",
     "adapter.train_rows",
     "adapter.bias",

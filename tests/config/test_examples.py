@@ -111,7 +111,7 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
         "model.init": "pretrained", "model.kernels": "auto",
         "adapter.method": "lora", "adapter.rank": 16, "adapter.alpha": 32, "adapter.scaling": "standard",
         "adapter.dropout": 0.05, "adapter.targets": SEVEN, "adapter.layers": "all", "adapter.rank_pattern": {},
-        "adapter.merge_for": "none",
+        "adapter.merge_for": "none", "adapter.master_weights": "float32",
         "adapter.alpha_pattern": {}, "adapter.train_modules": (), "adapter.train_rows": (), "adapter.experts": False,
         "adapter.bias": "none",
         "adapter.init": "kaiming", "adapter.init_from": None,

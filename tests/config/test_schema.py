@@ -20,6 +20,7 @@ DEFAULTS = {
         "rank_pattern": {},
         "alpha_pattern": {},
         "merge_for": "none",
+        "master_weights": "float32",
         "train_modules": (),
         "train_rows": (),
         "bias": "none",

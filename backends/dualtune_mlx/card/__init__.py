@@ -39,6 +39,7 @@ CARD = Card(
         "adapter.method": ("lora", "dora", "full"),
         "adapter.init": INITS,
         "adapter.merge_for": ("none", *ROUNDINGS),
+        "adapter.master_weights": ("float32", "bfloat16"),
         "adapter.train_modules": ((), NAMES),
         "adapter.train_rows": ((), NAMES),
         "adapter.bias": ("none", "all", "lora_only"),

@@ -193,6 +193,7 @@ RULES: dict[str, Rule] = {
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
+    "adapter.master_weights",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "adapter.bias",
     "data.new_tokens", "data.new_special_tokens",
     "data.dedup",
