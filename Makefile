@@ -7,6 +7,8 @@
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
+# make test-tinker   Tinker's client and recipes of its cookbook train a tiny model against serve --train on torch and MLX,
+#              and 64 clients for a minute (TINKER_PYTHON=… for an environment that has them); a quarter of an hour
 # make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (benchmarks/results/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
@@ -36,7 +38,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
+.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -71,6 +73,15 @@ test-interop: .venv/.dev .venv-interop
 
 .venv-interop:
 	PYTHON=$(PYTHON) scripts/interop_llama.sh $@
+
+TINKER_PYTHON ?= .venv-tinker/bin/python
+
+test-tinker: $(TINKER_PYTHON)
+	DUALTUNE_SOAK_SECONDS=60 $(TINKER_PYTHON) -m pytest -m 'tinker or not tinker' tests/tinker
+
+.venv-tinker/bin/python:
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/pip install --quiet --editable '.[dev,torch,mlx,tinker]' 'tinker-cookbook[math-rl]==0.6.1'
 
 NULL_PYTHON ?= .venv-null/bin/python
 
@@ -136,7 +147,7 @@ reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py
 
 clean:
-	rm -rf .venv .venv-interop .venv-null .trackers .extras build dist
+	rm -rf .venv .venv-interop .venv-null .venv-tinker .trackers .extras build dist
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dualtune needs Python 3.11 or newer: make PYTHON=python3.12 …")'

@@ -5,18 +5,25 @@ lie across a border.
 """
 
 import gc
+import importlib.metadata
+import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: threads only wait for each other on tiny matrices
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test asks for more, none waits by computing
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads
 
 from dualtune.base import interrupt
@@ -87,6 +94,28 @@ def pytest_configure(config):
     """xdist hands out files in the order below, and not those with few tests last: these are the longest."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):
+        precompile_the_header_of_mlx()
+
+
+def precompile_the_header_of_mlx() -> None:
+    """On Linux MLX has g++ compile each of its some hundred kernels, from one large header: a quarter of the time.
+
+    g++ looks for it beside the kernel first, in MLX's own cache, whose path has MLX's version.
+    """
+    if sys.platform != "linux" or not shutil.which("g++") or importlib.util.find_spec("mlx") is None:
+        return
+    (mlx,) = importlib.util.find_spec("mlx").submodule_search_locations
+    header, version = Path("mlx/backend/cpu/compiled_preamble.h"), importlib.metadata.version("mlx")
+    compiled = Path(tempfile.gettempdir()) / "mlx" / version / "cpu" / header.with_suffix(".h.gch")
+    if compiled.exists():
+        return
+    compiled.parent.mkdir(parents=True, exist_ok=True)
+    part = compiled.with_name(f"{os.getpid()}.part")
+    options = ["-std=c++17", "-O3", "-Wall", "-fPIC", "-I", f"{mlx}/include", "-x", "c++-header"]  # those of MLX
+    done = subprocess.run(["g++", *options, f"{mlx}/include/{header}", "-o", part], capture_output=True, check=False)
+    if done.returncode == 0:  # without it, a kernel only takes longer
+        part.replace(compiled)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -284,6 +313,54 @@ def python():
         command = [sys.executable, *map(str, args)]
         options = {"capture_output": True, "timeout": PATIENCE_S} | options
         return subprocess.run(command, env=environment, cwd=cwd, text=True, encoding="utf-8", check=False, **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def from_a_server():
+    """Start Python files in processes that are forked from one that has imported what takes long, such as torch."""
+    context = multiprocessing.get_context("forkserver")
+    engine, command = ("dualtune_torch.engine", "dualtune_torch.backend"), ("dualtune.show.run", "dualtune.cli.train")
+    context.set_forkserver_preload([*engine, *command])
+
+    def start(file: Path, task: dict) -> multiprocessing.Process:
+        process = context.Process(target=runpy.run_path, args=(str(file), {"TASK": json.dumps(task)}, "__main__"))
+        process.start()
+        return process
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_forked(from_a_server):
+    """Start a Python file, or "dualtune", as `python …` would, in a tenth of the time that an interpreter needs for it.
+
+    Not where it matters what is imported, when or in which surroundings, or how the interpreter ends.
+    """
+
+    def start(program, *args, out: Path, err: Path, env=None, cwd=None) -> multiprocessing.Process:
+        task = {
+            "program": str(program), "arguments": [str(word) for word in args], "cwd": str(cwd or Path.cwd()),
+            "env": os.environ | (env or {}), "stdin": os.devnull, "stdout": str(out), "stderr": str(err),
+        }  # fmt: skip
+        return from_a_server(ROOT / "tests" / "forked.py", task)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def forked(start_forked, tmp_path_factory):
+    """`start_forked`, and wait for the end."""
+
+    def run(program, *args, **options) -> subprocess.CompletedProcess:
+        streams = [tmp_path_factory.mktemp("forked") / name for name in ("out", "err")]
+        process = start_forked(program, *args, out=streams[0], err=streams[1], **options)
+        process.join(PATIENCE_S)
+        process.kill()
+        process.join()
+        texts = (path.read_text(encoding="utf-8") for path in streams)
+        return subprocess.CompletedProcess([program, *args], process.exitcode, *texts)
 
     return run
 

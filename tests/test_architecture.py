@@ -73,6 +73,7 @@ def imported_anywhere(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
 
 
+@cache
 def rooms_imported(file: Path) -> set[str]:
     """The rooms that a file imports anywhere, also late or for types alone."""
     return {room for name in imports_of(ast.walk(tree_of(file))) if (room := room_of(name))}

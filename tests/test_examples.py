@@ -143,10 +143,10 @@ ONE = "gpt2_small_memory_optimized"  # for every push: it recomputes, in bfloat1
 
 
 @pytest.mark.parametrize("name", [ONE, *(pytest.param(each, marks=pytest.mark.long) for each in GPT2 if each != ONE)])
-def test_a_tiny_gpt2_is_trained_whole_beside_its_plan(open_backend, python, tmp_path, name):
+def test_a_tiny_gpt2_is_trained_whole_beside_its_plan(open_backend, forked, tmp_path, name):
     """In a process of its own, because a limit of the memory stays."""
     open_backend("torch")
-    done = python(EXAMPLES / f"{name}.py", "--smoke", "--platform", "cpu", "--out", tmp_path)
+    done = forked(EXAMPLES / f"{name}.py", "--smoke", "--platform", "cpu", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     dtype, recomputes = GPT2[name]
     (planned,) = re.findall(r"^plan of ([\d,]+) parameters, (\w+), \w+, recomputed: (.*)$", done.stdout, re.M)

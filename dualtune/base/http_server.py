@@ -25,6 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 REQUEST_S = 30.0  # for a whole request, and for an idle connection
 MAX_CONNECTIONS = 256
+FINISH_S = 2.0
 
 
 class LimitedServer(ThreadingHTTPServer):
@@ -95,6 +96,12 @@ class LimitedServer(ThreadingHTTPServer):
             late = [waiting for waiting, since in self._waiting_since.items() if monotonic() - since > REQUEST_S]
         for connection in late:
             _shut(connection)
+
+    def finish_answers(self) -> None:
+        """Wait a moment until what has been asked is answered."""
+        ends = monotonic() + FINISH_S
+        while monotonic() < ends and self._open - self._waiting_since.keys():
+            time.sleep(0.02)
 
     def _refuse(self, request: socket.socket) -> None:
         error = {

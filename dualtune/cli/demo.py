@@ -26,8 +26,8 @@ from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import LoadedModel, answer, load_model, question
 from dualtune.train.prepare import prepare
 from dualtune.train.sampling import Sampling
+from dualtune.train.sql import SqlJudge
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, open_run
-from dualtune.use.scoring.sql import SqlJudge
 
 ASSETS = Path(__file__).parents[1] / "demo"
 SHOWN = 2  # answers to print, before and after

@@ -144,10 +144,12 @@ def _serve_training(
     )  # fmt: skip
     server = _opened(host, port, lambda: TrainingServer(host, port, service, key=key, tell=tell))
     address = _address(host, server)
-    try:
-        _run(server, f"{model} for training at {address}, runs in {runs_dir}", service.run_next)
-    finally:
+
+    def end() -> None:
         service.stop()
+        server.finish_answers()
+
+    _run(server, f"{model} for training at {address}, runs in {runs_dir}", service.run_next, end)
     say("stopped", err=True)
 
 
@@ -197,7 +199,9 @@ def _address(host: str, server: LimitedServer) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
 
 
-def _run(server: LimitedServer, what: str, work: Callable[[], None]) -> None:
+def _run(
+    server: LimitedServer, what: str, work: Callable[[], None], end: Callable[[], None] = lambda: None
+) -> None:  # fmt: skip
     """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals."""
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
@@ -209,3 +213,4 @@ def _run(server: LimitedServer, what: str, work: Callable[[], None]) -> None:
             pass
         finally:
             server.shutdown()
+            end()

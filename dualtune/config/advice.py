@@ -63,7 +63,7 @@ NO_SUCH_KEY = {
 NO_SUCH_VALUE: dict[str, str] = {
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "Preference training is chosen by 'train.objective'"),
     **{name: reason[0].upper() + reason[1:] for name, reason in OTHERS.items()},
-    **dict.fromkeys(("grpo", "ppo", "rl", "rlhf"), "Training on the model's own samples is not supported yet"),
+    **dict.fromkeys(("ppo", "rl", "rlhf"), "Training on the model's own samples is train.objective: grpo"),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------

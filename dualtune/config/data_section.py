@@ -27,7 +27,7 @@ from dualtune.model.beside import NewToken
 
 Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired_preference",
-    "comparison",
+    "comparison", "prompt",
 ]  # fmt: skip
 Consecutive = Literal["join", "keep", "refuse"]
 Columns = Annotated[dict[str, Name | None], Field(json_schema_extra={"format": "columns"})]

@@ -332,12 +332,18 @@ class RolloutsConfig(Section):
     """Training on the model's own samples; auto is the value of the objective's paper."""
 
     rewards: Names = ()
-    """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, or a Python function as
-    FILE.py:FUNCTION."""
+    """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, sql:SCRIPT, or a Python
+    function as FILE.py:FUNCTION."""
+    environment: Name | None = None
+    """A Python class as FILE.py:CLASS, with which the model holds a conversation; null: it answers once."""
+    turns: Count = 8
+    """The most answers of the model in a conversation with the environment."""
     weights: Numbers = ()
     """The weight of each reward in their sum; empty is 1 for each."""
     samples: Count = 8
     """How many answers to each prompt a step draws: one is enough for a teacher, rewards compare two or more."""
+    updates: Count = 1
+    """How many updates a step makes with its answers; from the second on, ratios are clipped."""
     max_tokens: Count = 256
     """The maximum number of tokens per answer."""
     temperature: Positive = 1.0
@@ -776,7 +782,13 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
     if rollouts.samples < 2:
         rule = f"but train.objective: {name} compares the answers to a prompt with each other; allowed: an integer >= 2"
         yield ("rollouts", "samples"), objective, f"got {rollouts.samples}, {rule}"
-    if not rollouts.rewards:
+    if rollouts.environment is None and rollouts.turns != type(rollouts).model_fields["turns"].default:
+        rule = "but without rollouts.environment the model answers once; name one, or remove it"
+        yield ("rollouts", "turns"), ("rollouts", "environment"), f"got {rollouts.turns}, {rule}"
+    if rollouts.updates > 1 and config.train.policy != "auto":
+        rule = f"but train.policy: {config.train.policy} makes its own updates; allowed: 1"
+        yield ("rollouts", "updates"), ("train", "policy"), f"got {rollouts.updates}, {rule}"
+    if not rollouts.rewards and rollouts.environment is None:
         rule = f"got none, but train.objective: {name} needs what rewards an answer, such as exact or rewards.py:name"
         yield ("rollouts", "rewards"), objective, rule
     if rollouts.weights and len(rollouts.weights) != len(rollouts.rewards):

@@ -246,17 +246,19 @@ def _is_near(tokens: np.ndarray, chosen: np.ndarray, share: float) -> bool:
 
 # The rows that an objective learns from, and how to get others. An installed objective checks them itself.
 PLAIN = "prompts with answers"
+PROMPT = "prompts alone (data.format: prompt)"
 PAIR = "pairs of answers (data.format: preference)"
 LABELLED = "answers with a label (data.format: unpaired_preference)"
 NEEDED = {
     "sft": (PLAIN,),
     "distill": (PLAIN,),
-    **dict.fromkeys((ON_POLICY, *POLICY_OBJECTIVES), (PLAIN,)),
+    **dict.fromkeys((ON_POLICY, *POLICY_OBJECTIVES), (PLAIN, PROMPT)),
     **dict.fromkeys(("dpo", "orpo", "simpo", "cpo"), (PAIR,)),
     "kto": (LABELLED, PAIR),
 }
 _ADVICE = {
     PLAIN: "sft and distill learn them, grpo and its variants draw others to their prompts",
+    PROMPT: "grpo and its variants draw answers to them",
     PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them",
 }  # fmt: skip
 _FOR_SFT = {
@@ -273,10 +275,11 @@ def takes_apart(objective: str) -> bool:
 def check_objective(objective: str, example: Example) -> None:
     """Raise ConfigError if the objective does not learn from rows like this one."""
     kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
+    kind = PROMPT if example.is_prompt else kind
     needed = NEEDED.get(objective, (kind,))
     if kind in needed:
         return
-    advice = _ADVICE[kind] + (_FOR_SFT[kind] if objective == "sft" else "")
+    advice = _ADVICE[kind] + (_FOR_SFT.get(kind, "") if objective == "sft" else "")
     raise ConfigError(
         f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} has {kind}; {advice}"
     )

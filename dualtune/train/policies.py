@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.plugins import installed
 from dualtune.config import Config
+from dualtune.engine.backend import Engine
 from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.policy import Outcome, PolicyState, StepActions, StepPolicy
+from dualtune.train.policy_gradient import GAP
 from dualtune.train.state.checkpoint import Checkpoint
 
 MakePolicy = Callable[[Config], StepPolicy]
 
 
 class Ordinary:
-    """Every step makes an optimizer update with the gradient of all its micro-batches."""
+    """Every step makes an optimizer update with the gradient of all its micro-batches, or several with its samples."""
 
     name = "ordinary"
     num_probes = 0
 
     def __init__(self, config: Config) -> None:
-        """Accept the config, which has no setting for this policy."""
+        self._num_updates = config.rollouts.updates
 
     def take(self, step: StepActions, /) -> Outcome:
-        step.add_gradients()
-        return Outcome(step.update())
+        if self._num_updates == 1:
+            step.add_gradients()
+            return Outcome(step.update())
+        with undone_by_errors(step.engine):
+            step.add_gradients()
+            update = first = step.update()
+            for _ in range(1, self._num_updates):
+                step.add_gradients()
+                update = step.update()
+        # Only before the first update is the gap one of rounding.
+        return Outcome(replace(update, metrics={**update.metrics, GAP: first.metrics[GAP]}))
 
     def state(self) -> PolicyState:
         return PolicyState()
@@ -35,6 +48,19 @@ class Ordinary:
     def load_state(self, state: PolicyState, /) -> None:
         if not state.is_empty:
             raise ValueError("the ordinary policy has no state")
+
+
+@contextlib.contextmanager
+def undone_by_errors(engine: Engine) -> Generator[None]:
+    """Restore adapter and optimizer as they were before the block, if it raises."""
+    adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
+    try:
+        yield
+    except BaseException:
+        engine.discard()
+        engine.load_adapter_state(adapter)
+        engine.load_optimizer_state(optimizer)
+        raise
 
 
 def policy_of(config: Config) -> MakePolicy:

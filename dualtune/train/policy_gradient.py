@@ -51,6 +51,9 @@ def advantages(rewards_PG: np.ndarray, scale: Scale, *, leave_one_out: bool = Fa
 # Losses.
 
 
+GAP = "logprob_gap"  # the metric: by how much log p differs from that when the tokens were sampled
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """What an objective sees of the samples of a step."""
@@ -127,7 +130,7 @@ class PolicyObjective:
             "tokens": np.full(len(values_M), 1 / num_tokens),
             "limit": np.full(len(values_M), 1 / (num_samples * max_tokens)),
         }[self.weights]
-        metrics = {"logprob_gap": float(np.abs(log_ratios_M).mean()), **clipped}
+        metrics = {GAP: float(np.abs(log_ratios_M).mean()), **clipped}
         if tokens.reference_M is not None and not self.kl_in_reward:
             # Schulman's estimate k3 = q/p − log(q/p) − 1, which is never negative.
             behind_M = tokens.reference_M - tokens.logps_M

@@ -18,6 +18,7 @@ from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents
 from dualtune.data.order import Order, without
+from dualtune.data.row_fields import RowFields
 from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -207,6 +208,8 @@ def prepare(
         planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
         _check_steps(planned, order.num_steps)
         sampled = planned.rollouts.max_tokens if policy_loss or planned.train.objective == ON_POLICY else 0
+        if planned.rollouts.environment is not None:  # a conversation goes on up to that length
+            sampled += planned.data.max_length - max(train.longest, eval_.longest)
         data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes, sampled)
 
         # Config and data are in order, so the weights are worth their download.
@@ -230,7 +233,8 @@ def prepare(
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since
         spec = _spec(planned, start, model)
-        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions) if policy_loss else None
+        rows = RowFields(sources.sources)
+        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions, rows) if policy_loss else None
         if sampled and distillation and teaching:
             rollouts = OnPolicy(planned, backend, distillation, teaching, tokenizer, positions)
     return Prepared(

@@ -1,30 +1,29 @@
 """Rewards of answers: built-in ones, and Python functions of the user, which cannot end or stop a run.
 
 A reward is a number for an answer, given the prompt and the answer of the data. What a user wrote runs in a process of
-its own: one that raises or hangs costs the reward of its answer, and the run goes on.
+its own (`isolated.py`): one that raises or hangs costs the reward of its answer, and the run goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import inspect
 import json
 import math
-import queue
 import re
-import subprocess
+import sqlite3
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
+from dualtune.train.isolated import Isolated, Named, imported, serve
+from dualtune.train.sql import SqlJudge
+
+KEY = "rollouts.rewards"
+OWN_NAMES = ("completion", "completions", "prompt", "prompts", "expected")  # what is no column of a row
 
 
 class Reward(Protocol):
@@ -39,7 +38,8 @@ class JudgedAnswer:
 
     prompt: str  # the text before the answer, as the template writes it
     completion: str
-    expected: str  # the answer of the data
+    expected: str  # the answer of the data; empty where a row is a prompt alone
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else a function may ask for, by name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,12 +102,24 @@ def brief(characters: str) -> Reward:
     return reward
 
 
+def same_rows(script: str) -> Reward:
+    """Return a reward of 1 for a query that gives the rows of the expected one, on the database that a script makes."""
+    judge = SqlJudge(expanded(script))
+    judge.answer("SELECT 1")  # a script that is wrong is an error now
+
+    def reward(completion: str, *, prompt: str, expected: str) -> float:
+        return float(judge.score(expected, completion))
+
+    return reward
+
+
 BUILT_IN: Mapping[str, Reward] = {"exact": exact, "contains": contains, "number": number, "json": json_fields}
-WITH_ARGUMENT: Mapping[str, Callable[[str], Reward]] = {"regex": matches, "brief": brief}
+COMPARING = (*BUILT_IN, "sql")  # with the answer of the data
+WITH_ARGUMENT: Mapping[str, Callable[[str], Reward]] = {"regex": matches, "brief": brief, "sql": same_rows}
 
 
 def resolved(name: str) -> Reward:
-    """Return the reward of a name: a built-in one, regex:PATTERN, brief:CHARACTERS, or FILE.py:FUNCTION.
+    """Return the reward of a name: a built-in one, with its argument after a colon, or FILE.py:FUNCTION.
 
     Raises ConfigError for any other name, and for a file or function that is not there or cannot be imported.
     """
@@ -117,40 +129,40 @@ def resolved(name: str) -> Reward:
     if kind in WITH_ARGUMENT:
         try:
             return WITH_ARGUMENT[kind](argument)
-        except (ValueError, re.error) as error:
-            raise ConfigError(f"rollouts.rewards: got '{name}': {error}") from error
+        except (ValueError, re.error, OSError, sqlite3.Error) as error:
+            raise ConfigError(f"{KEY}: got '{name}': {error}") from error
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function:
-        own = ", ".join([*BUILT_IN, "regex:PATTERN", "brief:CHARACTERS"])
-        raise ConfigError(f"rollouts.rewards: got '{name}', allowed: {own}, or a Python function as FILE.py:FUNCTION")
-    return _imported(expanded(file), function)
+        own = ", ".join([*BUILT_IN, "regex:PATTERN", "brief:CHARACTERS", "sql:SCRIPT"])
+        raise ConfigError(f"{KEY}: got '{name}', allowed: {own}, or a Python function as FILE.py:FUNCTION")
+    return UserReward(imported(KEY, expanded(file), function))
 
 
-def _imported(path: Path, function: str) -> Reward:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"rollouts.rewards: {path} is not a file. Write the path of a Python file, then :FUNCTION")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # what lies beside it can be imported, as when it is run
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"rollouts.rewards: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    made: Any = getattr(module, function, None)
-    if not callable(made):
-        raise ConfigError(f"rollouts.rewards: {path} has no function '{function}'")
-    names = inspect.signature(made).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+class UserReward:
+    """A function of the user, which gets what it names of the answer and of the columns of its row.
 
-    def reward(completion: str, **given: str) -> Any:  # what is no number is found where it is used
-        return made(completion, **{key: value for key, value in given.items() if takes_all or key in names})
+    One that names `completions` gets lists, as TRL passes them, here of one answer, and returns a list.
+    """
 
-    return reward
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = Named(function)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The columns that it asks for; None: all."""
+        return None if self._function.takes_all else [name for name in self._function.names if name not in OWN_NAMES]
+
+    def __call__(self, completion: str, *, prompt: str, expected: str, **row: Any) -> Any:
+        if "completions" not in self._function.names:
+            return self._function(**{**row, "completion": completion, "prompt": prompt, "expected": expected})
+        columns = {**row, "completions": completion, "prompts": prompt, "expected": expected}
+        (value,) = self._function(**{name: [one] for name, one in columns.items()})
+        return value
 
 
 def short_name(name: str) -> str:
-    """Return the name of a reward without its argument or file."""
-    kind, _, rest = name.rpartition(":") if _is_of_user(name) and not name.startswith("regex:") else name.partition(":")
+    """Return what metrics call a reward: the function of a file, or the name before the argument."""
+    kind, _, rest = name.rpartition(":") if ".py:" in name else name.partition(":")
     return rest if kind.endswith(".py") else kind
 
 
@@ -164,6 +176,11 @@ class JudgedAnswers:
     totals_N: np.ndarray  # float64: their weighted sum, NaN if one failed
     failures: tuple[str, ...]  # why, for people
 
+    def beside(self, values_N: np.ndarray, failures: Sequence[str]) -> JudgedAnswers:
+        """Return the same with another reward, whose weight is 1."""
+        values_NR = np.column_stack([self.values_NR, values_N])
+        return JudgedAnswers(values_NR, self.totals_N + values_N, (*self.failures, *failures))
+
 
 class Rewards:
     """The rewards that a config names, each with its weight. Close it: it may have processes."""
@@ -171,7 +188,19 @@ class Rewards:
     def __init__(self, names: Sequence[str], weights: Sequence[float], timeout_s: float) -> None:
         """Raise ConfigError for a reward that is not there. `timeout_s`: that a user's function may take."""
         self.names, self._weights_R = tuple(names), np.array(weights or [1.0] * len(names))
-        self._score = [Isolated(name, timeout_s) if _is_of_user(name) else _direct(resolved(name)) for name in names]
+        self._score = [
+            IsolatedReward(name, timeout_s) if _is_of_user(name) else _direct(resolved(name)) for name in names
+        ]
+
+    @property
+    def comparing(self) -> list[str]:
+        """Those that compare with the answer of the data."""
+        return [name for name in self.names if name.partition(":")[0] in COMPARING]
+
+    @property
+    def ask_for_rows(self) -> bool:
+        """Whether a function asks for columns of the data."""
+        return any(score.asks_for_row for score in self._score if isinstance(score, IsolatedReward))
 
     def judge(self, answers: Sequence[JudgedAnswer]) -> JudgedAnswers:
         values_NR, failures = np.full((len(answers), len(self.names)), math.nan), list[str]()
@@ -186,12 +215,12 @@ class Rewards:
 
     def close(self) -> None:
         for score in self._score:
-            if isinstance(score, Isolated):
+            if isinstance(score, IsolatedReward):
                 score.close()
 
 
 def _is_of_user(name: str) -> bool:
-    """Return whether a reward may hang: a function of the user, or a pattern."""
+    """Return whether a reward may hang or fail: a function of the user, a pattern, or a query of the model."""
     return name.partition(":")[0] not in (*BUILT_IN, "brief")
 
 
@@ -199,94 +228,37 @@ def _direct(reward: Reward) -> Callable[[JudgedAnswer], float | str]:
     return lambda answer: reward(answer.completion, prompt=answer.prompt, expected=answer.expected)
 
 
-START_S = 60.0  # until the file of a function is imported, which may import much
-READY = {"ready": True}
-
-
-class Isolated:
-    """A reward in a process of its own, which is started again after an answer that it did not survive."""
+class IsolatedReward(Isolated):
+    """A reward in a process of its own. `about` says which columns of a row its function asks for: null for all."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        self._name, self._timeout_s = name, timeout_s
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._start()
+        super().__init__(KEY, "dualtune.train.rewards", name, timeout_s)
+
+    @property
+    def asks_for_row(self) -> bool:
+        return self.about["columns"] is None or bool(self.about["columns"])
 
     def __call__(self, answer: JudgedAnswer) -> float | str:
         """Return the reward, or why there is none."""
-        if self._process is None:
-            self._start()
-        process = cast("subprocess.Popen[str]", self._process)
-        fields = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
-        with contextlib.suppress(OSError):  # it has ended: there will be no reply
-            cast(Any, process.stdin).write(json.dumps(fields) + "\n")
-            cast(Any, process.stdin).flush()
-        reply = self._reply(self._timeout_s)
-        if not reply:
-            code = None if reply is None else process.wait()
-            self.close()
-            return f"took longer than {self._timeout_s:g} s" if code is None else f"its process ended with {code}"
-        return reply["reward"] if "reward" in reply else reply["error"]
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):  # what was written and not read
-                    cast(Any, stream).close()
-            self._process = None
-
-    def _start(self) -> None:
-        command = [sys.executable, "-m", "dualtune.train.rewards", self._name]
-        # Ctrl-C is for the run, which decides when this process ends.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
-        )
-        self._lines = queue.SimpleQueue()
-        threading.Thread(target=_read_lines, args=(self._process.stdout, self._lines), daemon=True).start()
-        reply = self._reply(START_S)
-        if reply != READY:
-            self.close()
-            raise ConfigError(reply["error"] if reply else f"rollouts.rewards: '{self._name}' does not start")
-
-    def _reply(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next line that the process writes: empty if it has ended, None if there is none in time."""
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        return json.loads(line or "{}")
+        columns = answer.row if self.about["columns"] is None else self.about["columns"]
+        row = {name: answer.row[name] for name in columns if name in answer.row}
+        own = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
+        reply = self.ask({**row, **own})
+        return reply if isinstance(reply, str) else reply["reward"]
 
 
-def _read_lines(stream: Any, lines: queue.SimpleQueue[str]) -> None:
-    with contextlib.suppress(ValueError, OSError):  # it was closed
-        for line in stream:
-            lines.put(line)
-    lines.put("")
+def _served(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Return which columns the reward of a name asks for, and what answers a request."""
+    reward: Any = resolved(name)
 
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        value = float(reward(**request))
+        if not math.isfinite(value):
+            raise ValueError(f"returned {value}")
+        return {"reward": value}
 
-def serve(name: str) -> None:
-    """Answer requests on standard input, one a line, until it ends. What the reward prints goes to standard error."""
-    replies, sys.stdout = sys.stdout, sys.stderr
-
-    def reply(fields: Mapping[str, Any]) -> None:
-        replies.write(json.dumps(fields) + "\n")
-        replies.flush()
-
-    try:
-        reward = resolved(name)
-    except ConfigError as error:
-        return reply({"error": str(error)})
-    reply(READY)
-    for line in sys.stdin:
-        try:
-            value = float(reward(**json.loads(line)))
-            reply({"reward": value} if math.isfinite(value) else {"error": f"returned {value}"})
-        except Exception as error:  # noqa: BLE001  whatever the user's function raises
-            reply({"error": f"{type(error).__name__}: {error}"})
-    return None
+    return {"columns": reward.columns if isinstance(reward, UserReward) else []}, answer
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(lambda: _served(sys.argv[1]))

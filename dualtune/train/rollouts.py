@@ -18,15 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from dualtune.base.errors import ConfigError
 from dualtune.base.files import open_own
 from dualtune.config import Config
 from dualtune.data.documents import Documents, units_in_memory
+from dualtune.data.row_fields import RowFields
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
 from dualtune.train.activation_cache import each_alone
 from dualtune.train.batched import Completion
 from dualtune.train.comparison import at_targets
 from dualtune.train.drawing import Drawing, answered, question_of
+from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
@@ -96,32 +99,57 @@ class StepSamples:
 # ----------------------------------------------------------------------------------------------------------------------
 # Drawing.
 
+Sample = Completion | Episode
+
 
 class Rollouts:
     """Draws and rewards the samples of a run."""
 
     def __init__(
-        self, config: Config, backend: Backend, objective: PolicyObjective, tokenizer: Tokenizer, positions: int | None
-    ) -> None:
+        self, config: Config, backend: Backend, objective: PolicyObjective, tokenizer: Tokenizer,
+        positions: int | None, rows: RowFields,
+    ) -> None:  # fmt: skip
         """Raise ConfigError for a reward that is not there. `positions`: the size of the position table."""
         settings = config.rollouts
         self.objective, self.max_tokens = objective, settings.max_tokens
+        self.names = settings.rewards
         self._drawing, self._tokenizer = Drawing.of(config, backend, tokenizer, positions), tokenizer
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
+        self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
+        self._episodes: Episodes | None = None
+        if settings.environment is not None:
+            self._episodes = Episodes(
+                settings.environment, self._drawing, turns=settings.turns, max_length=config.data.max_length,
+                timeout_s=settings.reward_timeout_s,
+            )  # fmt: skip
+            self._episodes.close()
+            self.names, self.max_tokens = (*self.names, "environment"), settings.turns * settings.max_tokens
+        if self._rewards.comparing and (prompts := rows.of_prompts):
+            raise ConfigError(
+                f"rollouts.rewards: {self._rewards.comparing[0]} compares with an answer, but {prompts[0]} has prompts "
+                "alone (data.format: prompt). Use rewards that need none, such as FILE.py:FUNCTION"
+            )
 
     def close(self) -> None:
         self._rewards.close()
+        if self._rows is not None:
+            self._rows.close()
+        if self._episodes is not None:
+            self._episodes.close()
 
     def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> StepSamples:
         """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
-        questions = [question_of(data[i]) for i in ids]
-        drawn = self._drawing.samples(engine, [prompt for prompt, _ in questions], [(step, i) for i in ids])
-        answers = self._answers(questions, drawn)
-        judged = self._rewards.judge(answers)
+        asked = _Asked.of(data, ids, self._tokenizer, self._rows)
+        numbers = [(step, i) for i in ids]
+        if self._episodes is None:
+            drawn = self._drawing.samples(engine, asked.prompts, numbers)
+        else:
+            drawn = self._episodes.draw(engine, asked.with_numbers(numbers))
+        judged = self._judged(asked, drawn)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         documents = units_in_memory(
-            [answered(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
+            [_document(asked.prompts[place], each) for each in drawn if each.prompt == place]
             for place in range(len(ids))
         )
         documents.shares = data.shares
@@ -134,14 +162,13 @@ class Rollouts:
         advantages_N = self.objective.advantages(rewards_PG)
         rows = [
             {
-                "step": step + 1, "row": data[ids[each.prompt]].where, "sample": each.number,
-                "prompt": answer.prompt, "completion": each.text,
-                "rewards": dict(zip(self._rewards.names, map(_json_number, values_R), strict=True)),
-                "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.tokens),
+                "step": step + 1, "row": asked.wheres[each.prompt], "sample": each.number, **self._told(asked, each),
+                "rewards": dict(zip(self.names, map(_json_number, values_R), strict=True)),
+                "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.logprobs),
                 "is_whole": each.is_whole,
             }
-            for each, answer, values_R, total, advantage
-            in zip(drawn, answers, judged.values_NR, judged.totals_N, advantages_N, strict=True)
+            for each, values_R, total, advantage
+            in zip(drawn, judged.values_NR, judged.totals_N, advantages_N, strict=True)
         ]  # fmt: skip
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
@@ -153,36 +180,50 @@ class Rollouts:
         show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
     ) -> EvalRecord:  # fmt: skip
         """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
-        questions, drawn = [question_of(documents[i]) for i in range(len(documents))], list[Completion]()
-        for each in self._drawing.greedy(engine, [prompt for prompt, _ in questions]):
-            drawn.append(each)
-            show(len(drawn), len(questions))
-        metrics = self._metrics(self._rewards.judge(self._answers(questions, drawn)), drawn)
-        num_tokens = sum(len(each.tokens) for each in drawn)
+        asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
+        drawn = list[Sample]()
+        if self._episodes is None:
+            for each in self._drawing.greedy(engine, asked.prompts):
+                drawn.append(each)
+                show(len(drawn), len(documents))
+        else:
+            drawn += self._episodes.greedy(engine, asked.with_numbers([(n,) for n in range(len(documents))]))
+            show(len(drawn), len(documents))
+        metrics = self._metrics(self._judged(asked, drawn), drawn)
         return EvalRecord(
-            step=step, eval_loss=-metrics["reward"], eval_targets=num_tokens,
+            step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()},
         )  # fmt: skip
 
-    def _answers(
-        self, questions: Sequence[tuple[np.ndarray, np.ndarray]], drawn: Sequence[Completion]
-    ) -> list[JudgedAnswer]:
-        prompts, expected = (
-            [self._tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*questions, strict=True)
-        )
-        return [JudgedAnswer(prompts[each.prompt], each.text, expected[each.prompt]) for each in drawn]
+    def _judged(self, asked: _Asked, drawn: Sequence[Sample]) -> JudgedAnswers:
+        judged = self._rewards.judge([
+            JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
+            for each in drawn for n in (each.prompt,)
+        ])  # fmt: skip
+        held = [each for each in drawn if isinstance(each, Episode)]
+        if not held:
+            return judged
+        values_N = np.array([math.nan if each.problem else each.reward for each in held])
+        return judged.beside(values_N, [f"{self.names[-1]}: {each.problem}" for each in held if each.problem])
 
-    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Completion]) -> dict[str, float]:
+    def _told(self, asked: _Asked, sample: Sample) -> dict[str, str]:
+        """Return prompt and completion as text; of a conversation, all that was said after its start."""
+        if not isinstance(sample, Episode):
+            return {"prompt": asked.texts[sample.prompt], "completion": sample.text}
+        start, tokens = sample.start.tolist(), sample.so_far.tolist()
+        return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
+
+    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
         """`entropy` is an estimate, that of a token: the mean of −log p where the temperature is 1."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
             "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
-            "completion_tokens": float(np.mean([len(each.tokens) for each in drawn])),
+            "completion_tokens": float(np.mean([len(each.logprobs) for each in drawn])),
             "cut": float(np.mean([not each.is_whole for each in drawn])),
             "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
-        if len(self._rewards.names) > 1:
-            for name, values_N in zip(self._rewards.names, judged.values_NR.T, strict=True):
+        if len(self.names) > 1:
+            for name, values_N in zip(self.names, judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
                     metrics[f"reward_{short_name(name)}"] = float(values_N[np.isfinite(values_N)].mean())
         return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
@@ -194,6 +235,35 @@ class Rollouts:
             for batch in each_alone(documents):
                 logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
         return logps
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The prompts of a step or an evaluation, with what rewards see of their rows."""
+
+    wheres: list[str]  # path:line
+    prompts: list[np.ndarray]  # int32 [T]
+    texts: list[str]
+    expected: list[str]
+    rows: list[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, data: Documents, ids: Sequence[int], tokenizer: Tokenizer, rows: RowFields | None) -> _Asked:
+        """Return those of these documents. `rows`: their fields; None: no one asks for them."""
+        documents = [data[i] for i in ids]
+        parts = [question_of(document) for document in documents]
+        texts, expected = ([tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*parts, strict=True))
+        wheres = [document.where for document in documents]
+        fields: list[Mapping[str, Any]] = [{} if rows is None else rows[where] for where in wheres]
+        return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields)
+
+    def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[Asked]:
+        """Return them for conversations. `numbers`: on which the random numbers of each depend."""
+        return [Asked(*each) for each in zip(self.prompts, self.rows, numbers, strict=True)]
+
+
+def _document(prompt: np.ndarray, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    return sample.document if isinstance(sample, Episode) else answered(prompt, sample.tokens)
 
 
 def _json_number(value: float) -> float | None:

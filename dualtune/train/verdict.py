@@ -47,8 +47,8 @@ def _failing(steps: Steps) -> RunVerdict | None:
 
 
 def _constant(steps: Steps) -> RunVerdict | None:
-    equal = _means(steps["equal_groups"])
-    if equal.min(initial=1.0) < EQUAL:
+    equal = _means(steps.get("equal_groups", ()))
+    if not len(equal) or equal.min() < EQUAL:
         return None
     because = f"of {equal.mean():.0%} of the prompts all samples got the same reward, from which nothing is learned"
     advice = "Choose rewards that tell the answers of this model apart, easier prompts, or more rollouts.samples"

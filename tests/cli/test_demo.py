@@ -27,7 +27,7 @@ from dualtune.show.run import run
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
-from dualtune.use.scoring.sql import SqlJudge
+from dualtune.train.sql import SqlJudge
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 REAL = ASSETS / "smollm2"

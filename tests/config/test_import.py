@@ -312,6 +312,19 @@ def test_schedule_free_adamw_is_a_schedule_here(translate):
     assert "keeps the rate" in str(lost(imported)["lr_scheduler"])
 
 
+def test_axolotl_passes_grpo_s_options_on_to_trl(translate):
+    options = {"num_generations": 6, "reward_funcs": ["rewards.near"], "max_completion_length": 64, "use_vllm": True}
+    config, imported, _ = translate(
+        AXOLOTL,
+        {"rl": "grpo", "micro_batch_size": 12, "gradient_accumulation_steps": 2, "trl": {**options, "top_k": 5}},
+    )
+    ours = config.rollouts
+    assert config.train.documents_per_step == 4
+    assert (config.train.objective, ours.samples, ours.max_tokens) == ("dapo", 6, 64)
+    assert ours.rewards == ("rewards.py:near",) and config.adapter.dropout == 0
+    assert "trl.top_k" in lost(imported) and "trl.use_vllm" not in lost(imported)
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
 def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
     config, imported, text = translate(AXOLOTL, {"optimizer": name})
@@ -324,7 +337,8 @@ def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"rl": "grpo"}, "rl: got 'grpo', cannot be translated"),
+        ({"rl": "gdpo"}, "rl: got 'gdpo', cannot be translated"),
+        ({"rl": "grpo"}, "trl.reward_funcs: got null, must be the name of a Python function"),
         ({"rl": "dpo", "dpo_loss_type": ["exo_pair"]}, "dpo_loss_type: got a list, allowed are sigmoid"),
         ({"rl": "simpo"}, "simpo_gamma: got null, must be a number"),
         ({"adapter": "llama-adapter"}, "adapter: got 'llama-adapter'"),

@@ -205,7 +205,8 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
 @pytest.mark.parametrize(
     ("trainer", "more", "key"),
     [
-        ("mlx-lm-lora", {"train_mode": "grpo"}, "train_mode: got 'grpo'"),
+        ("mlx-lm-lora", {"train_mode": "ppo"}, "train_mode: got 'ppo'"),
+        ("mlx-lm-lora", {"train_mode": "grpo"}, "reward_functions: got null"),
         (
             "mlx-lm-lora",
             {"dpo_cpo_loss_type": "dpop"},
@@ -224,7 +225,9 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
         ("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}, "loss_weights: got a list"),
         ("TRL", {"loss_type": "hinge", "cpo_alpha": 1.0}, "loss_type: got 'hinge', of cpo, only sigmoid"),
         ("TRL", {"loss_type": "sigmoid", "beta": 0}, "preference.beta: got 0"),
-        ("TRL", {"reward_funcs": ["a"]}, "reward_funcs: got a list, it belongs to grpo"),
+        ("TRL", {"rloo_k": 4}, "rloo_k: got 4, it belongs to rloo"),
+        ("TRL", {"reward_funcs": [3]}, "reward_funcs: got a list, must be the name of a Python function"),
+        ("TRL", {"reward_funcs": ["a"], "loss_type": "sapo"}, "loss_type: got 'sapo', it cannot be translated"),
         ("Unsloth", {"training": {"training_type": "grpo"}}, "training.training_type: got 'grpo'"),
         ("Unsloth", {"model": None}, "model: got null"),
         ("axolotl-rs", {"adapter": "prefix"}, "adapter: got 'prefix'"),
@@ -302,3 +305,27 @@ def test_the_command_offers_every_trainer():
 
     choice = next(parameter.type for parameter in import_.params if parameter.name == "trainer")
     assert list(choice.choices) == list(TRAINERS)
+
+
+def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):
+    options = {"reward_funcs": ["accuracy_reward", "my.rewards.tidy"], "reward_weights": [1.0, 0.5],
+               "num_generations": 4, "epsilon_high": 0.28, "scale_rewards": "batch"}  # fmt: skip
+    more = {**options, "per_device_train_batch_size": 16, "beta": 0.04, "num_iterations": 2, "top_k": 50,
+            "mask_truncated_completions": True, "use_vllm": True}  # fmt: skip
+    values, imported = translate("TRL", more)
+    assert {"top_k", "mask_truncated_completions"} <= lost(imported)
+    assert {
+        "train.objective": "dapo", "train.documents_per_step": 4, "data.format": "prompt", "adapter.dropout": 0.0,
+        "rollouts.rewards": ["number", "my/rewards.py:tidy"], "rollouts.weights": [1.0, 0.5], "rollouts.samples": 4,
+        "rollouts.max_tokens": 256, "rollouts.clip_low": 0.2, "rollouts.clip_high": 0.28, "rollouts.kl": 0.04,
+        "rollouts.updates": 2, "rollouts.advantage_scale": "step", "train.learning_rate": 1e-6,
+    }.items() <= values.items()  # fmt: skip
+    values, _ = translate("TRL", {"reward_funcs": "f", "loss_type": "cispo", "epsilon_high": 5.0})
+    assert (values["train.objective"], values["rollouts.clip_high"]) == ("cispo", 4.0)
+    grpo = {"train_mode": "grpo", "reward_functions": "a, b", "reward_functions_file": "mine.py",
+            "importance_sampling_level": "sequence"}  # fmt: skip
+    values, _ = translate("mlx-lm-lora", grpo)
+    assert {
+        "train.objective": "gspo", "rollouts.rewards": ["mine.py:a", "mine.py:b"], "rollouts.samples": 4,
+        "rollouts.max_tokens": 512, "rollouts.temperature": 0.8, "rollouts.kl": 0.1, "rollouts.clip_high": 1e-4,
+    }.items() <= values.items()  # fmt: skip

@@ -102,8 +102,11 @@ DEFAULTS = {
     },
     "rollouts": {
         "rewards": (),
+        "environment": None,
+        "turns": 8,
         "weights": (),
         "samples": 8,
+        "updates": 1,
         "max_tokens": 256,
         "temperature": 1,
         "top_p": 1,

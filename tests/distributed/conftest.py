@@ -3,10 +3,7 @@
 They are forked from a process that has torch and transformers loaded, so that a test takes no longer than its run.
 """
 
-import json
-import multiprocessing
 import os
-import runpy
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,6 @@ from pathlib import Path
 import pytest
 
 PROCESS = Path(__file__).with_name("torch_process.py")
-PRELOADED = ["dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.train"]
 FAULTS = Path(__file__).parents[1] / "faults" / "injection.py"
 
 
@@ -47,16 +43,12 @@ class Running:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory):
+def start(tmp_path_factory, from_a_server):
     """Start `size` processes that each call `main` of a Python file, or a dualtune command.
 
     `inject`: {rank: lines of Python}, run before (see tests/faults/injection.py). Left over ones are killed at the end.
     """
     pytest.importorskip("torch")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["dualtune_torch.engine", "dualtune_torch.backend", "dualtune.train.run", "dualtune.cli.train"]
-    )
     started = []
 
     def start_(size, *arguments, file=None, inject=None, env=None) -> Running:
@@ -74,9 +66,7 @@ def start(tmp_path_factory):
                 "inject": FAULTS.read_text(encoding="utf-8") + (inject or {}).get(rank, ""),
                 "output": str(running.outputs[rank]),
             }
-            what = (str(PROCESS), {"TASK": json.dumps(task)}, "__main__")
-            running.processes.append(context.Process(target=runpy.run_path, args=what))
-            running.processes[-1].start()
+            running.processes.append(from_a_server(PROCESS, task))
         return running
 
     yield start_

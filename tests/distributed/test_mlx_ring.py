@@ -1,10 +1,7 @@
 """MLX processes in a ring on this machine compute together what one computes alone."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +22,7 @@ def free_ports(count):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, start_forked):
     """{number of processes: [what each has]}."""
     home = tmp_path_factory.mktemp("ring")
     model = write_tiny_llama(home / "model", num_hidden_layers=1, hidden_size=32, head_dim=8, intermediate_size=64)
@@ -35,11 +32,11 @@ def results(tmp_path_factory):
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
         for rank in range(size):
             ring = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {}
-            command = [sys.executable, str(WORKER), str(model), str(home)]
-            started.append(subprocess.Popen(command, env=os.environ | ring, stderr=subprocess.PIPE, text=True))
-    for process in started:
-        _, complaint = process.communicate(timeout=1800)
-        assert process.returncode == 0, complaint
+            said = home / f"{size}-{rank}.txt"
+            started.append((start_forked(WORKER, model, home, out=said, err=said, env=ring), said))
+    for process, said in started:
+        process.join(1800)
+        assert process.exitcode == 0, said.read_text(encoding="utf-8")
     return {size: [dict(np.load(home / f"{size}-{rank}.npz")) for rank in range(size)] for size in (1, 2)}
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Box:
     home: Path
     platform: str
     main: Any  # the command line in this process: quick, for what is only to be continued
+    forked: Any
     python: Any
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -96,10 +97,14 @@ class Box:
         (place / "sitecustomize.py").write_text(f"from injection import *\n{inject}\n", encoding="utf-8")
         return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]), "DUALTUNE_FAULT": fault}
 
-    def train(self, code: int, *args: str, inject: str = "", fault: str = "", env=None, **options):
-        """`dualtune train` as a real process that has to end with this code (negative: killed by that signal)."""
+    def train(self, code: int, *args: str, inject="", fault="", env=None, is_forked=True, **options):
+        """`dualtune train` as a process that has to end with this code (negative: killed by that signal).
+
+        Forked where what is injected need not be there before the imports.
+        """
         env = self.environment(inject, fault) | (env or {})
-        result = self.python("-m", "dualtune.cli.main", *self.command(), *args, env=env, **options)
+        start = [self.forked, "dualtune"] if is_forked else [self.python, "-m", "dualtune.cli.main"]
+        result = start[0](*start[1:], *self.command(), *args, env=env, **options)
         assert "Error in sitecustomize" not in result.stderr
         assert result.returncode == code, result.stdout + result.stderr
         return result
@@ -135,13 +140,13 @@ class Box:
 
     def straight(self) -> bytes:
         """The adapter of a run like this one that nothing disturbs."""
-        twin = Box(self.home, self.platform, self.main, self.python, self.settings | {"run.dir": self.home / "ref"})
+        twin = replace(self, settings=self.settings | {"run.dir": self.home / "ref"})
         twin.resume()
         return twin.adapter
 
 
 @pytest.fixture
-def box(request, tmp_path, python, dualtune_main, write_rows, qa_rows, open_backend) -> Box:
+def box(request, tmp_path, forked, python, dualtune_main, write_rows, qa_rows, open_backend) -> Box:
     """On the NumPy engine, unless a test asks for "cpu" (torch)."""
     platform = getattr(request, "param", "numpy")
     open_backend({"cpu": "torch"}.get(platform, platform))
@@ -152,7 +157,7 @@ def box(request, tmp_path, python, dualtune_main, write_rows, qa_rows, open_back
         "train.steps": 9, "train.documents_per_step": 4, "train.micro_batch_tokens": 64, "train.learning_rate": 1e-2,
         "run.dir": tmp_path / "run", "run.seed": 1, "run.log_every": 1, "run.save_every": 2, "run.eval_every": 3,
     }  # fmt: skip
-    return Box(tmp_path, platform, dualtune_main, python, settings)
+    return Box(tmp_path, platform, dualtune_main, forked, python, settings)
 
 
 @pytest.fixture

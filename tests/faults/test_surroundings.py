@@ -33,13 +33,13 @@ Jumping.fromtimestamp = real.fromtimestamp
 )
 def test_neither_dates_nor_clocks_decide_anything(box):
     straight = box.straight()
-    box.train(-9, fault="step:7", inject=CLOCK)
+    box.train(-9, fault="step:7", inject=CLOCK, is_forked=False)
     for path, year in zip(sorted((box.dir / "checkpoints").iterdir()), (2100, 2000, 1971), strict=True):
         seconds = (year - 1970) * 365 * 86400
         for file in (*path.iterdir(), path):
             os.utime(file, (seconds, seconds))
     newest = box.checkpoints[-1]
-    said = box.train(0, inject=CLOCK).stdout
+    said = box.train(0, inject=CLOCK, is_forked=False).stdout
     assert f"from {box.dir / 'checkpoints' / newest}" in said
     assert newest == "step-00000006"
     assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in box.rows() if "lr" in row)
@@ -197,7 +197,7 @@ def test_no_file_of_a_run_holds_a_secret(box):
         (1, {"inject": f"enter('dualtune.train.run.evaluate', 2, {leak})"}),
         (0, {}),
     ):
-        result = box.train(code, env=canaries, **faults)
+        result = box.train(code, env=canaries, is_forked=False, **faults)
         files = [path.read_bytes() for path in box.dir.rglob("*") if path.is_file()]
         texts += [result.stdout.encode(), result.stderr.encode(), *files]
     assert len(texts) > 30

@@ -5,8 +5,6 @@ stages.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,11 @@ CHEAP = ("train", "base", "parity", "packs")
 UNLIKE = ("gemma2", "qwen3_next", "gpt_oss", "deepseek_v3", "nemotron_h")
 
 
-def run_families(build: Path, families, stages, *more: str) -> tuple[dict[str, dict[str, str]], str]:
+def run_families(forked, build: Path, families, stages, *more: str) -> tuple[dict[str, dict[str, str]], str]:
     """Run the script. Return what is not ok by family and stage, and the page."""
     only = ("--only", ",".join(stages)) if stages else ()
     page = build / "families.md"
-    command = [sys.executable, SCRIPT, *only, "--build", build, "--page", page, *more, *families]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = forked(SCRIPT, *only, "--build", build, "--page", page, *more, *families)
     assert page.exists(), result.stderr
     lines = [json.loads(line) for line in (build / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {line["family"] for line in lines} == set(families)
@@ -58,8 +55,8 @@ def _both(open_backend):
     ("families", "stages"), [(UNLIKE, CHEAP), pytest.param(GOLDEN["families"], (), marks=pytest.mark.long)],
     ids=["unlike ones", "all, and all stages"],
 )  # fmt: skip
-def test_families_train_alike_on_both_backends_or_are_refused(tmp_path, families, stages):
-    found, page = run_families(tmp_path, families, stages)
+def test_families_train_alike_on_both_backends_or_are_refused(forked, tmp_path, families, stages):
+    found, page = run_families(forked, tmp_path, families, stages)
     check_known(found)
     assert all(f"| `{family}` |" in page for family in families)
 
@@ -131,7 +128,7 @@ def test_a_merge_without_a_tensor_is_lost(stages, llama, monkeypatch):
     assert stages.outcome(stages.reloads, llama, "torch")["outcome"] == "LOST"
 
 
-def test_the_page_says_why_and_lists_faults(tmp_path):
+def test_the_page_says_why_and_lists_faults(forked, tmp_path):
     rows = [
         {"family": "a", "stage": "make", "backend": "both", "outcome": "ok", "commit": "abc"},
         {"family": "a", "stage": "train", "backend": "torch", "outcome": "ok", "commit": "abc"},
@@ -141,7 +138,7 @@ def test_the_page_says_why_and_lists_faults(tmp_path):
     ]  # fmt: skip
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     page = tmp_path / "page.md"
-    result = subprocess.run([sys.executable, SCRIPT, "--page-only", "--build", tmp_path, "--page", page])
+    result = forked(SCRIPT, "--page-only", "--build", tmp_path, "--page", page)
     text = page.read_text(encoding="utf-8")
     assert result.returncode == 1
     assert "| `a` | wrong | – |" in text and "no \\<b\\>" in text

@@ -102,7 +102,7 @@ def test_the_plain_code_gives_the_same_bits(load, dtype):
 def test_compiled_code_gives_the_same_bits(load, monkeypatch):
     """In bfloat16, in which a compiler may round elsewhere with gradients than without."""
     monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
-    assert_same_bits(load(dtype="bfloat16", kernels="fused"), PLANS + REMADE)
+    assert_same_bits(load(dtype="bfloat16", kernels="fused"), [FULL, PLANS[-1], REMADE[-1]])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

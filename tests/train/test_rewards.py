@@ -7,13 +7,14 @@ import signal
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.rewards import Isolated, JudgedAnswer, Rewards, resolved, short_name
+from dualtune.train.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
 
 SOURCE = """
 import os, sys, time
 
 def length(completion):
-    print("noise on standard output")
+    print("noise on standard output", flush=True)
+    os.write(1, b"and below Python")
     return len(completion)
 
 def all_of_it(completion, prompt, expected):
@@ -24,6 +25,13 @@ def raises(completion, **fields):
 
 def text(completion):
     return "good"
+
+def as_trl(prompts, completions, answer, **columns):
+    assert len(prompts) == len(completions) == len(answer) == len(columns["level"]) == 1
+    return [100 * answer[0] + 10 * columns["level"][0] + len(completions[0]) + len(columns)]
+
+def by_column(completion, level, absent=5):
+    return 10 * level + absent
 
 def infinite(completion):
     return float("inf")
@@ -57,9 +65,9 @@ def test_built_in_rewards(name, completion, expected, reward):
     assert resolved(name)(completion, prompt="", expected=expected) == reward
 
 
-def judged(rewards, *completions):
+def judged(rewards, *completions, row=None):
     try:
-        return rewards.judge([JudgedAnswer("ask", each, "ab") for each in completions])
+        return rewards.judge([JudgedAnswer("ask", each, "ab", row or {}) for each in completions])
     finally:
         rewards.close()
 
@@ -72,6 +80,30 @@ def test_rewards_are_weighted_and_a_function_gets_what_it_names(file):
     assert answers.failures == ()
 
 
+def test_a_function_gets_the_columns_that_it_names_and_lists_as_trl_passes_them(file):
+    rewards = Rewards([f"{file}:by_column", f"{file}:as_trl", "exact"], [], 30.0)
+    assert rewards.ask_for_rows
+    answers = judged(rewards, "abc", row={"answer": 7, "level": 2, "prompt": "no", "day": "2026-11-27"})
+    assert answers.values_NR.tolist() == [[25, 720 + 3 + 3, 0]]  # `columns` has expected, level and day
+    assert judged(rewards, "abc", row={"level": 2}).failures[0].startswith(f"{file}:as_trl: TypeError")
+    few = Rewards([f"{file}:all_of_it", "exact"], [], 30.0)
+    assert not few.ask_for_rows
+    few.close()
+
+
+def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):
+    (tmp_path / "world.sql").write_text("CREATE TABLE t (n INT); INSERT INTO t VALUES (1), (2), (3);")
+    rewards = Rewards([f"sql:{tmp_path / 'world.sql'}"], [], 30.0)
+    endless = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT count(*) FROM r"
+    queries = ["SELECT n FROM t WHERE n > 1", "SELECT n FROM t", "DROP TABLE t", endless, "no query"]
+    try:
+        answers = rewards.judge([JudgedAnswer("", query, "SELECT n FROM t WHERE n >= 2") for query in queries])
+    finally:
+        rewards.close()
+    assert answers.values_NR.ravel().tolist() == [1, 0, 0, 0, 0] and not answers.failures
+    assert short_name("sql:dir/world.sql") == "sql"
+
+
 def test_a_function_that_fails_costs_its_answer_alone(file, wording):
     rewards = Rewards([f"{file}:sometimes", "exact"], [], 1.0)
     answers = judged(rewards, "hang", "ab", "exit", "ab")
@@ -82,7 +114,7 @@ def test_a_function_that_fails_costs_its_answer_alone(file, wording):
 
 
 def test_a_process_that_was_killed_is_started_again(file):
-    reward = Isolated(f"{file}:length", 30.0)
+    reward = IsolatedReward(f"{file}:length", 30.0)
     try:
         os.kill(reward._process.pid, signal.SIGKILL)
         reward._process.wait()
@@ -93,7 +125,8 @@ def test_a_process_that_was_killed_is_started_again(file):
 
 
 @pytest.mark.parametrize(
-    "name", ["exactly", "regex:(", "brief:x", "none.py:f", "mine.py:none", "broken.py:f", "mine.py", "brief:"]
+    "name",
+    ["exactly", "regex:(", "brief:x", "none.py:f", "mine.py:none", "broken.py:f", "mine.py", "brief:", "sql:none.sql"],
 )
 def test_a_reward_that_is_not_there_is_refused(file, monkeypatch, name, wording):
     monkeypatch.chdir(file.parent)

@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dualtune.base.errors import ConfigError, Paused
+from dualtune.base.errors import ConfigError, Paused, Preempted
 from dualtune.config import parse_config
 from dualtune.data.documents import in_memory
 from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train import step as step_module
 from dualtune.train.drawing import question_of
@@ -63,7 +65,11 @@ def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of):
     assert all(any(row["prompt"] in each["prompt"] for row in ROWS) for each in kept)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+# What is drawn depends on no objective.
+OTHERS = (pytest.param(name, marks=pytest.mark.long) for name in ("dr_grpo", "gspo", "cispo", "rloo"))
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo", *OTHERS])
 def test_a_resumed_run_draws_what_the_straight_run_draws(sampling_lab, weights_of, objective):
     options = settings(sampling_lab, train__objective=objective, rollouts__kl=0.1)
     straight = sampling_lab.run("straight", **options)
@@ -195,6 +201,73 @@ def test_a_reward_that_fails_costs_its_sample_and_is_said(sampling_lab, rows_of)
     assert sum(share) * 36 == pytest.approx(len(failed))
 
 
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_prompts_alone_are_rewarded_by_the_columns_of_their_rows(sampling_lab, write_rows):
+    """As TRL's data: a prompt, other columns, and a function that names them."""
+    asked = [{"prompt": f"{n} + {n} =", "answer": 2 * n} for n in range(12)]
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in asked]
+    (sampling_lab.tmp_path / "trl.py").write_text(
+        "def near(completions, answer, **columns):\n    return [float(answer[0]) for text in completions]\n"
+    )
+    texts = []
+    for rows in (asked, chats):
+        lab = replace(sampling_lab, data=write_rows(rows, "prompts.jsonl"))
+        options = settings(lab, data__format="prompt", rollouts__rewards=[f"{lab.tmp_path / 'trl.py'}:near"])
+        result = lab.run(f"run {len(texts)}", **options)
+        kept = rollouts_of(result.run_dir)
+        assert len(kept) == 4 * 3 * 4 and all(str(row["prompt"]).count(" + ") == 1 for row in kept)
+        number = [int(row["row"].rpartition(":")[2]) for row in kept]
+        assert [row["reward"] for row in kept] == [2.0 * (n - 1) for n in number]
+        texts.append([row["completion"] for row in kept])
+    assert texts[0] == texts[1] and len({*texts[0]}) > 8
+    with pytest.raises(ConfigError, match=r"exact compares with an answer, but .*prompts\.jsonl has prompts alone"):
+        lab.run("refused", **{**options, "rollouts__rewards": ["exact"]})
+    with pytest.raises(ConfigError, match="sft needs prompts with answers"):
+        lab.run("sft", data__format="prompt", adapter__dropout=0.0)
+
+
+def test_several_updates_of_the_same_samples_are_clipped_and_resumed(sampling_lab, weights_of, rows_of):
+    options = settings(sampling_lab, rollouts__updates=3, train__learning_rate=0.1, rollouts__clip_low=0.05)
+    straight = sampling_lab.run("straight", **options)
+    steps, _ = rows_of(straight.run_dir)
+    assert all(row["logprob_gap"] < 1e-4 for row in steps)
+    assert sum(row["clip_low"] + row["clip_high"] for row in steps) > 0
+    config = sampling_lab.config("stopped", **options)
+    with pytest.raises(Paused):
+        run(config, sampling_lab.backend, pause_after=2)
+    assert weights_of(run(config, sampling_lab.backend).run_dir) == weights_of(straight.run_dir)
+    once = sampling_lab.run("once", **settings(sampling_lab, train__learning_rate=0.1, rollouts__clip_low=0.05))
+    first, *_ = rows_of(once.run_dir)[0]
+    assert (first["reward"], first["clip_low"], first["clip_high"]) == (steps[0]["reward"], 0, 0)
+    assert weights_of(once.run_dir) != weights_of(straight.run_dir)
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_a_stop_between_two_updates_of_a_step_undoes_the_first(sampling_lab, weights_of, monkeypatch):
+    options = settings(sampling_lab, rollouts__updates=2)
+    straight = sampling_lab.run("straight", **options)
+    config, updates = sampling_lab.config("stopped", **options), []
+    slopes = step_module.with_slopes
+
+    def stopped(self, **options):
+        updates.append(1)
+        return update(self, **options)
+
+    def stopping(batch, values):
+        if len(updates) == 3:  # the first update of the second step is done
+            raise Preempted("a signal")
+        return slopes(batch, values)
+
+    update = NumpyEngine.optim_step
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyEngine, "optim_step", stopped)
+        patch.setattr(step_module, "with_slopes", stopping)
+        with pytest.raises(Preempted):
+            run(config, sampling_lab.backend)
+    assert weights_of(run(config, sampling_lab.backend).run_dir) == weights_of(straight.run_dir)
+    assert len(rollouts_of(Path(config.run.dir))) == 4 * 3 * 4
+
+
 def test_a_question_is_all_before_the_last_answer():
     tokens, mask = np.arange(10, 20, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0], bool)
     prompt, answer = question_of(in_memory([(tokens, mask)])[0])
@@ -202,6 +275,7 @@ def test_a_question_is_all_before_the_last_answer():
 
 
 @pytest.mark.parametrize("changes", [
+    {"rollouts.updates": 2, "train.policy": "mine"},
     {"rollouts.rewards": []}, {"rollouts.weights": [1.0, 2.0]}, {"adapter.dropout": 0.1},
     {"train.objective": "rloo", "rollouts.advantage_scale": "group"}, {"train.objective": "sft"},
     {"hybrid.enabled": True}, {"adapter.method": "full", "rollouts.kl": 0.1}, {"data.loss_on": "all"},

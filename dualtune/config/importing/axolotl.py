@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing import preferences
+from dualtune.config.importing import preferences, samples
 from dualtune.config.importing.arguments import (
     DETECTED,
     EIGHT_BITS,
@@ -270,8 +270,8 @@ def _method(file: ForeignFile) -> Settings:
     for key in ("reward_model", "process_reward_model", "pretraining_dataset"):
         if key in file and not is_off(file.get(key)):
             raise file.wrong(key, "cannot be translated: rewards and streams are not supported yet")
-    if _compared(file) not in (None, *_PREFERENCES):
-        raise file.wrong("rl", f"cannot be translated: {NO_REWARDS}; allowed are ipo, {', '.join(_PREFERENCES)}")
+    if _compared(file) not in (None, "grpo", *_PREFERENCES):
+        raise file.wrong("rl", f"cannot be translated: {NO_REWARDS}; allowed are grpo, ipo, {', '.join(_PREFERENCES)}")
     if "adapter" not in file:
         file.skip_all(f"{_LORA} peft_use_dora {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
@@ -287,6 +287,7 @@ _PREFERENCES: dict[str, dict[str, str]] = {
     "orpo": {},
     "simpo": {"gamma": "simpo_gamma", "sft_weight": "cpo_alpha"},
 }
+_TRLS = {key: f"trl.{key}" for key in (*samples.KEYS.split(), *samples.LOST) if key != "beta"}
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
 
 
@@ -299,6 +300,8 @@ def _compared(file: ForeignFile) -> str | None:
 def _preference(file: ForeignFile) -> Settings:
     if (objective := _compared(file)) is None:
         return {}
+    if objective == "grpo":
+        return samples.sampled(file, "rl", names={**_TRLS, "beta": "trl.beta"})
     beta = next((name for name in _BETAS if name in file), "rl_beta")
     settings = preferences.compared(file, objective, "rl", beta=beta, **_PREFERENCES[objective])
     if file.get("rl") == "ipo":
@@ -312,6 +315,12 @@ def _preference(file: ForeignFile) -> Settings:
     if file.flag("rl_adapter_ref_model"):
         settings["preference.reference"] = file.note("start", "rl_adapter_ref_model")
     return settings | (preferences.without_dropout(file, "lora_dropout") if "adapter" in file else {})
+
+
+def _batch(file: ForeignFile) -> Settings:
+    if _compared(file) == "grpo":
+        return samples.batch(file, "micro_batch_size", "gradient_accumulation_steps", "trl.num_generations")
+    return _ARGS.batch(file, "sequence_len", total="batch_size")
 
 
 def _dtype(file: ForeignFile) -> Settings:
@@ -477,7 +486,7 @@ RULES = (
                "longer documents are cut, as with excess_length_strategy: truncate"),
     translated("micro_batch_size gradient_accumulation_steps batch_size sample_packing",
                "data.packing, train.tokens_per_step or train.documents_per_step",
-               lambda file: _ARGS.batch(file, "sequence_len", total="batch_size"),
+               _batch,
                "packed: micro_batch_size × gradient_accumulation_steps × sequence_len tokens; else micro_batch_size × "
                "gradient_accumulation_steps documents; times the number of GPUs"),
     translated("num_epochs max_steps", "train.epochs, train.steps", _ARGS.length),
@@ -503,11 +512,13 @@ RULES = (
     translated("plugins", "", _plugins, "fast code is chosen automatically"),
     translated("train_on_inputs", "data.loss_on", lambda file: {
         "data.loss_on": "all" if file.flag("train_on_inputs") else "assistant"}, "false is `assistant`, true is `all`"),
-    translated(f"rl {' '.join(_BETAS)} dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting rpo_alpha "
+    translated(f"rl {' '.join(_BETAS)} {' '.join(_TRLS.values())} "
+               "dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting rpo_alpha "
                "simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight rl_adapter_ref_model",
                "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.label_smoothing, "
-               "preference.gamma, preference.desirable_weight, preference.undesirable_weight, preference.reference",
-               _preference, "dpo, kto, orpo and simpo; ipo is a loss of dpo; others are refused"),
+               "preference.gamma, preference.desirable_weight, preference.undesirable_weight, preference.reference, "
+               "rollouts",
+               _preference, "dpo, kto, orpo, simpo and grpo; ipo is a loss of dpo; others are refused"),
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     translated("loraplus_lr_ratio loraplus_lr_embedding", "train.lora_plus_ratio",
@@ -583,7 +594,8 @@ RULES = (
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
     absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
-    absent("trl trl.* vllm ebft nemo_gym_* hatchery", NO_REWARDS),
+    needless("vllm trl.use_vllm trl.vllm_*", "the fastest way to draw is chosen automatically"),
+    absent("ebft nemo_gym_* hatchery", NO_REWARDS),
     needless("dpo_use_liger_kernel dpo_padding_free precompute_ref_log_probs dpo_use_logits_to_keep",
              "what the reference says of the answers is computed once, and the layout does not change the result"),
     absent("dpo_generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),

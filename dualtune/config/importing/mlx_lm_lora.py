@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualtune.config.importing import mlx_lm, preferences
+from dualtune.config.importing import mlx_lm, preferences, samples
 from dualtune.config.importing.arguments import NAMED_OUTSIDE, lora
 from dualtune.config.importing.table import ForeignFile, Note, Settings, absent, needless, translated
 
@@ -23,8 +23,8 @@ _LOSSES = {"dpo": ("sigmoid", "hinge", "ipo"), "cpo": ("sigmoid",)}
 def _method(file: ForeignFile) -> Settings:
     if (kind := file.get("train_type")) not in ("lora", "dora", "full"):
         raise file.wrong("train_type", "allowed are lora, dora and full")
-    if (mode := file.get("train_mode")) not in ("sft", "dpo", "cpo", "orpo"):
-        raise file.wrong("train_mode", "only sft, dpo, cpo and orpo can be translated")
+    if (mode := file.get("train_mode")) not in ("sft", "dpo", "cpo", "orpo", "grpo"):
+        raise file.wrong("train_mode", "only sft, dpo, cpo, orpo and grpo can be translated")
     if "train" in file and not file.flag("train"):
         raise file.wrong("train", "without training there is nothing to translate; to evaluate, use `dualtune eval`")
     if mode == "sft" and file.get("sft_loss_type") == "dft":
@@ -71,7 +71,23 @@ def _quantization(file: ForeignFile) -> Settings:
     return {}
 
 
+# TRL's options under other names, and the defaults that are not TRL's.
+_SAMPLED = {"num_generations": "group_size", "loss_type": "grpo_loss_type", "reward_funcs": "reward_functions"}
+_GRPO = {
+    "loss_type": "grpo", "num_generations": 4, "max_completion_length": 512, "temperature": 0.8, "beta": 0.1,
+    "epsilon": 1e-4,
+}  # fmt: skip
+_OF_GRPO = (
+    "group_size epsilon epsilon_high max_completion_length temperature reward_weights reward_functions "
+    "reward_functions_file grpo_loss_type importance_sampling_level"
+)
+
+
 def _preference(file: ForeignFile) -> Settings:
+    if file.get("train_mode") == "grpo":
+        source = file.text("reward_functions_file") or "rewards.py"
+        return samples.sampled(file, "train_mode", names=_SAMPLED, defaults=_GRPO, source=source)
+    file.skip_all(_OF_GRPO, "it belongs to another train_mode")
     if (mode := str(file.get("train_mode"))) not in ("dpo", "cpo", "orpo"):
         return {}
     loss = str(file.get("dpo_cpo_loss_type"))
@@ -121,9 +137,10 @@ _OWN = (
     translated("data hf_dataset test " + " ".join(_COLUMNS), "data.train, data.eval, data.columns",
                lambda file: mlx_lm.data_of(file, _COLUMNS), "the valid file of a directory is found automatically"),
     translated("mask_prompt", "data.loss_on", _loss_on, "of sft: false is `all`, true is `last`"),
-    translated("train_mode beta dpo_cpo_loss_type reference_model_path",
-               "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.reference",
-               _preference, "sft, dpo, cpo (without a loss of sft) and orpo; other modes and dpop are refused"),
+    translated(f"train_mode beta dpo_cpo_loss_type reference_model_path {_OF_GRPO}",
+               "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.reference, "
+               "rollouts", _preference,
+               "sft, dpo, cpo (without a loss of sft), orpo and grpo; other modes and dpop are refused"),
     translated("iters epochs batch_size gradient_accumulation_steps",
                "train.steps, train.epochs, train.documents_per_step", _steps,
                "iters counts micro-batches, and wins over epochs"),
@@ -132,9 +149,7 @@ _OWN = (
                "the nearest is adapter.merge_for, which rounds the merge as a format does"),
     needless("delta reward_scaling", "no loss that can be translated reads it"),
     needless("dsla_loss latent_* lambda_mse lambda_mse_target tau_mse_target clip_epsilon_logits judge judge_config "
-             "alpha group_size epsilon epsilon_high max_completion_length temperature reward_weights reward_functions "
-             "reward_functions_file grpo_loss_type importance_sampling_level klpo_* micro_batch_size "
-             "list_reward_functions", "it belongs to another train_mode"),
+             "alpha klpo_* micro_batch_size list_reward_functions", "it belongs to another train_mode"),
     needless("efficient_long_context recurrence_chunk_size", "the layout in memory is chosen automatically"),
     absent("preference_score_feature", "every pair has the same weight"),
     needless("fuse lm_studio_name", "`dualtune export RUN --to mlx`, or `lmstudio`"),

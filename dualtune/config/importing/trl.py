@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing import arguments, preferences
+from dualtune.config.importing import arguments, preferences, samples
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
     OF_SOURCES,
@@ -43,8 +43,7 @@ _LORA = "lora_r lora_alpha lora_dropout use_rslora"
 _DISTILLATION = "on-policy distillation (the nearest is train.objective: distill, after `dualtune distill record`)"
 # Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
-    "grpo, rloo or another online trainer": "reward_funcs reward_model_name_or_path num_generations use_vllm kl_coef "
-    "num_ppo_epochs",
+    "rloo, ppo or another online trainer": "kl_coef num_ppo_epochs rloo_k normalize_advantages reward_clip_range",
     "reward": "center_rewards_coefficient",
     _DISTILLATION: "teacher_model_name_or_path lmbda seq_kd use_teacher_server teacher_model_kind distillation_mode",
 }
@@ -74,6 +73,11 @@ _OF_PREFERENCES = (
 )
 
 
+def _is_sampled(file: ForeignFile) -> bool:
+    """Return whether the file is one of `trl grpo`."""
+    return "reward_funcs" in file or "reward_model_name_or_path" in file
+
+
 def _compared(file: ForeignFile) -> str | None:
     """Return the objective of preference training, by keys that only its trainer has; None for that of `trl sft`."""
     losses = preferences.losses_of(file, "loss_type")
@@ -90,8 +94,9 @@ def _objective(file: ForeignFile) -> Settings:
     for trainer, names in _OTHER_TRAINERS.items():
         for name in names.split():
             if name in file:
-                raise file.wrong(name, f"it belongs to {trainer}, which cannot be translated; sft, dpo and kto can be")
-    if _compared(file) is None:
+                rule = "which cannot be translated; sft, dpo, kto and grpo can be"
+                raise file.wrong(name, f"it belongs to {trainer}, {rule}")
+    if _compared(file) is None and not _is_sampled(file):
         _check_sft(file)
     else:
         file.assume(learning_rate=1e-6)
@@ -115,6 +120,10 @@ def _check_sft(file: ForeignFile) -> None:
 
 
 def _preference(file: ForeignFile) -> Settings:
+    if _is_sampled(file):
+        prompts = Note("prompt", "other columns of a row reach the functions that name them")
+        file.skip_all("disable_dropout", "samples are drawn without dropout")
+        return {**samples.sampled(file, "reward_funcs"), "data.format": prompts}
     if (objective := _compared(file)) is None:
         return {}
     own = {"kto": "kto", "cpo": "sigmoid"}.get(objective)
@@ -205,7 +214,7 @@ def _columns(file: ForeignFile) -> Settings:
 
 
 def _loss_on(file: ForeignFile) -> Settings:
-    if _compared(file) is not None:
+    if _compared(file) is not None or _is_sampled(file):
         return {}  # the answers
     if file.flag("assistant_only_loss"):
         return {"data.loss_on": file.note("assistant", "assistant_only_loss")}
@@ -243,13 +252,15 @@ def _max_length(file: ForeignFile) -> Settings:
 def _steps(file: ForeignFile) -> Settings:
     if file.flag("packing") and (strategy := file.get("packing_strategy")) not in ("bfd", "bfd_split"):
         file.lose("packing_strategy", "documents of a row do not see each other, and none is split", value=strategy)
+    if _is_sampled(file):
+        return samples.batch(file, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     return _ARGS.batch(file, "max_length")
 
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
     translated("use_peft use_dora " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
-               "without use_peft, full; the options of GRPO, reward and distillation trainers are refused"),
+               "without use_peft, full; the options of RLOO, reward and distillation trainers are refused"),
     translated("bf16 fp16", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant", "model.quantization",
                _quantization, "`nf4`, with double quantization; bitsandbytes' 8 bits are something else than int8"),
@@ -262,11 +273,14 @@ RULES = (
     translated("dataset_text_field", "data.columns", _columns, "`{text: …}`"),
     translated("assistant_only_loss completion_only_loss", "data.loss_on", _loss_on,
                "`assistant`; templates need no `generation` tag"),
-    translated(f"loss_type disable_dropout {_OF_PREFERENCES}",
+    translated(" ".join(dict.fromkeys(f"loss_type disable_dropout {_OF_PREFERENCES} {samples.KEYS} "
+                                      f"{' '.join(samples.LOST)}".split())),
                "train.objective, preference.loss, preference.beta, preference.gamma, preference.label_smoothing, "
-               "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight", _preference,
+               "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight, rollouts",
+               _preference,
                "loss_type tells the trainer: sigmoid and others `dpo`, kto `kto`, simpo `simpo`; cpo_alpha is `cpo`; "
-               "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight"),
+               "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight; reward_funcs "
+               "tells GRPO, whose options are keys of `rollouts`"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
     translated("chat_template_kwargs", "data.template_variables",
                lambda file: template_variables(file, "chat_template_kwargs"), "for all rows"),
@@ -285,6 +299,7 @@ RULES = (
     absent("env", "set environment variables in the shell"),
     absent("dataset_streaming streaming", "rows are always read as a stream, and shuffled as a whole"),
     absent("generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
+    needless(samples.NEEDLESS, "the fastest way to draw is chosen automatically; rollouts.jsonl has every answer"),
     needless("dtype torch_dtype bnb_4bit_quant_storage", "weights that are not trained keep their stored format"),
     needless("lora_task_type pad_token padding_value is_encoder_decoder ignore_bias_buffers config",
              "there is nothing to set"),

@@ -10,6 +10,7 @@
 | prompt_completion   | prompt, completion [context, history, reasoning]: two strings or lists of messages  |
 | alpaca              | instruction, output (or response) [input (or context), history, reasoning]          |
 | text                | text                                                                                |
+| prompt              | prompt [context, history]: a string or a list of messages, for an answer to be drawn |
 
 All but text may have system (or system_prompt, system_message), and tools or OpenAI's older functions.
 
@@ -105,6 +106,7 @@ class Example:
     rejected: Example | None = None  # the same question with the worse answer
     label: int = 0  # of an unpaired preference: 1 desirable, -1 undesirable; 0 otherwise
     is_text: bool = False  # plain text: no turns, every token is a target, split if too long
+    is_prompt: bool = False  # without an answer
     notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `row_values.py`
 
     @property
@@ -283,6 +285,17 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
     if "history" in fields:
         messages = read_history(fields["history"], reading) + messages
     return _chat(row, fields, messages, reading, "prompt and completion: message")
+
+
+def _prompt_alone(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+    if _is_string(fields["prompt"]):
+        answered = _prompt_completion(row, {**fields, "completion": "?"}, reading)
+    else:
+        answer = [{"role": "assistant", "content": "?"}]
+        if read_messages(fields["prompt"], "prompt", reading, "prompt: message")[-1].role == "assistant":
+            raise RowError("prompt: ends with an assistant message, so nothing is asked; set data.format: messages")
+        answered = _prompt_completion(row, {**fields, "completion": answer}, reading)
+    return replace(answered, messages=_not_trained_on(answered.messages[:-1]), completion="", is_prompt=True)
 
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
@@ -524,6 +537,8 @@ FORMATS = {
     ),
     **_PLAIN,
     "text": Format(_text, ("text",)),
+    # Only by its name: other rows have a prompt too, and an answer in a column of another name.
+    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), is_told=lambda fields: False),
 }  # fmt: skip
 
 

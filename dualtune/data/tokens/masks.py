@@ -34,6 +34,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 
 Range = tuple[int, int]  # of characters: start, end
 HEAD = 64  # characters used to search for the start of a turn
+NO_TEMPLATE = "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
 _UNFINISHED_MARK = re.compile(r"[<\[][^<>\[\]]*\Z")
 
 
@@ -60,6 +61,8 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
     in the content is not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
+    if example.is_prompt:
+        return _asked(example, tokenizer, is_chat=is_chat)
     notices: frozenset[str] = frozenset()
     if is_chat:
         chat = _Chat(example, tokenizer)
@@ -74,13 +77,25 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
             notices = frozenset(lost_in(example.messages[-1], example.completion, is_earlier=False))
         control = tokenizer.masked_text(text)
     else:
-        raise RowError(
-            "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
-        )
+        raise RowError(NO_TEMPLATE)
     filled = [(target, weight) for target, weight in zip(ranges, weights, strict=True) if target[0] < target[1]]
     ranges, weights = [target for target, _ in filled], [weight for _, weight in filled]
     some = weights if any(weight != 1 for weight in weights) else None
     return Rendered(text, ranges, some, is_chat, example.path, example.line, *control, notices | example.notices)
+
+
+def _asked(example: Example, tokenizer: Tokenizer, *, is_chat: bool) -> Rendered:
+    """Render a prompt alone: its only target is the end of an answer that is not there."""
+    if is_chat:
+        messages, text, _ = tokenizer.render_folded(example.messages, tools=example.tools, add_generation_prompt=True)
+        control = tokenizer.masked_chat(messages, text, tools=example.tools, add_generation_prompt=True)
+    elif example.prompt is None:
+        raise RowError(NO_TEMPLATE)
+    else:
+        text = example.prompt
+        control = tokenizer.masked_text(text)
+    end = [(len(text), len(text))]
+    return Rendered(text, end, None, is_chat, example.path, example.line, *control, example.notices)
 
 
 class _Chat:

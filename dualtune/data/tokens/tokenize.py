@@ -224,7 +224,8 @@ def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer
     end_id = tokenizer.end_id if row.is_chat else tokenizer.eos_id
     if row.ranges and row.ranges[-1][1] >= len(row.text.rstrip()) and end_id is not None and len(tokens):
         last = int(np.flatnonzero(mask)[-1]) if mask.any() else len(tokens) - 1
-        if int(tokens[last]) not in tokenizer.special_ids:
+        is_prompt = row.ranges[-1][0] == row.ranges[-1][1]
+        if is_prompt or int(tokens[last]) not in tokenizer.special_ids:
             tokens = np.append(tokens[: last + 1], np.int32(end_id))
             mask = np.append(mask[: last + 1], mask.dtype.type(weights[-1]))
     return tokens, mask

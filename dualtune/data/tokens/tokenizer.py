@@ -286,6 +286,22 @@ class Tokenizer:
         encode = self.control_tokens.encode_batch if masked else self.encode_batch
         return encode([masked or text], special=False)[0][0]
 
+    def encode_after_answer(self, turns: Sequence[Message]) -> np.ndarray:
+        """Encode turns that follow an answer, from its end to where the next answer begins.
+
+        Raises RowError if the template or the policy rejects them.
+        """
+        if self.template is None:
+            text = valid_text("".join(turn.content for turn in turns), "the text")
+            _, masked = self.masked_text(text)
+        else:
+            messages = [Message("user", "?"), Message("assistant", PROBE), *turns]
+            text = valid_text(self.render(messages, add_generation_prompt=True), "the text")
+            _, masked = self.masked_chat(messages, text, add_generation_prompt=True)
+        encode = self.control_tokens.encode_batch if masked else self.encode_batch
+        after = (masked or text).partition(PROBE)[2] if self.template else masked or text
+        return encode([after], special=False)[0][0]
+
     def encode_text(self, text: str) -> np.ndarray:
         """Encode a plain text for the model to continue. Raises RowError if the policy rejects it."""
         _, masked = self.masked_text(valid_text(text, "the text"))

@@ -361,13 +361,15 @@ def check_optimizer_is_its_formula(case: Case) -> None:
     The gradient is measured by AdamW's first step, in another engine with the same weights.
     """
     engine, lr, max_norms = case.engine(), 1e-2, (None, 0.05, 1e9)
-    optimizer = case.optimizer_spec
+    optimizer, twin = case.optimizer_spec, replace(case, optimizer="adamw", average=None, lr_factors={}).engine()
+    fresh = twin.optimizer_state()
     w, state = engine.adapter_state(), engine.optimizer_state()
     assert state.slots.keys() == {*optimizer.slots}
     assert not any(x.any() for tensors in state.slots.values() for x in tensors.values())
     for step, max_norm in enumerate(max_norms, start=1):
-        batch, twin = case.batch(seed=step), replace(case, optimizer="adamw", average=None, lr_factors={}).engine()
+        batch = case.batch(seed=step)
         twin.load_adapter_state(w)
+        twin.load_optimizer_state(fresh)
         g = in_float64(gradient(twin, batch))
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(g) + CLIP_EPS))
         slots = {slot: in_float64(tensors) for slot, tensors in state.slots.items()}

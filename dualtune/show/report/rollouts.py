@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dualtune.base.errors import FormatError
 from dualtune.base.fields import number
@@ -81,15 +81,15 @@ def rollouts(run_dir: Path) -> dict[str, Any] | None:
 def sample(line: bytes, where: str) -> DrawnSample:
     """Return a row of rollouts.jsonl, its texts cut. FormatError if the line is not one."""
     row = parse_object(line, where)
-    step, prompt, completion, rewards = (row.get(key) for key in ("step", "prompt", "completion", "rewards"))
-    tokens, advantage = row.get("tokens"), number(row.get("advantage"))
-    is_sample = type(step) is int and type(tokens) is int and isinstance(rewards, dict) and advantage is not None
-    if not is_sample or not isinstance(prompt, str) or not isinstance(completion, str):
+    prompt, completion, rewards = (row.get(key) for key in ("prompt", "completion", "rewards"))
+    step, tokens, advantage = row.get("step"), row.get("tokens"), number(row.get("advantage"))
+    texts = isinstance(prompt, str) and isinstance(completion, str)
+    if not texts or type(step) is not int or type(tokens) is not int or advantage is None or type(rewards) is not dict:
         raise FormatError(
             f"{where}: must have integers step and tokens, the texts prompt and completion, rewards and an advantage"
         )
-    named = [(cut(name, 60), number(value)) for name, value in list(rewards.items())[:MAX_REWARDS]]
+    listed = list(cast("dict[str, object]", rewards).items())[:MAX_REWARDS]
     return DrawnSample(
-        step, cut(prompt, MAX_TEXT), cut(completion, MAX_TEXT), number(row.get("reward")), named, advantage, tokens,
-        row.get("is_whole") is True,
+        step, cut(prompt, MAX_TEXT), cut(completion, MAX_TEXT), number(row.get("reward")),
+        [(cut(name, 60), number(value)) for name, value in listed], advantage, tokens, row.get("is_whole") is True,
     )  # fmt: skip

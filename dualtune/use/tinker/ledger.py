@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from dualtune.base.errors import FormatError
 from dualtune.base.files import write_file
 
-FILE = "tinker.json"
+FILE = "tinker_notes.json"
 MAX_FILE = 1 << 26
 
 

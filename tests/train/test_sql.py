@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.use.scoring.sql import MAX_ROWS, SqlJudge
+from dualtune.train.sql import MAX_ROWS, SqlJudge
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,115 @@
+"""Translate training on the model's own samples as TRL has it: axolotl passes its options on, mlx-lm-lora copies them.
+
+Based on trl/trainer/grpo_config.py of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from dualtune.config.importing.table import ForeignFile, Note, Settings
+
+DEFAULTS: dict[str, Any] = {
+    "num_generations": 8, "max_completion_length": 256, "temperature": 1.0, "top_p": 1.0, "beta": 0.0, "epsilon": 0.2,
+    "num_iterations": 1, "scale_rewards": "group", "loss_type": "dapo", "importance_sampling_level": "token",
+}  # fmt: skip
+KEYS = (
+    "reward_funcs reward_weights num_generations max_completion_length temperature top_p beta num_iterations epsilon "
+    "epsilon_high scale_rewards loss_type importance_sampling_level"
+)
+_NUMBERS = {  # ours -> theirs
+    "rollouts.samples": "num_generations", "rollouts.max_tokens": "max_completion_length",
+    "rollouts.updates": "num_iterations", "rollouts.temperature": "temperature", "rollouts.top_p": "top_p",
+    "rollouts.kl": "beta", "rollouts.clip_low": "epsilon",
+}  # fmt: skip
+_COUNTS = ("num_generations", "max_completion_length", "num_iterations")
+_OBJECTIVES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
+_SCALES = {"group": "group", "true": "group", "batch": "step", "none": "none", "false": "none"}
+_REWARDS = {"accuracy_reward": "number", "think_format_reward": "regex:^<think>.*?</think>"}  # of TRL, and the nearest
+# Other options of TRL's trainers, and what is so here.
+LOST = {
+    "delta": "a ratio is clipped on one side, by the sign of the advantage",
+    "mask_truncated_completions": "answers that a limit ended are rewarded as they are; the metric `cut` counts them",
+    "top_k": "answers are drawn from all tokens, or by rollouts.top_p",
+    "min_p": "answers are drawn from all tokens, or by rollouts.top_p",
+    "repetition_penalty": "answers are drawn without penalties",
+    "generation_kwargs": "answers are drawn by rollouts.temperature and rollouts.top_p",
+    "steps_per_generation": "a step learns from the answers that it has drawn; rollouts.updates learns from them again",
+    "generation_batch_size": "a step learns from the answers that it has drawn",
+    "multi_objective_aggregation": "rewards are added with their weights, and then compared",
+    "top_entropy_quantile": "all tokens of an answer count",
+    "off_policy_mask_threshold": "no answer is left out for its ratio",
+    "reward_model_name_or_path": "a reward is a function: FILE.py:FUNCTION in rollouts.rewards may ask a model",
+}
+NEEDLESS = (
+    "use_vllm vllm_* use_transformers_paged cache_implementation num_generations_eval log_completions "
+    "num_completions_to_print log_unique_prompts ds3_gather_for_generation"
+)
+
+
+def sampled(
+    file: ForeignFile, *origin: str, names: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None,
+    source: str = "rewards.py",
+) -> Settings:  # fmt: skip
+    """Return train.objective, which follows from the keys `origin`, and `rollouts`.
+
+    `names` and `defaults`: of TRL's options in the file, where they are not TRL's. `source`: the Python file of a
+    function that is named without one. All settings are written out: the defaults of others are not ours.
+    """
+    name = {**{key: key for key in (*KEYS.split(), *LOST)}, **(names or {})}
+    file.assume(**{name[key]: value for key, value in {**DEFAULTS, **(defaults or {})}.items()})
+    settings: Settings = {"train.objective": Note(_objective(file, name), file.note(0, *origin, name["loss_type"])[1])}
+    settings["rollouts.rewards"] = _rewards(file, name["reward_funcs"], source)
+    if name["reward_weights"] in file:
+        settings["rollouts.weights"] = file.note(file.get(name["reward_weights"]), name["reward_weights"])
+    for ours, theirs in _NUMBERS.items():
+        value = (file.count if theirs in _COUNTS else file.number)(name[theirs])
+        settings[ours] = file.note(value, name[theirs])
+    high = name["epsilon_high"] if name["epsilon_high"] in file else name["epsilon"]
+    is_cispo = file.get(name["loss_type"]) == "cispo"  # TRL's limit is the ratio itself
+    settings["rollouts.clip_high"] = file.note(file.number(high) - is_cispo, high)
+    scale = str(file.get(name["scale_rewards"])).lower()
+    if scale not in _SCALES:
+        file.lose(name["scale_rewards"], "an advantage is divided by a deviation or by nothing")
+    settings["rollouts.advantage_scale"] = file.note(_SCALES.get(scale, "group"), name["scale_rewards"])
+    for key, reason in LOST.items():
+        if name[key] in file:
+            file.lose(name[key], reason)
+    return settings | {"adapter.dropout": Note(0.0, "samples are drawn without dropout")}
+
+
+def batch(file: ForeignFile, per_device: str, accumulated: str, generations: str) -> Settings:
+    """Translate a batch of answers to prompts of a step."""
+    answers = file.count(per_device) * file.count(accumulated)
+    each = file.count(generations) if generations in file else DEFAULTS["num_generations"]
+    origin = f"{answers} answers // {generations}: {each}; multiply it by the number of GPUs that you used"
+    return {"train.documents_per_step": Note(max(1, answers // each), origin)}
+
+
+def _objective(file: ForeignFile, name: Mapping[str, str]) -> str:
+    loss, level = str(file.get(name["loss_type"])), file.get(name["importance_sampling_level"])
+    if loss not in _OBJECTIVES:
+        raise file.wrong(name["loss_type"], f"it cannot be translated, allowed are {', '.join(_OBJECTIVES)}")
+    if loss == "bnpo":
+        file.lose(name["loss_type"], "the nearest is dapo, which divides by the tokens of the whole step")
+    if level == "sequence" and loss == "grpo":
+        return "gspo"
+    if level != "token":
+        file.lose(name["importance_sampling_level"], "ratios of whole answers are those of gspo, of TRL's loss grpo")
+    return _OBJECTIVES[loss]
+
+
+def _rewards(file: ForeignFile, key: str, source: str) -> Note:
+    """Translate names of Python functions to files: those of TRL itself have a nearest one here."""
+    value = file.get(key)
+    listed = cast("list[Any]", value) if isinstance(value, list) else str(value or "").split(",")
+    if not listed or not all(isinstance(each, str) and each for each in listed):
+        raise file.wrong(key, "must be the name of a Python function, or a list of names")
+    rewards = [_REWARDS.get(each) or _in_file(each.strip(), source) for each in cast("list[str]", listed)]
+    return Note(rewards, f"{file.note(0, key)[1]}; put functions into these files")
+
+
+def _in_file(name: str, source: str) -> str:
+    module, _, function = name.rpartition(".")
+    return f"{module.replace('.', '/')}.py:{function}" if module else f"{source}:{function}"

@@ -1,0 +1,244 @@
+"""Conversations with an environment: the model answers, the environment rewards it and replies, several times.
+
+An environment is a class of the user, one object for each conversation, in a process of its own (`isolated.py`):
+
+    class Calculator:
+        def reset(self, row): ...  # returns what is asked: a text, messages, or None for the prompt of the row
+        def step(self, text): ...  # returns its reply (a text or messages), the reward of the answer, whether it ends
+
+A conversation is one document, of which the model's own tokens are targets. They stay as they were drawn; what the
+environment says is written by the chat template between them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from dualtune.base.errors import ConfigError
+from dualtune.base.files import expanded
+from dualtune.data.chat.conversations import Message
+from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.backend import Engine
+from dualtune.train.batched import Completion
+from dualtune.train.drawing import Drawing
+from dualtune.train.isolated import Isolated, imported, serve
+
+KEY = "rollouts.environment"
+
+
+@dataclass(slots=True)
+class Episode:
+    """The answers of the model to one prompt, and what the environment said between them."""
+
+    prompt: int  # its index among those of the step
+    number: int  # of the samples of the prompt
+    start: np.ndarray  # int32 [T]: the tokens before the first answer
+    parts: list[tuple[np.ndarray, bool]] = field(default_factory=list[tuple[np.ndarray, bool]])  # True: of the model
+    drawn: list[Completion] = field(default_factory=list[Completion])
+    reward: float = 0.0  # of all answers
+    problem: str = ""  # why the reward is not known
+    has_ended: bool = False
+    is_whole: bool = True  # not ended by a limit
+
+    @property
+    def so_far(self) -> np.ndarray:
+        """All tokens, int32 [T]."""
+        return np.concatenate([self.start, *(tokens for tokens, _ in self.parts)])
+
+    @property
+    def document(self) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens, and which are the model's own."""
+        own = [np.full(len(tokens), is_own) for tokens, is_own in self.parts]
+        return self.so_far, np.concatenate([np.zeros(len(self.start), bool), *own])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Those of the model's own tokens, float32."""
+        return np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in self.drawn)])
+
+    @property
+    def text(self) -> str:
+        """The last answer, which is what rewards beside the environment judge."""
+        return self.drawn[-1].text
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers of the model."""
+        return [each.text for each in self.drawn]
+
+    def end(self, *, is_whole: bool = True, problem: str = "") -> None:
+        self.has_ended, self.is_whole, self.problem = True, is_whole, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of a step: that of its row, which the environment may replace, and what its random numbers depend on."""
+
+    prompt: np.ndarray  # int32 [T]
+    row: Mapping[str, Any]
+    numbers: tuple[int, ...]
+
+
+class Episodes:
+    """Draws the conversations of a run."""
+
+    def __init__(self, name: str, drawing: Drawing, *, turns: int, max_length: int, timeout_s: float) -> None:
+        """Raise ConfigError for an environment that is not there.
+
+        `turns`: the most answers of a conversation. `max_length`: the most tokens to which one more answer is given.
+        """
+        self._environment = Isolated(KEY, "dualtune.train.environments", name, timeout_s)
+        self._drawing, self._turns = drawing, turns
+        self._max_length = max_length if drawing.positions is None else min(max_length, drawing.positions - 1)
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
+        """Return the conversations of each prompt, those of a prompt together."""
+        return self._held(engine, prompts, self._drawing)
+
+    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
+        """Return one conversation for each prompt, in which the model says what is most probable."""
+        sampling = replace(self._drawing.sampling, temperature=0.0)
+        return self._held(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
+
+    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
+        episodes = [
+            Episode(n, sample, asked.prompt) for n, asked in enumerate(prompts) for sample in range(drawing.num_samples)
+        ]
+        for each in episodes:
+            self._begin(each, prompts[each.prompt])
+        one = replace(drawing, num_samples=1)
+        for turn in range(self._turns):
+            active = [each for each in episodes if not each.has_ended]
+            numbers = [(*prompts[each.prompt].numbers, each.number, turn) for each in active]
+            answers = one.samples(engine, [each.so_far for each in active], numbers) if active else []
+            for each, answer in zip(active, answers, strict=True):
+                self._answer(each, prompts[each.prompt], answer)
+        self._environment.ask({"forget": True})
+        return episodes
+
+    def _begin(self, episode: Episode, asked: Asked) -> None:
+        """Let the environment ask. Where that fails, the prompt of the row is answered without a reward."""
+        reply = self._ask(episode, asked)
+        if isinstance(reply, str):
+            episode.problem = reply
+        elif reply["turns"] is not None:
+            try:
+                start = encoded(self._drawing.tokenizer, reply["turns"])
+            except RowError as error:
+                episode.problem = str(error)
+                return
+            if 0 < len(start) <= self._max_length:
+                episode.start = start
+            else:
+                allowed = f"allowed: 1 to {self._max_length} (data.max_length)"
+                episode.problem = f"reset: got {len(start)} tokens, {allowed}"
+
+    def _answer(self, episode: Episode, asked: Asked, answer: Completion) -> None:
+        """Let the environment reply to an answer."""
+        episode.drawn.append(answer)
+        episode.parts.append((answer.tokens, True))
+        if episode.problem:
+            return episode.end(problem=episode.problem)
+        reply = self._ask(episode, asked)
+        if isinstance(reply, str):
+            return episode.end(problem=reply)
+        episode.reward += reply["reward"]
+        if reply["done"] or len(episode.drawn) == self._turns:
+            return episode.end(is_whole=answer.is_whole and reply["done"])
+        try:
+            between = self._drawing.tokenizer.encode_after_answer(_messages(reply["turns"] or []))
+        except RowError as error:
+            return episode.end(problem=str(error))
+        if len(between) and between[0] == answer.tokens[-1] and int(between[0]) in self._drawing.tokenizer.stop_ids:
+            between = between[1:]  # the model has ended its turn itself
+        if len(episode.so_far) + len(between) > self._max_length:
+            return episode.end(is_whole=False)
+        episode.parts.append((between, False))
+        return None
+
+    def _ask(self, episode: Episode, asked: Asked) -> dict[str, Any] | str:
+        """Return the reply to the last answer, or what is asked if there is none yet."""
+        return self._environment.ask({
+            "id": f"{episode.prompt}/{episode.number}", "row": asked.row, "texts": episode.texts,
+            "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *asked.numbers]).integers(1 << 62)),
+        })  # fmt: skip
+
+
+def encoded(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]]) -> np.ndarray:
+    """Return the tokens of a conversation for the model to answer. RowError if the template rejects it."""
+    if tokenizer.template is None:
+        return tokenizer.encode_text("".join(turn["content"] for turn in turns))
+    return tokenizer.encode_chat(_messages(turns))
+
+
+def _messages(turns: Sequence[Mapping[str, str]]) -> list[Message]:
+    return [Message(turn["role"], turn["content"]) for turn in turns]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inside the process.
+
+
+class Objects:
+    """The objects of the conversations that go on. One that was lost with its process is made again, and led there."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._live: dict[str, tuple[Any, int]] = {}  # by conversation: the object, and how many answers it has seen
+
+    def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "forget" in request:
+            self._live.clear()
+            return {}
+        texts: list[str] = request["texts"]
+        environment, seen = self._live.pop(request["id"], (None, 0))
+        said: Mapping[str, Any] = {}
+        if environment is None or seen != len(texts) - 1:
+            environment, seen = self._make(), 0
+            has_seed = "seed" in inspect.signature(environment.reset).parameters
+            options = {"seed": request["seed"]} if has_seed else {}
+            said = {"turns": turns_of(environment.reset(request["row"], **options))}
+        for text in texts[seen:]:
+            reply, reward, done = environment.step(text)
+            if not math.isfinite(value := float(reward)):
+                raise ValueError(f"step returned the reward {value}")
+            said = {"turns": turns_of(reply), "reward": value, "done": bool(done)}
+        self._live[request["id"]] = environment, len(texts)
+        return said
+
+
+def turns_of(said: Any) -> list[dict[str, str]] | None:
+    """Return what an environment says as messages. ValueError for anything but a text, messages and None."""
+    if said is None:
+        return None
+    listed = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    turns = [{key: turn[key] for key in ("role", "content")} for turn in cast("list[dict[str, Any]]", listed)]
+    if not all(isinstance(value, str) for turn in turns for value in turn.values()):
+        raise ValueError("an environment says a text, or messages with the texts role and content")
+    return turns
+
+
+def environment_of(name: str) -> Callable[[], Any]:
+    """Return the class of an environment, FILE.py:CLASS. ConfigError if it is not there, or is no environment."""
+    file, _, made = name.rpartition(":")
+    if not file.endswith(".py") or not made:
+        raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS")
+    found = imported(KEY, expanded(file), made)
+    if missing := [part for part in ("reset", "step") if not callable(getattr(found, part, None))]:
+        raise ConfigError(f"{KEY}: {name} has no method {' and no method '.join(missing)}")
+    return found
+
+
+if __name__ == "__main__":
+    serve(lambda: ({}, Objects(environment_of(sys.argv[1])).answer))

@@ -1,0 +1,185 @@
+"""Episodes with an environment of the user: what is learned of them, and what an environment can do to a run."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.base.errors import ConfigError, Paused
+from dualtune.data.chat.conversations import Message
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.train.environments import environment_of, turns_of
+from dualtune.train.prepare import prepare
+from dualtune.train.run import load_engine, run
+from dualtune.train.step import TrainingStep
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SOURCE = '''
+import os, time
+
+class Game:
+    """Says how long an answer was, and ends after as many as the row says."""
+    def reset(self, row, seed):
+        self.row, self.seen, self.seed = row, 0, seed
+        return row.get("asked")
+
+    def step(self, text):
+        self.seen += 1
+        return f"<{len(text)}>", len(text) / 10 + self.seed % 7, self.seen == self.row["turns"]
+
+class Bad(Game):
+    def step(self, text):
+        if len(text) % 5 == 0:
+            raise ValueError("no")
+        if len(text) % 5 == 1:
+            os._exit(3)
+        if len(text) % 5 == 2:
+            return [{"role": "user"}], 0.0, False
+        return super().step(text)
+
+class Slow(Game):
+    def step(self, text):
+        time.sleep(60)
+
+class Half:
+    def reset(self, row):
+        return None
+'''
+ROWS = [{"prompt": f"{n} + {n} =", "turns": 1 + n // 3} for n in range(9)]
+RL = {"train__objective": "grpo", "train__steps": 3, "train__documents_per_step": 3, "adapter__dropout": 0.0,
+      "data__format": "prompt", "data__max_length": 200, "rollouts__samples": 3, "rollouts__max_tokens": 5,
+      "data__eval": 0.2, "run__save_every": 1, "train__learning_rate": 1e-2, "run__report": False}  # fmt: skip
+
+
+@pytest.fixture
+def game_lab(lab, write_rows, tmp_path):
+    (tmp_path / "games.py").write_text(SOURCE)
+    return replace(lab, data=write_rows(ROWS, "asked.jsonl"))
+
+
+def settings(lab, name="Game", **changes):
+    return {**RL, "rollouts__environment": f"{lab.tmp_path / 'games.py'}:{name}", **changes}
+
+
+def rows_kept(run_dir):
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_conversation_is_one_document_in_which_the_models_tokens_are_targets(game_lab):
+    prepared = prepare(game_lab.config(**settings(game_lab)), game_lab.backend)
+    engine = load_engine(prepared)
+    step = TrainingStep(prepared, engine, 0, prepared.batches)
+    try:
+        step.add_gradients()
+    finally:
+        prepared.rollouts.close()
+    samples, tokenizer = step.samples, prepared.model.tokenizer
+    seen = set()
+    for n, row in enumerate(samples.rows):
+        document = samples.documents[n]
+        turns = ROWS[int(row["row"].rpartition(":")[2]) - 1]["turns"]
+        own = np.diff(np.flatnonzero(np.diff(document.loss_mask, prepend=False, append=False)))[::2]
+        assert len(own) == turns
+        assert own.sum() == len(samples.old[n]) == row["tokens"]
+        said = tokenizer.decode_all(document.tokens[~document.loss_mask].tolist())
+        assert said.count("<|im_start|>user") == len(own)
+        assert row["completion"].endswith(tokenizer.decode_all(document.tokens[document.loss_mask].tolist())[-1:])
+        seen.add(len(own))
+    assert len(seen) > 1 and step._loss.metrics["logprob_gap"] < 1e-4
+
+
+def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of):
+    straight = game_lab.run("straight", **settings(game_lab))
+    config = game_lab.config("stopped", **settings(game_lab))
+    with pytest.raises(Paused):
+        run(config, game_lab.backend, pause_after=1)
+    resumed = run(config, game_lab.backend)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    assert rows_kept(resumed.run_dir) == rows_kept(straight.run_dir)
+    rewards = [row["reward"] for row in rows_kept(resumed.run_dir)]
+    assert len({*rewards}) > 5 and all(
+        row["rewards"] == {"environment": row["reward"]} for row in rows_kept(resumed.run_dir)
+    )
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_an_environment_that_fails_costs_its_conversation(game_lab):
+    """One that raises, says nonsense or ends its process; the others go on as if nothing had happened."""
+    options = {"train__steps": 1, "data__eval": 0, "rollouts__turns": 2}
+    good, bad = (
+        rows_kept(game_lab.run(name, **settings(game_lab, name, **options)).run_dir) for name in ("Game", "Bad")
+    )
+    failed = [row["reward"] is None for row in bad]
+    assert 0 < sum(failed) < len(bad)
+    for ours, theirs, is_lost in zip(bad, good, failed, strict=True):
+        if is_lost:
+            assert ours["advantage"] == 0 and ours["rewards"] == {"environment": None}
+        else:
+            assert (ours["completion"], ours["reward"]) == (theirs["completion"], theirs["reward"])
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_an_environment_that_hangs_does_not_hang_the_run(game_lab):
+    options = {"train__steps": 1, "data__eval": 0, "rollouts__samples": 2, "train__documents_per_step": 1}
+    result = game_lab.run(**settings(game_lab, "Slow", rollouts__reward_timeout_s=0.1, **options))
+    assert [row["reward"] for row in rows_kept(result.run_dir)] == [None, None]
+    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = [row for row in rows if row.get("event") == "reward_failed"]
+    assert [row["message"] for row in events] == ["environment: took longer than 0.1 s"] * 2
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_what_an_environment_asks_replaces_the_prompt_and_lengths_have_limits(game_lab, write_rows):
+    rows = [{"prompt": "p", "turns": 9, "asked": "asked " + "long " * (50 * (n % 2))} for n in range(8)]
+    lab = replace(game_lab, data=write_rows(rows, "asked.jsonl"))
+    result = lab.run(**settings(lab, rollouts__turns=3, data__eval=0))
+    for row in rows_kept(result.run_dir):
+        is_long = int(row["row"].rpartition(":")[2]) % 2 == 0
+        assert ("asked" in row["prompt"]) != is_long and (row["reward"] is None) == is_long
+        assert not row["is_whole"] or is_long  # the limit of turns ended it
+
+
+@pytest.mark.parametrize("name", ["games.py:None", "games.py:Half", "none.py:Game", "games", "games.py:SOURCE"])
+def test_an_environment_that_is_not_there_is_refused(tmp_path, monkeypatch, name, wording):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "games.py").write_text(SOURCE + "\nSOURCE = 1\n")
+    with pytest.raises(ConfigError) as error:
+        environment_of(name)
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize("said", [3, [3], [{"role": "user"}], [{"role": "user", "content": 3}]])
+def test_an_environment_says_texts_or_messages(said):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        turns_of(said)
+    assert (
+        turns_of("a") == turns_of([{"role": "user", "content": "a", "name": "x"}]) == [{"role": "user", "content": "a"}]
+    )
+
+
+def test_the_calculator_of_the_examples_calculates():
+    calculator = runpy.run_path(str(EXAMPLES / "calculator.py"))["Calculator"]()
+    assert calculator.reset({"prompt": "12 * 34?", "answer": 408}).startswith("12 * 34?\n")
+    assert calculator.step("let me see <calc>12 * -(30 + 4) / 2</calc>") == ("-204", 0.1, False)
+    assert calculator.step("<calc>12 * 34</calc>") == ("408", 0.0, False)
+    for wrong in ("<calc>1/0</calc>", "<calc>2 ** 9</calc>", "<calc>(</calc>", "<calc>open('x')</calc>"):
+        reply, *rest = calculator.step(wrong)
+        assert reply.startswith("error: ") and rest == [0.0, False]
+    assert calculator.step("It is 408.") == ("", 1.0, True)
+    assert calculator.step("It is 12.")[1:] == (0.0, True) and calculator.step("")[1:] == (0.0, True)
+
+
+def test_what_follows_an_answer_is_what_training_has_there(tiny_softmax):
+    """The tokens drawn one turn after another are those of the whole conversation; content stays content."""
+    tokenizer = Tokenizer(tiny_softmax)
+    ask, answer = Message("user", "one?"), Message("assistant", "two")
+    reply = [Message("user", f"three? {tokenizer.decode_all([tokenizer.end_id])} no end")]
+    beginning = tokenizer.encode_chat([ask])
+    between = tokenizer.encode_after_answer(reply)
+    drawn = tokenizer.encode("two", special=False)
+    whole = tokenizer.encode_chat([ask, answer, *reply])
+    assert [*beginning, *drawn, *between] == whole.tolist()
+    assert between[0] == tokenizer.end_id and between.tolist().count(tokenizer.end_id) == 2
