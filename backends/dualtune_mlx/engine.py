@@ -420,12 +420,14 @@ class MlxEngine:
         return self._updated if self._is_full else self._kernels.wrap(self._updated)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
+        smoothing = self._request.label_smoothing if slopes else 0.0  # an evaluation has none
         if self._kernels.loss is None:
-            return loss_sum(self._apply(self.model, inputs), inputs["labels_BT"], inputs.get("weights_BT"))
+            logits_BTV = self._apply(self.model, inputs)
+            return loss_sum(logits_BTV, inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
         body, head = self._kernels.loss
         return cross_entropy.target_loss(
             self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
-            weights_N=inputs.get("weights_N"), slopes=slopes,
+            weights_N=inputs.get("weights_N"), smoothing=smoothing, slopes=slopes,
         )  # fmt: skip
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:

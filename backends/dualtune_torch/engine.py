@@ -187,7 +187,7 @@ class TorchEngine:
 
     def _micro_step(self, inputs: Inputs, divisor: float | Tensor) -> None:
         with self._dropout(inputs), self._together():
-            loss = self._loss_sum(inputs) / divisor
+            loss = self._loss_sum(inputs, self._request.label_smoothing) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
@@ -428,16 +428,16 @@ class TorchEngine:
         with self._together(), whole(layer.base):
             return _numpy(layer.frozen(number, torch.float32).float())
 
-    def _loss_sum(self, inputs: Inputs) -> Tensor:
-        """Σ −w·log p(label) over the targets, float32."""
+    def _loss_sum(self, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
+        """Σ −w·log p(label) over the targets, float32; with `smoothing` as in `losses.loss_sum`."""
         head = self._kernels.head
         if head is None:
-            return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
+            return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT, smoothing)
         hidden_MD, rows = self._target_states(inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, *(rows or ()),
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
     def _target_states(self, inputs: Inputs) -> Tensor:

@@ -234,6 +234,9 @@ class TrainConfig(Section):
     disk saves that part of every step and evaluation, and needs adapter.targets that leave the first layers alone."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
+    evaluations have none."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (
@@ -623,6 +626,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
             yield ("train", "average"), schedule, f"got {train.average}, {rule}"
     yield from engine_conflicts(config)
     yield from _impossible_rates(config)
+    yield from _impossible_smoothing(config)
     if train.policy != "auto" and config.hybrid.enabled:
         rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
         yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
@@ -640,6 +644,18 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if isinstance(over, int) and train.steps is not None and over > train.steps:
         rule = f"must be at most train.steps ({train.steps})"
         yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield label smoothing of what is no plain loss of labels."""
+    smoothing: KeyPath = ("train", "label_smoothing")
+    if not (got := config.train.label_smoothing):
+        return
+    if (name := config.train.objective) != "sft":
+        yield smoothing, ("train", "objective"), f"got {got:g}, but only sft has it, not {name}; allowed: 0"
+    if config.hybrid.enabled:
+        rule = "but predictive training compares the losses of training and evaluation; allowed: 0"
+        yield smoothing, ("hybrid", "enabled"), f"got {got:g}, {rule}"
 
 
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

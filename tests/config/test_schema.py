@@ -61,6 +61,7 @@ DEFAULTS = {
         "weight_decay": 0.01,
         "embedding_learning_rate": None,
         "lora_plus_ratio": None,
+        "label_smoothing": 0.0,
         "average": "none",
         "average_over": 0.4,
         "activation_cache": "none",

@@ -48,6 +48,7 @@ CARD = Card(
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),
+        "train.label_smoothing": (0.0, NUMBER),
         "train.embedding_learning_rate": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),

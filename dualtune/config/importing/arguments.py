@@ -410,7 +410,7 @@ RULES: tuple[Rule, ...] = (
     translated("report_to", "run.track", reported_to, "W&B is offline by default"),
     absent("project trackio_* run_name", NAMED_OUTSIDE),
     absent("neftune_noise_alpha", "NEFTune is not supported yet"),
-    absent("label_smoothing_factor", "the loss is the cross-entropy of the targets"),
+    renamed("label_smoothing_factor", "train.label_smoothing", ForeignFile.number, "evaluations have none"),
     absent("lr_scheduler_kwargs", "the learning rate has a peak, a warm-up and a schedule that falls to 0",
            "train.schedule"),
     absent("optim_args optim_target_modules", "AdamW has one learning rate, betas of 0.9 and 0.999 and an eps of 1e-8"),
