@@ -16,7 +16,7 @@ import numpy as np
 
 from dualtune.engine.backend import CLIP_EPS
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Run, Shapes
-from dualtune.model.stochastic_rounding import Cut, cuts_of, rounded
+from dualtune.model.stochastic_rounding import UpdatePart, rounded, update_parts
 from dualtune.model.update_rules import Settings, UpdateRule
 from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
@@ -401,9 +401,9 @@ class StochasticallyRounded(InRuns):
     See `dualtune.model.stochastic_rounding`.
     """
 
-    def __init__(self, spec: OptimizerSpec, cuts: Sequence[Cut], seed: int) -> None:
-        super().__init__(spec, [cut.run for cut in cuts], in_place=False)
-        self._seed, self._pieces = seed, [cut.pieces for cut in cuts]
+    def __init__(self, spec: OptimizerSpec, parts: Sequence[UpdatePart], seed: int) -> None:
+        super().__init__(spec, [part.run for part in parts], in_place=False)
+        self._seed, self._pieces = seed, [part.pieces for part in parts]
 
     def update(
         self, params: mx.array, slots: Arrays, grads: mx.array, *,
@@ -450,7 +450,7 @@ def flat_optimizer(
     runs = spec.runs(layout.shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
     if rounding_seed is not None:
-        inner = StochasticallyRounded(spec, cuts_of(spec, layout.shapes, UPDATE_CHUNK), rounding_seed)
+        inner = StochasticallyRounded(spec, update_parts(spec, layout.shapes, UPDATE_CHUNK), rounding_seed)
     else:
         inner = _of_run(spec, layout.shapes, in_place=in_place) if is_one else InRuns(spec, runs, in_place)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)

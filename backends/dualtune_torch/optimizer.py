@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Shapes
-from dualtune.model.stochastic_rounding import cuts_of, rounded
+from dualtune.model.stochastic_rounding import rounded, update_parts
 from dualtune.model.update_rules import Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels.eight_bit import EightBitAdamW, EightBitLion
@@ -332,9 +332,9 @@ class StochasticallyRounded(InRuns):
     """
 
     def __init__(self, flat: Tensor, shapes: Shapes, spec: OptimizerSpec, seed: int) -> None:
-        cuts = cuts_of(spec, shapes, UPDATE_CHUNK[flat.device.type])
-        super().__init__(flat, [cut.run for cut in cuts], spec)
-        self._seed, self._pieces = seed, [cut.pieces for cut in cuts]
+        parts = update_parts(spec, shapes, UPDATE_CHUNK[flat.device.type])
+        super().__init__(flat, [part.run for part in parts], spec)
+        self._seed, self._pieces = seed, [part.pieces for part in parts]
         self._weights = flat.detach().split(self._lengths)
         self._numbers = torch.arange(max(self._lengths), dtype=torch.int32, device=flat.device)
 

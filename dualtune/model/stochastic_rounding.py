@@ -53,27 +53,27 @@ def first_elements(shapes: Shapes) -> dict[str, int]:
     return found
 
 
-class Cut(NamedTuple):
+class UpdatePart(NamedTuple):
     """Neighbours in a flat array, which an update holds in float32 at a time."""
 
     run: Run
     pieces: list[tuple[int, int]]  # of each tensor in it: the number of the first element, and how many there are
 
 
-def cuts_of(spec: OptimizerSpec, shapes: Shapes, most: int) -> list[Cut]:
+def update_parts(spec: OptimizerSpec, shapes: Shapes, most: int) -> list[UpdatePart]:
     """Cut a flat array of these tensors into parts of at most `most` values, or of one tensor that the optimizer's
     formula needs whole."""
-    firsts, cuts, size = first_elements(shapes), list[Cut](), 0
+    firsts, parts, size = first_elements(shapes), list[UpdatePart](), 0
     for name, shape in shapes.items():
         count, factor = math.prod(shape), spec.lr_factor(name)
         each = most if spec.entry.by_tensor is None else count
         for start in range(0, count, each):
             length = min(each, count - start)
-            if not cuts or size + length > most or cuts[-1].run.lr_factor != factor:
-                cuts.append(Cut(Run(factor, dict[str, TensorShape]()), []))
+            if not parts or size + length > most or parts[-1].run.lr_factor != factor:
+                parts.append(UpdatePart(Run(factor, dict[str, TensorShape]()), []))
                 size = 0
-            cut = cuts.pop()
-            own = {**cut.run.shapes, name: shape if length == count else (length,)}
-            cuts.append(Cut(Run(factor, own), [*cut.pieces, (_signed(firsts[name] + start), length)]))
+            part = parts.pop()
+            own = {**part.run.shapes, name: shape if length == count else (length,)}
+            parts.append(UpdatePart(Run(factor, own), [*part.pieces, (_signed(firsts[name] + start), length)]))
             size += length
-    return cuts
+    return parts

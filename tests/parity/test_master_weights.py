@@ -14,7 +14,7 @@ from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.config_file import read_config
 from dualtune.model.optimizer import Averaging, OptimizerSpec
-from dualtune.model.stochastic_rounding import cuts_of, rounded
+from dualtune.model.stochastic_rounding import rounded, update_parts
 from dualtune.train import prepare
 
 torch = pytest.importorskip("torch")
@@ -133,14 +133,14 @@ def test_each_optimizer_is_its_own_on_float32_rounded_after_each_step(name, monk
             assert np.allclose(slots[slot].flatten(), expected, rtol=2e-2, atol=1e-6)
 
 
-def test_cuts_cover_each_tensor_once():
+def test_parts_cover_each_tensor_once():
     spec = OptimizerSpec("adamw", lr_factors={"embed_tokens.weight": 4.0})
-    cuts = cuts_of(spec, SHAPES, 1024)
-    assert [sum(size for _, size in cut.pieces) for cut in cuts] == [1024, 976, 630, 1024, 1024, 952]
-    assert [cut.run.lr_factor for cut in cuts] == [1, 1, 4, 1, 1, 1]
-    assert [cut.pieces[0][0] for cut in cuts] == [3630, 4654, 0, 630, 1654, 2678]
-    whole = cuts_of(OptimizerSpec("adafactor"), SHAPES, 1024)
-    assert [cut.run.shapes for cut in whole] == [{name: shape} for name, shape in SHAPES.items()]
+    parts = update_parts(spec, SHAPES, 1024)
+    assert [sum(size for _, size in part.pieces) for part in parts] == [1024, 976, 630, 1024, 1024, 952]
+    assert [part.run.lr_factor for part in parts] == [1, 1, 4, 1, 1, 1]
+    assert [part.pieces[0][0] for part in parts] == [3630, 4654, 0, 630, 1654, 2678]
+    whole = update_parts(OptimizerSpec("adafactor"), SHAPES, 1024)
+    assert [part.run.shapes for part in whole] == [{name: shape} for name, shape in SHAPES.items()]
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
