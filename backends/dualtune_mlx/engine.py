@@ -23,12 +23,14 @@ from dualtune.engine.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    Weigh,
     check_mergeable,
     check_slots,
     check_state,
     merge_base,
     most_probable_first,
     needs_positions,
+    with_weights,
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
@@ -203,6 +205,11 @@ class MlxEngine:
         for name, slope in slopes.items():
             grads = grads.at[self._layout.where(name)].add(slope.astype(grads.dtype).reshape(-1))
         return grads
+
+    def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
+        logprobs_BT = self.target_logprobs(batch, dropout=True)
+        self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
+        return logprobs_BT
 
     def gradient(self) -> Tensors:
         return to_numpy(self._grads / self._loss_scale, self._tensors)

@@ -220,13 +220,7 @@ class ByTensor(FlatOptimizer):
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         numbers = {"step": step, "lr": lr, "shrink": shrink, "is_good": is_good}
         if self._in_place:
-            for i, stack in enumerate(self._stacks):
-                w, g = (mx.stack([self._layout.of(name, flat) for name in stack.names]) for flat in (params, grads))
-                w, after = super().update(w, _of_number(slots, i), g, **numbers)
-                mx.eval(w, after)
-                for name, new in zip(stack.names, w, strict=True):
-                    put_in_place(params, self._layout.where(name), new.reshape(-1))
-                slots |= _numbered_as(i, after)
+            self._update_in_place(params, slots, grads, numbers)
             return params, slots
         weights, slopes = self._layout.named(params), self._layout.named(grads)
         after: list[Arrays] = []
@@ -236,6 +230,15 @@ class ByTensor(FlatOptimizer):
             weights |= zip(stack.names, w, strict=True)
             after.append(own)
         return self._layout.flat(weights), _numbered(after)
+
+    def _update_in_place(self, params: mx.array, slots: Arrays, grads: mx.array, numbers: Arrays) -> None:
+        for i, stack in enumerate(self._stacks):
+            w, g = (mx.stack([self._layout.of(name, flat) for name in stack.names]) for flat in (params, grads))
+            w, own = super().update(w, _of_number(slots, i), g, **numbers)
+            mx.eval(w, own)
+            for name, new in zip(stack.names, w, strict=True):
+                put_in_place(params, self._layout.where(name), new.reshape(-1))
+            slots |= _numbered_as(i, own)
 
     def read(self, slots: Arrays) -> Arrays:
         found: dict[str, Arrays] = {slot: {} for slot in self._names}

@@ -24,12 +24,14 @@ from dualtune.engine.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    Weigh,
     check_mergeable,
     check_slots,
     check_state,
     merge_base,
     most_probable_first,
     needs_positions,
+    with_weights,
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
@@ -62,7 +64,7 @@ from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
-from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
+from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
@@ -187,10 +189,27 @@ class TorchEngine:
 
     def _micro_step(self, inputs: Inputs, divisor: float | Tensor) -> None:
         with self._dropout(inputs), self._together():
-            loss = self._loss_sum(inputs, self._request.label_smoothing) / divisor
-            if loss.requires_grad:  # else the micro-batch has no target
-                (loss * self._loss_scale).backward()
+            self._backward(self._loss_sum(inputs, self._request.label_smoothing), divisor)
+
+    def _backward(self, loss_sum: Tensor, divisor: float | Tensor) -> None:
+        loss = loss_sum / divisor
+        if loss.requires_grad:  # else the micro-batch has no target
+            (loss * self._loss_scale).backward()
         self._loss += loss.detach()
+
+    def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
+        if self._graphs is not None:  # which record a step as a whole
+            logprobs_BT = self.target_logprobs(batch, dropout=True)
+            self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
+            return logprobs_BT
+        inputs = self._inputs(batch)
+        with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
+            output = self._output(inputs)
+            with torch.no_grad():
+                logprobs_BT = self._logprobs_of(output, inputs, batch)
+            weighted = self._inputs(with_weights(batch, weigh(logprobs_BT)))
+            self._backward(self._loss_of(output, weighted), divisor)
+        return logprobs_BT
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
@@ -207,15 +226,19 @@ class TorchEngine:
         inputs = self._inputs(batch)
         dropout_ = self._dropout(inputs) if dropout else nullcontext()
         with self._evaluating(batch), dropout_:
-            head = self._kernels.head
-            if head is None:
-                return _numpy(target_logprobs(self._logits(inputs), inputs.labels_BT))
-            hidden_MD = self._target_states(inputs)
-            with whole(head):
-                found_M = cross_entropy.target_logprobs(
-                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
-                    self._kernels.maybe_compile, self._kernels.rows,
-                )  # fmt: skip
+            return self._logprobs_of(self._output(inputs), inputs, batch)
+
+    def _logprobs_of(self, output: Tensor, inputs: Inputs, batch: Batch) -> np.ndarray:
+        """Return log p of every label, of its shape, from the `_output` of a micro-batch."""
+        head = self._kernels.head
+        if head is None:
+            return _numpy(target_logprobs(output, inputs.labels_BT))
+        hidden_MD = _target_states(output, inputs)
+        with whole(head):
+            found_M = cross_entropy.target_logprobs(
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
+                self._kernels.maybe_compile, self._kernels.rows,
+            )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _numpy(found_M)
         return logprobs_BT
@@ -236,7 +259,7 @@ class TorchEngine:
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
-            hidden_MD, kernels = self._target_states(inputs), self._kernels
+            hidden_MD, kernels = _target_states(self._output(inputs), inputs), self._kernels
             with whole(head):
                 weight_VD = weight_of(head, hidden_MD.dtype)
                 return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
@@ -260,12 +283,10 @@ class TorchEngine:
         return StepOutput(loss, norm)
 
     def set_hyperparameters(self, changes: Settings) -> None:
-        before, spec = self._optimizer, replace(self._request.optimizer, changes=changes)
-        after = self._optimizer_of(spec)
-        after.count.copy_(before.count)
-        for slot in spec.slots:
-            after.load(slot, lambda values, slot=slot: values.copy_(before.read(slot)))
-        self._new_optimizer, self._request = after, replace(self._request, optimizer=spec)
+        spec = replace(self._request.optimizer, changes=changes)
+        optimizer = self._optimizer_of(spec)
+        take_state(optimizer, self._optimizer, spec.slots)
+        self._new_optimizer, self._request = optimizer, replace(self._request, optimizer=spec)
 
     def offloaded_optimizer(self) -> AbstractContextManager[None]:
         """See `dualtune.train.hybrid.step`."""
@@ -430,20 +451,25 @@ class TorchEngine:
 
     def _loss_sum(self, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
         """Σ −w·log p(label) over the targets, float32; with `smoothing` as in `losses.loss_sum`."""
+        return self._loss_of(self._output(inputs), inputs, smoothing)
+
+    def _loss_of(self, output: Tensor, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
+        """The same from the `_output` of a micro-batch, for the labels and weights of these inputs."""
         head = self._kernels.head
         if head is None:
-            return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT, smoothing)
-        hidden_MD, rows = self._target_states(inputs), self._kernels.rows
+            return loss_sum(output, inputs.labels_BT, inputs.weights_BT, smoothing)
+        hidden_MD, rows = _target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
                 self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
-    def _target_states(self, inputs: Inputs) -> Tensor:
-        """Return the last hidden states at the targets, [M, D]."""
-        hidden_BTD = self._run(self.model.base_model, inputs).last_hidden_state
-        return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
+    def _output(self, inputs: Inputs) -> Tensor:
+        """Return what losses are computed from: the last hidden states [B, T, D], or without a fast loss the logits."""
+        if self._kernels.head is None:
+            return self._logits(inputs)
+        return self._run(self.model.base_model, inputs).last_hidden_state
 
     def _logits(self, inputs: Inputs) -> Tensor:
         return self._run(self.model, inputs).logits
@@ -490,6 +516,11 @@ def _placed_layers(
         found = {path for path in layers if path in placed or path in names.values()}
         check_places(layers, found, "transformers")
     return layers, placed
+
+
+def _target_states(hidden_BTD: Tensor, inputs: Inputs) -> Tensor:
+    """Return the last hidden states at the targets, [M, D]."""
+    return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

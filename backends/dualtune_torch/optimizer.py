@@ -365,6 +365,13 @@ def _copy(values: Tensor, into: Tensor) -> None:
     into.copy_(values)
 
 
+def take_state(optimizer: FlatOptimizer, before: FlatOptimizer, slots: Iterable[str]) -> None:
+    """Give an optimizer the slots and the count of another one of the same tensor."""
+    optimizer.count.copy_(before.count)
+    for slot in slots:
+        optimizer.load(slot, partial(_copy, before.read(slot)))
+
+
 def flat_optimizer(flat: Tensor, shapes: Shapes, spec: OptimizerSpec, seed: int = 0) -> FlatOptimizer:
     """Return the optimizer of a flat tensor that consists of tensors of these shapes, by name.
 

@@ -49,6 +49,10 @@ COMMANDS = {
         "Write a model with its adapter for other programs: GGUF, Ollama, LM Studio and more.",
     ),
     "serve": ("serve", "Answer HTTP requests in the form of OpenAI's API."),
+    "tunnel": (
+        "tunnel",
+        "Run a command on another machine over ssh: its port here, what it saves brought home.",
+    ),
     "runs": ("runs", "List run directories with their numbers and verdict; compare runs, clean up."),
     "track": ("track", "Send the numbers of a run to a tracker: trackio, W&B, MLflow or TensorBoard."),
     "report": ("report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),

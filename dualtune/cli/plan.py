@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dualtune.engine.machines import MachineLimits
     from dualtune.engine.memory.plan import MemoryPlan, Saving
     from dualtune.engine.step_time import StepTime
+    from dualtune.train.sampling_cost import SamplingCost
 
 
 UNKNOWN_RATE = "no rate is known for this machine"
@@ -49,6 +50,7 @@ def command(
     from dualtune.engine.detect import detect, load_average
     from dualtune.engine.machines import named, published
     from dualtune.engine.step_time import predict
+    from dualtune.train.sampling_cost import sampling_cost
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
@@ -62,18 +64,20 @@ def command(
         shown.begin("predicting", "the time of a step")
         load = load_average() if name == "this" else None  # before the CPU is measured, which is load too
         limits = limits_here(choice, machine, plan.ask.dtype) if name == "this" else published(machine)
+        documents = typical_step(settings, samples)
         # The time follows from the plan, which has resolved every `auto`.
         time: StepTime | str = UNKNOWN_RATE
         if limits is not None:
             try:
-                time = predict(plan.decoder, plan.ask, typical_step(settings, samples), limits)
+                time = predict(plan.decoder, plan.ask, documents, limits)
             except EnvironmentFault as error:
                 time = str(error)
     num_steps = steps_of_run(settings, samples)
+    cost = sampling_cost(settings, plan, len(documents.lengths), limits)
     if as_json:
-        say_json(_as_json(plan, limits, time, num_steps, load))
+        say_json({**_as_json(plan, limits, time, num_steps, load), "samples": cost and asdict(cost)})
     else:
-        say(_as_text(plan, limits, time, num_steps, load, f"plan of {settings.model.name}", name))
+        say(_as_text(plan, limits, time, num_steps, load, f"plan of {settings.model.name}", name, cost))
     ctx.exit(0 if plan.fits else EnvironmentFault.exit_code)
 
 
@@ -113,7 +117,7 @@ def _as_json(
 
 def _as_text(
     plan: MemoryPlan, limits: MachineLimits | None, time: StepTime | str, num_steps: int | None, load: Load | None,
-    title: str, machine: str,
+    title: str, machine: str, cost: SamplingCost | None,
 ) -> str:  # fmt: skip
     """Return the parts of the memory, what is known of the run, and the changes with which it fits."""
     checkpointing = plan.ask.checkpointing
@@ -130,6 +134,7 @@ def _as_text(
         ("recomputed", f"{checkpointing.describe(plan.decoder.layers)} ({checkpointing.reason})"),
         ("time", work),
         *([] if isinstance(time, str) else [("run", time.of_run(num_steps))]),
+        *([] if cost is None else [("samples", str(cost))]),
         *([("busy", str(load))] if load and load.is_busy else []),
         ("verdict", "it fits" if plan.fits else "it does not fit"),
     ]

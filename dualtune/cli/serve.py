@@ -79,7 +79,6 @@ TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--sessio
 @click.option("--quiet", is_flag=True, help="Do not print a line for each request.")
 @form_options
 @click.pass_context
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     context: click.Context, model: str | None, train: bool, runs_dir: Path, seed: int | None, session_timeout: float,
     adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int | None,
@@ -100,7 +99,19 @@ def command(
         if model is None:
             raise click.UsageError("Missing argument 'MODEL': --train needs the model that is trained.")
         _serve_training(model, runs_dir, host, port, key, tell, form, queue or 2000, max_tokens, session_timeout, seed)
-        return
+    else:
+        _serve_answers(
+            model, adapters, host, port, key, tell, form, no_system=no_system, template=template,
+            max_tokens=max_tokens or 2048, max_prompt=max_prompt, queue=queue or 128, time_limit=time_limit,
+        )  # fmt: skip
+
+
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
+def _serve_answers(
+    model: str | None, adapters: tuple[str, ...], host: str, port: int, key: str | None, tell: Callable[[str], None],
+    form: ModelForm, *, no_system: bool, template: str, max_tokens: int, max_prompt: int | None, queue: int,
+    time_limit: float,
+) -> None:  # fmt: skip
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
     from dualtune.use.chat import BASE
@@ -113,8 +124,7 @@ def command(
     # A prompt that is longer than the model's context is refused, not cut.
     longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
-        adapter_set, max_tokens=max_tokens or 2048, max_prompt=longest, max_waiting=queue or 128,
-        time_limit_s=time_limit,
+        adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
         is_fatal=backend.is_device_fault,
         systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
     )  # fmt: skip
@@ -134,22 +144,24 @@ def _serve_training(
     from dualtune.use.tinker.service import TrainingService
 
     protobufs()  # the package is there
-    with phases(err=True) as shown:
+    with interrupt.handled(interrupt.TERMINATION, interrupt.always), phases(err=True) as shown:
         backend = form.backend()
         shown.begin("loading", "the model")
         trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
+        interrupt.poll()
     service = TrainingService(
         trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,
         is_fatal=backend.is_device_fault, seed=seed,
     )  # fmt: skip
     server = _opened(host, port, lambda: TrainingServer(host, port, service, key=key, tell=tell))
-    address = _address(host, server)
 
-    def end() -> None:
-        service.stop()
+    def end(is_cut: bool) -> None:
+        service.stop(save=not is_cut)
         server.finish_answers()
 
-    _run(server, f"{model} for training at {address}, runs in {runs_dir}", service.run_next, end)
+    # Ctrl-C, too, lets what is computed end: a run cannot be saved in the middle of an update.
+    with interrupt.handled():
+        _run(server, f"{model} for training at {_address(host, server)}, runs in {runs_dir}", service.run_next, end)
     say("stopped", err=True)
 
 
@@ -200,17 +212,23 @@ def _address(host: str, server: LimitedServer) -> str:
 
 
 def _run(
-    server: LimitedServer, what: str, work: Callable[[], None], end: Callable[[], None] = lambda: None
+    server: LimitedServer, what: str, work: Callable[[], None], end: Callable[[bool], None] = lambda is_cut: None
 ) -> None:  # fmt: skip
-    """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals."""
+    """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals.
+
+    `end` is told whether Ctrl-C has cut what was computed.
+    """
+    is_cut = False
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
         say(f"serving     {what}")
         try:
             while not interrupt.requested():
                 work()
-        except (KeyboardInterrupt, Preempted):
+        except KeyboardInterrupt:
+            is_cut = True
+        except Preempted:
             pass
         finally:
             server.shutdown()
-            end()
+            end(is_cut)

@@ -35,6 +35,7 @@ WORDS = {
         "check-config": "check estimate fits",
         "bench": "benchmark speed",
         "launch": "distributed torchrun accelerate slurm sbatch mpirun multi-gpu",
+        "tunnel": "ssh forward port-forward remote",
         "push": "upload publish share",
         "pull": "download fetch",
         "adapter merge": "fuse merge merge-lora merge-adapter",

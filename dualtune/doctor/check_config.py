@@ -44,6 +44,7 @@ from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, with_adapter_of
+from dualtune.train.sampling_cost import sampling_cost
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 
@@ -166,6 +167,8 @@ def check_config(
             limits = published(machine)
             documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
             report.checks.append(_time_row(report.memory, documents, num_steps, limits))
+            if (cost := sampling_cost(config, report.memory, len(documents.lengths), limits)) is not None:
+                report.checks.append(Check("samples", "ok" if cost.fits else "advice", str(cost)))
     # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
     return report

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -113,6 +113,15 @@ class Batch:
     def num_computed(self) -> int:
         """The number of tokens that are computed, without padding."""
         return int(np.count_nonzero(self.segments_BT))
+
+
+def with_weights(batch: Batch, weights_BT: np.ndarray) -> Batch:
+    """Return a micro-batch with these loss weights, without the labels that have none."""
+    has_weight_BT = weights_BT != 0
+    if has_weight_BT.ndim == 3:  # of several labels, all or none are there
+        has_weight_BT = np.broadcast_to(has_weight_BT.any(-1, keepdims=True), weights_BT.shape)
+    labels_BT = np.where(has_weight_BT, batch.labels_BT, IGNORE_INDEX)
+    return replace(batch, labels_BT=labels_BT, weights_BT=weights_BT)
 
 
 class CannotShare(Exception):
@@ -280,6 +289,10 @@ def state_size(engine: Engine) -> int:
     return sum(map(math.prod, engine.adapter_shapes.values()))
 
 
+# A function of log p of every label that returns their loss weights: float32, of the shape of the labels.
+Weigh = Callable[[np.ndarray], np.ndarray]
+
+
 class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A new engine has the adapter that its spec's `initial` gives
     for its seed. A start that is kept (`AdapterSpec.split`) never changes: gradient and optimizer state leave it out.
@@ -300,6 +313,14 @@ class Engine(Protocol):
         """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `divisor`.
 
         `divisor` is that of the whole step: its number of targets, or the sum of their loss weights.
+        """
+        ...
+
+    def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
+        """Do the same with the loss weights that `weigh` returns for the log-probabilities; return these.
+
+        They are those of `target_logprobs` with dropout. Equal to a call of that and one of `forward_backward`, in one
+        forward pass where the engine can. A label whose weights are 0 takes no part in the backward pass.
         """
         ...
 

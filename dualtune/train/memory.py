@@ -13,6 +13,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.text import in_bytes
 from dualtune.config import Config
+from dualtune.config.schema import AdapterConfig, MemoryConfig
 from dualtune.data.batches import SequenceLayout, step_documents
 from dualtune.data.order import Order
 from dualtune.engine.backend import Backend, Engine
@@ -20,7 +21,7 @@ from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.detect import detect
 from dualtune.engine.machine import Budget, budget, within
 from dualtune.engine.memory.counted import shape_from
-from dualtune.engine.memory.estimate import checkpointing_of, padded
+from dualtune.engine.memory.estimate import ask_of, checkpointing_of, estimate, padded
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import UnknownShape
 from dualtune.model.config_file import read_config
@@ -216,16 +217,22 @@ def with_real_lengths(config: Config, longest: int, cells: int) -> Config:
 
 
 def plan_memory(
-    config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int, *, cells: int, eval_tokens: int
-) -> RunMemory:
+    config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int, *, cells: int,
+    eval_tokens: int, teacher_dir: Path | None = None,
+) -> RunMemory:  # fmt: skip
     """Plan a run whose longest document has `longest` tokens, and whose largest micro-batch has `cells`.
 
     `eval_tokens`: of all documents to evaluate on, whose micro-batches may be larger, but keep nothing for a backward
-    pass. ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
+    pass. `teacher_dir`: of a model that is loaded beside. ConfigError if the estimate exceeds `memory.limit`, or for
+    targets or layers that the model does not have.
     """
     device, card = backend.devices()[0], card_of(backend.name)
     name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
     has = within(budget(detect(), name), config.memory.limit_bytes)
+    if teacher_dir is not None and (beside := _bytes_of_teacher(config, backend, device.kind, teacher_dir)):
+        has = replace(
+            has, bytes=max(0, has.bytes - beside), reason=f"{has.reason}, less {in_bytes(beside)} of the teacher"
+        )
 
     # Without formulas, or the shape that they need, there is no plan, and the reason is shown instead.
     trained = with_real_lengths(config, longest, cells)
@@ -261,6 +268,21 @@ def plan_memory(
         )
     reserve = sum(part.bytes for part in memory.plan.estimate.parts if part.name == RESERVE)
     return replace(memory, watched_bytes=(config.memory.limit_bytes or 0) - reserve)
+
+
+def _bytes_of_teacher(config: Config, backend: Backend, device: str, directory: Path) -> int:
+    """Return what the weights of the teacher take; 0 where there is no formula for them."""
+    settings = config.distill
+    model = {"dtype": settings.teacher_dtype, "quantization": settings.teacher_quantization}
+    loaded = config.model_copy(update={
+        "model": config.model.model_copy(update=model), "adapter": AdapterConfig(), "memory": MemoryConfig(),
+    })  # fmt: skip
+    try:
+        decoder = shape_from(read_config(directory), backend.name)
+        parts = estimate(decoder, ask_of(loaded, decoder, backend.name, device)).parts
+    except (UnknownShape, ConfigError):
+        return 0
+    return sum(part.bytes for part in parts if part.name == "weights")
 
 
 def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationCheckpointing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,14 +46,18 @@ def sft(logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
 def add_gradient(engine: Engine, batch: Batch, objective: TokenObjective, *, divisor: float) -> float:
     """Add the gradient of objective / divisor for this micro-batch, and return the objective's value.
 
-    The engine runs the forward pass twice with the same dropout masks, because the weights must match the
-    log-probabilities that are differentiated. `optim_step` reports Σ −w·log p / divisor, which differs from the
-    value of a non-linear objective: report the returned value instead.
+    `optim_step` reports Σ −w·log p / divisor, which differs from the value of a non-linear objective: report the
+    returned value instead.
     """
-    logprobs_BT = engine.target_logprobs(batch, dropout=True)
-    value, weights_BT = objective(logprobs_BT, batch)
-    engine.forward_backward(replace(batch, weights_BT=weights_BT.astype(np.float32)), divisor=divisor)
-    return value
+    values: list[float] = []
+
+    def weigh(logprobs_BT: np.ndarray) -> np.ndarray:
+        value, weights_BT = objective(logprobs_BT, batch)
+        values.append(value)
+        return weights_BT.astype(np.float32)
+
+    engine.forward_backward_of(batch, weigh, divisor=divisor)
+    return values[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

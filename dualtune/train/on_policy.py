@@ -21,6 +21,7 @@ from dualtune.train.comparison import at_targets
 from dualtune.train.distillation import Distillation, Learned
 from dualtune.train.drawing import Drawing, answered, question_of
 from dualtune.train.hooks import EvalRecord
+from dualtune.train.policy_gradient import GAP
 from dualtune.train.recovery import Recovery
 from dualtune.train.teachers import Teaching, evaluate_taught
 from dualtune.train.team import Team
@@ -55,9 +56,9 @@ class TaughtSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the step. `logprob_gap`: by how much the samples' log-probabilities differ from those of the training."""
+        """Of the step."""
         gap = sum(gap for _, gap in self._learned.values()) / sum(len(each.tokens) for each in self.drawn)
-        return {**_of_samples(self.drawn), "logprob_gap": gap}
+        return {**_of_samples(self.drawn), GAP: gap}
 
     @property
     def rows(self) -> list[dict[str, Any]]:

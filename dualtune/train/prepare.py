@@ -227,8 +227,9 @@ def prepare(
         layout = layout_of(planned)
         cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
         memory = plan_memory(
-            planned, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
-        )
+            planned, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum()),
+            teacher_dir=teaching and teaching.model_dir,
+        )  # fmt: skip
         resumed = None if saved is None else _resumed(saved, changes, planned, order, fingerprints)
         if start is not None and is_pretrained:
             start = in_names_of(start, model_dir)  # which may have been downloaded since

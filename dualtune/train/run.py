@@ -59,6 +59,7 @@ from dualtune.train.result import (
 from dualtune.train.rollouts import RolloutFile
 from dualtune.train.samples import Samples, check_not_sharded
 from dualtune.train.saver import Saver, check_space
+from dualtune.train.served_teacher import TeacherLost
 from dualtune.train.start import load_comparison, load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
@@ -285,6 +286,9 @@ def _take_step(job: Job, step: int) -> int:
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
+        raise
+    except TeacherLost:
+        job.saver.save(_settle(job, step))
         raise
     except (OutOfMemory, PeerFailed) as error:
         if error.exit_code == OutOfMemory.exit_code:

@@ -30,6 +30,10 @@ TIMEOUT_S, PAUSES_S = 120.0, (1.0, 4.0, 16.0)
 MAX_ANSWER = 1 << 28  # bytes
 
 
+class TeacherLost(EnvironmentFault):
+    """The server does not answer, or not what is needed. The run saves what it has and resumes when it does."""
+
+
 class ServedTeacher:
     """A model behind an address such as http://127.0.0.1:8000/v1."""
 
@@ -74,7 +78,7 @@ class ServedTeacher:
         try:
             rows = _rows(answer["choices"][0]["logprobs"], text, k)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise EnvironmentFault(
+            raise TeacherLost(
                 f"distill.teacher: {self._address} does not say what tokens that it is given are worth: {error}. It "
                 "must honour echo, max_tokens: 0, logprobs and return_tokens_as_token_ids of /completions, as vLLM and "
                 "dualtune serve do"
@@ -83,7 +87,7 @@ class ServedTeacher:
         return values[..., 0].astype(np.int32), values[..., 1].astype(np.float32)
 
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the server answers. EnvironmentFault if it does not, also when asked again."""
+        """Return what the server answers. TeacherLost if it does not, also when asked again."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -106,7 +110,7 @@ class ServedTeacher:
                 reason = str(error)
             if pause is not None:
                 time.sleep(pause)
-        raise EnvironmentFault(
+        raise TeacherLost(
             f"distill.teacher: {self._address}{path} does not answer: {reason}. The run resumes when it does; a key is "
             f"read from {KEY}"
         )

@@ -77,7 +77,12 @@ class ModelTeacher:
         """ConfigError for another tokenizer, or an adapter that is not there."""
         assert settings.teacher is not None
         self._backend, self._settings, self._name = backend, settings, settings.teacher
-        directory = resolve_model(self._name)
+        for key in ("dtype", "quantization"):
+            value, honoured = getattr(settings, f"teacher_{key}"), backend.capabilities().get(f"model.{key}", {"auto"})
+            if value not in honoured:
+                allowed = ", ".join(sorted(map(str, honoured)))
+                raise ConfigError(f"distill.teacher_{key}: got {value}, the backend {backend.name} honours: {allowed}")
+        self.directory = directory = resolve_model(self._name)
         if (other := tokenizer.first_difference(Tokenizer(directory, "none"))) is not None:
             raise ConfigError(
                 f"distill.teacher: {self._name} has another tokenizer than the student: {other}. A teacher reads the "
@@ -152,6 +157,11 @@ class Teaching:
     teacher: Teacher
     train: Documents
     eval: Documents
+
+    @property
+    def model_dir(self) -> Path | None:
+        """The directory of a model that is loaded beside the student."""
+        return self.teacher.directory if isinstance(self.teacher, ModelTeacher) else None
 
     @property
     def identities(self) -> dict[str, str]:

@@ -47,7 +47,7 @@ def test_help_lists_every_command(dualtune_main):
         "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
         "generate", "plan", "runs", "profile", "memory", "checkpoints", "verify", "bundle", "push", "pull", "launch",
         "adapter", "config", "hybrid", "selftest", "chat", "report", "serve", "data", "watch", "export", "track",
-        "sweep", "quantize", "distill",
+        "sweep", "quantize", "distill", "tunnel",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout

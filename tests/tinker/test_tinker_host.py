@@ -24,7 +24,7 @@ from dualtune.train.sampling import Chooser, Sampling
 from dualtune.train.state.lock import Lock
 from dualtune.use.tinker.adapters import spec_of
 from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, parse_path
-from dualtune.use.tinker.gradients import ClientData, common_beginnings, with_weights_only
+from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
@@ -300,15 +300,15 @@ def test_several_targets_in_a_place_add_up(host):
     assert result.outputs[0]["logprobs"] == pytest.approx(shown, abs=tolerances.LOGPROBS)
 
 
-def test_targets_without_weight_leave_the_backward_pass():
-    labels = np.array([[[3, 3, 4], [5, 6, 7], [8, 9, 10]]], np.int32)
-    weights = np.array([[[1, 2, 0], [0, 0, 0], [0, 1, 0]]], np.float32)
-    ones = np.ones((1, 3), np.int32)
-    batch = with_weights_only(Batch(ones, labels, ones, ones, ones.astype(np.uint32), weights))
-    assert batch.labels_BT[0, 1].tolist() == [IGNORE_INDEX] * 3
-    assert batch.labels_BT[0, 2].tolist() == [8, 9, 10]
-    kept = dict(zip(batch.labels_BT[0, 0].tolist(), batch.weights_BT[0, 0].tolist(), strict=True))
-    assert len(kept) == 3 and kept[3] == 3 and kept[4] == 0
+def test_repeated_targets_are_one_for_the_engine():
+    targets = np.array([[3, 3, 4], [5, 6, 7], [1, 1, 1]])
+    distinct = DistinctTargets.of(targets)
+    assert distinct.labels.tolist() == [[3, 4, 0], [5, 6, 7], [1, 0, 2]]
+    logprobs = np.array([[-3.0, -4.0, 0.0], [-5.0, -6.0, -7.0], [-1.0, 0.0, -2.0]])
+    assert distinct.of_client(logprobs, 0).tolist() == [[-3, -3, -4], [-5, -6, -7], [-1, -1, -1]]
+    assert distinct.of_client(logprobs[1:], 1).tolist() == [[-5, -6, -7], [-1, -1, -1]]
+    assert distinct.of_engine(np.ones((3, 3))).tolist() == [[2, 1, 0], [1, 1, 1], [3, 0, 0]]
+    assert DistinctTargets.of(targets[1:2]).place_TK is None
 
 
 def test_adam_is_the_documented_formula_with_the_constants_of_each_step(open_host):
@@ -422,12 +422,12 @@ class Failing:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def forward_backward(self, batch, *, divisor):
+    def forward_backward_of(self, batch, weigh, *, divisor):
         self.num += 1
         if self._after < self.num <= self._after + self._most:
-            self._engine.forward_backward(replace(batch, weights_BT=100 * batch.weights_BT), divisor=divisor)
+            self._engine.forward_backward_of(batch, lambda logprobs: 100 * weigh(logprobs), divisor=divisor)
             raise self._error
-        self._engine.forward_backward(batch, divisor=divisor)
+        return self._engine.forward_backward_of(batch, weigh, divisor=divisor)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

@@ -79,6 +79,19 @@ def test_a_request_that_is_sent_again_is_executed_once(shared):
     assert len(done_by(shared, run)) == 1
 
 
+def test_a_request_that_is_sent_again_before_its_turn_has_one_result(shared):
+    run = shared.run()
+    early = [send_losses(shared, run, 2) for _ in range(2)]
+    shared.goes_on.clear()
+    time.sleep(2 * service_module.POLL_S)
+    try:
+        waiting = [send_losses(shared, run, 1, (3,)) for _ in range(2)]
+    finally:
+        shared.goes_on.set()
+    assert all("error" not in shared.result(asked) for asked in early + waiting)
+    assert done_by(shared, run) == [[3], [4]]
+
+
 def test_a_request_without_a_number_comes_after_all_others(shared):
     run = shared.run()
     asked = shared.send("forward_backward", model_id=run, forward_backward_input=losses((2,)))

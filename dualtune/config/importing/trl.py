@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
 }  # fmt: skip
 _ARGS = Arguments()
 _LORA = "lora_r lora_alpha lora_dropout use_rslora"
-_DISTILLATION = "on-policy distillation (the nearest is train.objective: distill, after `dualtune distill record`)"
+_DISTILLATION = "on-policy distillation (here train.objective: on_policy_distill, with distill.teacher)"
 # Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
     "rloo, ppo or another online trainer": "kl_coef num_ppo_epochs rloo_k normalize_advantages reward_clip_range",

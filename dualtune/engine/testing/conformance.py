@@ -134,6 +134,32 @@ def check_target_logprobs(case: Case) -> None:
     assert not engine.target_logprobs(none).any()
 
 
+def check_weights_of_the_logprobs(case: Case) -> None:
+    """`forward_backward_of` is `target_logprobs`, then `forward_backward` with the weights that follow from it.
+
+    With dropout, of one label and of several; labels without weight take no part, not even in the loss.
+    """
+    batch = case.batch()
+    for labels in (batch, with_labels(batch, 3)):
+        engine, twin = case.engine(dropout=0.2), case.engine(dropout=0.2)
+        logprobs = twin.target_logprobs(labels, dropout=True)
+        weights = np.where(np.indices(logprobs.shape)[1] % 3 == 0, 0, np.exp(logprobs) - 0.3).astype(np.float32)
+        told: list[np.ndarray] = []
+
+        def weigh(seen: np.ndarray, told: list[np.ndarray] = told, weights: np.ndarray = weights) -> np.ndarray:
+            told.append(seen)
+            return weights
+
+        returned = engine.forward_backward_of(labels, weigh, divisor=2.0)
+        twin.forward_backward(replace(labels, weights_BT=weights), divisor=2.0)
+        assert len(told) == 1 and np.array_equal(told[0], returned)
+        gap = float(np.abs(returned - logprobs).max())
+        assert gap <= tolerances.LOGPROBS, f"log-probabilities differ by {gap:.2e}"
+        assert_close(engine.gradient(), twin.gradient(), tolerances.GRADIENT)
+        outputs = [one.optim_step(lr=1e-3, max_grad_norm=None) for one in (engine, twin)]
+        assert abs(float(outputs[0].loss) - float(outputs[1].loss)) <= 1e-3 * abs(float(outputs[1].loss))
+
+
 def with_labels(batch: Batch, num_labels: int) -> Batch:
     """Return a batch with this many distinct labels for each target, the first its own, and with weights for them."""
     rng, vocab = np.random.default_rng(5), 1 + int(batch.tokens_BT.max())

@@ -34,9 +34,11 @@ from dualtune.engine.backend import (
     OptimizerState,
     Profile,
     StepOutput,
+    Weigh,
     check_slots,
     check_state,
     most_probable_first,
+    with_weights,
 )
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, LikelyRow, likely_rows
@@ -246,6 +248,11 @@ class NumpyEngine:
         slope_VD = np.zeros_like(self._weights["embedding.weight"])
         np.add.at(slope_VD, tokens_N, g_ND)
         self._add_slope("embedding", slope_VD)
+
+    def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
+        logprobs_BT = self.target_logprobs(batch, dropout=True)
+        self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
+        return logprobs_BT
 
     def gradient(self) -> Tensors:
         return {name: g.astype(np.float32) for name, g in self._grads.items()}

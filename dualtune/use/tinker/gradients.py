@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class ClientData:
     def __init__(self, data: Sequence[Datum], *, shares: bool) -> None:
         """`shares`: whether the engine can compute a common beginning once."""
         self.data = data
+        self.targets = [DistinctTargets.of(datum.inputs["target_tokens"]) for datum in data]
         lengths = np.array([len(datum.tokens) for datum in data], np.int64)
         self._sizes = RowSizes(lengths, common_beginnings(data) if shares else None)
 
@@ -61,7 +63,7 @@ class ClientData:
                 datum, start = self.data[i], end
                 end += len(datum.tokens) - lacking
                 tokens[b, start:end] = datum.tokens[lacking:]
-                labels[b, start:end] = datum.inputs["target_tokens"][lacking:]
+                labels[b, start:end] = self.targets[i].labels[lacking:]
                 segments[b, start:end] = segment_of[i]
                 positions[b, start:end] = np.arange(lacking, len(datum.tokens))
                 parents[b, start:end] = segment_of[parent] if lacking else 0
@@ -115,49 +117,66 @@ class LossSums:
         """The sum over all targets of all data, in their order."""
         return float(np.sum([self._values[i] for i in sorted(self._values)]))
 
-    def forward(self, engine: Engine, batch: Batch) -> dict[int, np.ndarray]:
-        """Add a micro-batch, and return the slopes of the loss by datum, for the targets that it has there."""
-        own, slopes = at_targets(engine.target_logprobs(batch), batch), dict[int, np.ndarray]()
-        for row in batch.documents:
-            for i, lacking, parent in self._data.placed([*row]):
-                logps_T = np.concatenate([self.logprobs[parent][:lacking], own[i]]) if lacking else own[i]
-                values_T, slopes_T = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
-                self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
-                self.num_weighted += int(np.count_nonzero(slopes_T))
-                slopes[i] = slopes_T[lacking:].copy()
-                if lacking:  # a target that two data share has the slope of both
-                    slopes[parent][:lacking] += slopes_T[:lacking]
-        return slopes
+    def forward(self, engine: Engine, batch: Batch) -> None:
+        """Add a micro-batch."""
+        self._weigh(engine.target_logprobs(batch), batch)
 
     def forward_backward(self, engine: Engine, batch: Batch) -> None:
         """Add a micro-batch, and to the engine's gradient that of the loss."""
-        weighted = with_weights_only(with_slopes(batch, self.forward(engine, batch)))
-        if weighted.num_targets:
-            engine.forward_backward(weighted, divisor=1.0)
+        engine.forward_backward_of(batch, partial(self._weigh, batch=batch), divisor=1.0)
+
+    def _weigh(self, logprobs_BT: np.ndarray, batch: Batch) -> np.ndarray:
+        """Return the loss weights with which the engine's own loss has the gradient of this one."""
+        own, slopes = at_targets(logprobs_BT, batch), dict[int, np.ndarray]()
+        for row in batch.documents:
+            for i, lacking, parent in self._data.placed([*row]):
+                targets = self._data.targets[i]
+                logps_T = targets.of_client(own[i], lacking)
+                if lacking:
+                    logps_T = np.concatenate([self.logprobs[parent][:lacking], logps_T])
+                values_T, slopes_T = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
+                self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
+                self.num_weighted += int(np.count_nonzero(slopes_T))
+                slopes_T = targets.of_engine(slopes_T)
+                slopes[i] = slopes_T[lacking:].copy()
+                if lacking:  # a target that two data share has the slope of both
+                    slopes[parent][:lacking] += slopes_T[:lacking]
+        weights_BT = with_slopes(batch, slopes).weights_BT
+        assert weights_BT is not None
+        return weights_BT
 
 
-def with_weights_only(batch: Batch) -> Batch:
-    """Return a micro-batch without the targets that have no weight, and of several in a place with none twice."""
-    assert batch.weights_BT is not None
-    has_weight_BT = batch.weights_BT != 0
-    if batch.labels_BT.ndim == 2:
-        return replace(batch, labels_BT=np.where(has_weight_BT, batch.labels_BT, IGNORE_INDEX))
-    has_weight_BT = has_weight_BT.any(-1) & batch.is_target_BT
-    labels, weights = batch.labels_BT.copy(), batch.weights_BT.copy()
-    labels[~has_weight_BT] = IGNORE_INDEX
-    sorted_BTK = np.sort(labels, axis=-1)
-    has_repeats_BT = has_weight_BT & (np.diff(sorted_BTK, axis=-1) == 0).any(-1)
-    for b, t in zip(*np.nonzero(has_repeats_BT), strict=True):
-        labels[b, t], weights[b, t] = _without_repeats(labels[b, t], weights[b, t])
-    return replace(batch, labels_BT=labels, weights_BT=weights)
+@dataclass(frozen=True)
+class DistinctTargets:
+    """The targets of a datum as an engine takes them: of several in a place, none twice.
 
-
-def _without_repeats(labels_K: np.ndarray, weights_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return distinct targets with the same loss: repeated ones add up, and others take their places, without weight.
-
-    Clients fill a place up with a token that may be among its targets already.
+    Clients fill a place up with a token that may be among its targets already. Repeated ones are one target of the
+    engine, and tokens without a weight take the other places.
     """
-    distinct, place_K = np.unique(labels_K, return_inverse=True)
-    others = np.setdiff1d(np.arange(len(labels_K), dtype=labels_K.dtype), distinct)
-    filled = np.concatenate([distinct, others])[: len(labels_K)]
-    return filled, np.bincount(place_K, weights_K, len(labels_K)).astype(np.float32)
+
+    labels: np.ndarray  # int32 [T] or [T, K]
+    place_TK: np.ndarray | None = None  # of each target of the client, among the labels; None: they are the same
+
+    @classmethod
+    def of(cls, targets: np.ndarray) -> DistinctTargets:
+        labels = targets.astype(np.int32)
+        if labels.ndim == 1 or (np.diff(np.sort(labels, axis=-1), axis=-1) != 0).all():
+            return cls(labels)
+        places = np.empty_like(labels)
+        for t, tokens_K in enumerate(targets):
+            distinct, places[t] = np.unique(tokens_K, return_inverse=True)
+            others = np.setdiff1d(np.arange(len(tokens_K)), distinct)
+            labels[t] = np.concatenate([distinct, others])[: len(tokens_K)]
+        return cls(labels, places)
+
+    def of_client(self, values: np.ndarray, lacking: int) -> np.ndarray:
+        """Return values of the engine's labels, but for the first `lacking` places, as those of the client's."""
+        return values if self.place_TK is None else np.take_along_axis(values, self.place_TK[lacking:], -1)
+
+    def of_engine(self, slopes: np.ndarray) -> np.ndarray:
+        """Return slopes of the client's targets as those of the engine's labels."""
+        if self.place_TK is None:
+            return slopes
+        added = np.zeros_like(slopes)
+        np.add.at(added, (np.arange(len(slopes))[:, None], self.place_TK), slopes)
+        return added

@@ -39,6 +39,7 @@ CARE_S = 1.0  # how often sessions, results and checkpoints are looked after
 WAIT_S = 30.0  # for a result, before the client is asked to ask again
 LAST = "interrupted"  # the checkpoint of a run that ends with updates that no checkpoint has
 OWNER = "local"
+MAX_RUNS = 512  # loaded at once: each has its adapter and its optimizer in memory
 
 Table = Mapping[str, Any]
 
@@ -157,6 +158,8 @@ class TrainingService:
         self, session: str, number: int, metadata: Mapping[str, Any] | None, kind: str,
         make: Callable[[TrainingHost, str], ServedRun],
     ) -> Future:  # fmt: skip
+        if len(self.turns.runs()) >= MAX_RUNS:
+            raise BadRequest(429, f"{MAX_RUNS} runs are loaded; try again when a session has ended")
         run = self.sessions.add_run(session, number)
         future, is_new = self.futures.get_or_add(f"{run}:0")
         if not is_new:
@@ -252,9 +255,10 @@ class TrainingService:
         return self._submit(turn.run, turn.seq, work)
 
     def _submit(self, run: str, seq: int | None, work: Callable[[TrainingHost], Reply], num_bytes: int = 0) -> Future:
+        future = self.turns.submit(run, seq, work, num_bytes)
         self.sessions.hear_of(run)
         self._last_request[run] = time.time()
-        return self.turns.submit(run, seq, work, num_bytes)
+        return future
 
     # Checkpoints.
 
@@ -475,11 +479,14 @@ class TrainingService:
         except Exception as error:  # noqa: BLE001  the others are to be saved too
             self._say(f"{run}: its last updates are lost: {_message(error)}")
 
-    def stop(self) -> None:
-        """Refuse what waits, and save the runs with updates that no checkpoint has."""
+    def stop(self, *, save: bool = True) -> None:
+        """Refuse what waits, and save the runs with updates that no checkpoint has, or say that they are lost."""
         self.turns.close()
         for run in sorted(self._unsaved):
-            self._save(run)
+            if save:
+                self._save(run)
+            else:
+                self._say(f"{run}: its last updates are lost")
         self._host.close()
 
 

@@ -269,7 +269,7 @@ class SshStore(ChunkStore):
         return f"ssh://{host}:{self.port}/{path.removeprefix('/') if path.startswith('/') else '~/' + path[2:]}"
 
     def look(self, upload: Upload) -> StoredState:
-        lines = self._ask(LOOK, upload.path, upload.part, upload.chunks.num_bytes)
+        lines = self.ask(LOOK, upload.path, upload.part, upload.chunks.num_bytes)
         return StoredState("dualtune there" in lines, _parsed(lines, "final"), _parsed(lines, "part"))
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
@@ -291,7 +291,7 @@ class SshStore(ChunkStore):
             raise Cut("the received file has the wrong sha256")
 
     def chunks(self, path: str) -> Chunks | None:
-        listed = _parsed(self._ask(CHUNKS, path), "final")
+        listed = _parsed(self.ask(CHUNKS, path), "final")
         if listed and len(listed.sha256s) != -(-listed.num_bytes // listed.chunk_bytes):
             raise Cut(f"{self.host} listed {len(listed.sha256s)} chunks of a file of {listed.num_bytes} bytes")
         return listed
@@ -315,7 +315,8 @@ class SshStore(ChunkStore):
                 raise self._too_much(MOST_GREETING_BYTES)
         yield from pieces
 
-    def _ask(self, script: str, *arguments: object) -> list[str]:
+    def ask(self, script: str, *arguments: object) -> list[str]:
+        """Run a script there, and return its lines; the last is `dualtune end`. Cut, DiskError or EnvironmentFault."""
         return self._run(command(script, *arguments))
 
     def _run(self, text: str, pieces: Iterator[bytes] | None = None, hashed_bytes: int = 0) -> list[str]:

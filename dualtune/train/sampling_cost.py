@@ -1,0 +1,59 @@
+"""What drawing the samples of a step takes by formula: the memory of its cache, and the least time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dualtune.base.text import in_bytes, in_short_time
+from dualtune.config import Config
+from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES
+from dualtune.engine.machines import MachineLimits
+from dualtune.engine.memory.estimate import ITEM_BYTES
+from dualtune.engine.memory.plan import MemoryPlan
+from dualtune.engine.memory.shapes import Decoder
+from dualtune.train.batched import MOST_ROWS, MOST_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCost:
+    """Of one step. The gradient is computed afterwards, so the cache stands in the place of its activations."""
+
+    answers: int
+    at_once: int
+    max_tokens: int
+    cache_bytes: int  # keys and values of all layers, where all answers at once are as long as they may be
+    total_bytes: int  # with what is in memory beside it
+    has_bytes: int
+    least_s: float | None  # each token reads all weights once, and computes with them; None: no limits are known
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.has_bytes
+
+    def __str__(self) -> str:
+        text = f"{self.answers} answers a step, {self.at_once} at once: a cache of up to {in_bytes(self.cache_bytes)}"
+        text += "" if self.fits else f", {in_bytes(self.total_bytes)} in all; fewer are drawn at once if it is short"
+        if self.least_s is None:
+            return text
+        return f"{text}; at least {in_short_time(self.least_s)} where each has {self.max_tokens} tokens"
+
+
+def sampling_cost(config: Config, plan: MemoryPlan, prompts: int, limits: MachineLimits | None) -> SamplingCost | None:
+    """Return what a step with so many prompts draws; None if it draws nothing, or for a model without a formula."""
+    decoder, ask, rollouts = plan.decoder, plan.ask, config.rollouts
+    if config.train.objective not in (*POLICY_OBJECTIVES, ON_POLICY) or not isinstance(decoder, Decoder):
+        return None
+    longest = ask.max_length + rollouts.max_tokens
+    answers = prompts * rollouts.samples
+    at_once = max(1, min(MOST_ROWS, answers, MOST_TOKENS // longest))
+    cache = at_once * longest * decoder.layers * 2 * decoder.kv_width * ITEM_BYTES[ask.dtype]
+    beside = sum(part.bytes for part in plan.estimate.parts if part.name != "activations")
+    seconds = None
+    if limits is not None and (flops := limits.product_flops.get(ask.dtype)):
+        read_s = plan.estimate["weights"] / (limits.bytes_per_s * limits.memory_share)
+        computed_s = 2 * decoder.active_parameters * at_once / (flops * limits.product_share)
+        seconds = math.ceil(answers / at_once) * rollouts.max_tokens * max(read_s, computed_s)
+    return SamplingCost(
+        answers, at_once, rollouts.max_tokens, cache, beside + cache, plan.budget.bytes, seconds
+    )  # fmt: skip
