@@ -511,7 +511,7 @@ class Config(BaseModel):
     def looks_first(self) -> bool:
         """Whether a step asks for log-probabilities before it computes a gradient: one more forward pass."""
         objective = self.train.objective
-        if objective in ("distill", ON_POLICY):
+        if objective == "distill":
             return self.divergence != "forward_kl" or self.distill.temperature != 1
         return objective != "sft"
 

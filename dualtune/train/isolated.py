@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -59,7 +60,8 @@ class Isolated:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended; else with what it has started
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
                 with contextlib.suppress(OSError):  # what was written and not read

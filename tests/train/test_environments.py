@@ -11,7 +11,7 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.environments import environment_of, turns_of
+from dualtune.train.environments import Objects, environment_of, turns_of
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -140,6 +140,28 @@ def test_what_an_environment_asks_replaces_the_prompt_and_lengths_have_limits(ga
         is_long = int(row["row"].rpartition(":")[2]) % 2 == 0
         assert ("asked" in row["prompt"]) != is_long and (row["reward"] is None) == is_long
         assert not row["is_whole"] or is_long  # the limit of turns ended it
+
+
+def test_an_object_that_was_lost_is_made_again_and_led_to_where_it_was():
+    class Counting:
+        def reset(self, row):
+            self.seen = []
+
+        def step(self, text):
+            self.seen.append(text)
+            return " ".join(self.seen), float(len(self.seen)), False
+
+    def ask(objects, *texts):
+        return objects.answer({"id": "0/0", "row": {}, "seed": 1, "texts": texts})
+
+    objects = Objects(Counting)
+    assert ask(objects) == {"turns": None}
+    said = [ask(objects, "a"), ask(objects, "a", "b")]
+    assert [(each["turns"][0]["content"], each["reward"]) for each in said] == [("a", 1.0), ("a b", 2.0)]
+    assert ask(Objects(Counting), "a", "b") == said[1]
+    assert ask(objects) == {"turns": None} and ask(objects, "c")["reward"] == 1.0  # another conversation of that name
+    objects.answer({"forget": True})
+    assert ask(objects, "a", "b") == said[1]
 
 
 @pytest.mark.parametrize("name", ["games.py:None", "games.py:Half", "none.py:Game", "games", "games.py:SOURCE"])

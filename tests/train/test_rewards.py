@@ -4,13 +4,14 @@ import math
 import os
 import signal
 
+import psutil
 import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.train.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
 
 SOURCE = """
-import os, sys, time
+import os, subprocess, sys
 
 def length(completion):
     print("noise on standard output", flush=True)
@@ -38,7 +39,7 @@ def infinite(completion):
 
 def sometimes(completion):
     if completion == "hang":
-        time.sleep(60)
+        subprocess.run(["sleep", "61"])
     if completion == "exit":
         os._exit(3)
     return 1.0
@@ -108,6 +109,7 @@ def test_a_function_that_fails_costs_its_answer_alone(file, wording):
     rewards = Rewards([f"{file}:sometimes", "exact"], [], 1.0)
     answers = judged(rewards, "hang", "ab", "exit", "ab")
     assert [math.isnan(value) for value in answers.totals_N] == [True, False, True, False]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "61"]]
     assert answers.totals_N[[1, 3]].tolist() == [2, 2]
     others = [judged(Rewards([f"{file}:{name}"], [], 30.0), "a").failures[0] for name in ("raises", "text", "infinite")]
     wording([each.replace(str(file), "mine.py") for each in (*answers.failures, *others)])

@@ -244,7 +244,7 @@ def test_several_updates_of_the_same_samples_are_clipped_and_resumed(sampling_la
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 def test_a_stop_between_two_updates_of_a_step_undoes_the_first(sampling_lab, weights_of, monkeypatch):
-    options = settings(sampling_lab, rollouts__updates=2)
+    options = settings(sampling_lab, rollouts__updates=2, run__save_every=None)
     straight = sampling_lab.run("straight", **options)
     config, updates = sampling_lab.config("stopped", **options), []
     slopes = step_module.with_slopes

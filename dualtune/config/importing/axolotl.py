@@ -298,7 +298,9 @@ def _compared(file: ForeignFile) -> str | None:
 
 
 def _preference(file: ForeignFile) -> Settings:
-    if (objective := _compared(file)) is None:
+    if (objective := _compared(file)) != "grpo":
+        file.skip_all(" ".join(_TRLS.values()), "it belongs to rl: grpo")
+    if objective is None:
         return {}
     if objective == "grpo":
         return samples.sampled(file, "rl", names={**_TRLS, "beta": "trl.beta"})
@@ -517,7 +519,7 @@ RULES = (
                "simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight rl_adapter_ref_model",
                "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.label_smoothing, "
                "preference.gamma, preference.desirable_weight, preference.undesirable_weight, preference.reference, "
-               "rollouts",
+               + samples.OURS,
                _preference, "dpo, kto, orpo, simpo and grpo; ipo is a loss of dpo; others are refused"),
     absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
     absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),

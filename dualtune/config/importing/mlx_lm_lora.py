@@ -139,7 +139,7 @@ _OWN = (
     translated("mask_prompt", "data.loss_on", _loss_on, "of sft: false is `all`, true is `last`"),
     translated(f"train_mode beta dpo_cpo_loss_type reference_model_path {_OF_GRPO}",
                "train.objective, preference.beta, preference.loss, preference.sft_weight, preference.reference, "
-               "rollouts", _preference,
+               + samples.OURS, _preference,
                "sft, dpo, cpo (without a loss of sft), orpo and grpo; other modes and dpop are refused"),
     translated("iters epochs batch_size gradient_accumulation_steps",
                "train.steps, train.epochs, train.documents_per_step", _steps,

@@ -23,6 +23,7 @@ _NUMBERS = {  # ours -> theirs
     "rollouts.updates": "num_iterations", "rollouts.temperature": "temperature", "rollouts.top_p": "top_p",
     "rollouts.kl": "beta", "rollouts.clip_low": "epsilon",
 }  # fmt: skip
+OURS = ", ".join(("rollouts.rewards", "rollouts.weights", "rollouts.clip_high", "rollouts.advantage_scale", *_NUMBERS))
 _COUNTS = ("num_generations", "max_completion_length", "num_iterations")
 _OBJECTIVES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
 _SCALES = {"group": "group", "true": "group", "batch": "step", "none": "none", "false": "none"}

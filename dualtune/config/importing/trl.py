@@ -75,7 +75,7 @@ _OF_PREFERENCES = (
 
 def _is_sampled(file: ForeignFile) -> bool:
     """Return whether the file is one of `trl grpo`."""
-    return "reward_funcs" in file or "reward_model_name_or_path" in file
+    return "reward_funcs" in file
 
 
 def _compared(file: ForeignFile) -> str | None:
@@ -96,6 +96,10 @@ def _objective(file: ForeignFile) -> Settings:
             if name in file:
                 rule = "which cannot be translated; sft, dpo, kto and grpo can be"
                 raise file.wrong(name, f"it belongs to {trainer}, {rule}")
+    if not _is_sampled(file):
+        for name in (*samples.KEYS.split(), *samples.LOST):
+            if name in file and name not in ("beta", "loss_type"):
+                raise file.wrong(name, "it belongs to grpo, but the file names no reward: add reward_funcs")
     if _compared(file) is None and not _is_sampled(file):
         _check_sft(file)
     else:
@@ -276,7 +280,7 @@ RULES = (
     translated(" ".join(dict.fromkeys(f"loss_type disable_dropout {_OF_PREFERENCES} {samples.KEYS} "
                                       f"{' '.join(samples.LOST)}".split())),
                "train.objective, preference.loss, preference.beta, preference.gamma, preference.label_smoothing, "
-               "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight, rollouts",
+               "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight, " + samples.OURS,
                _preference,
                "loss_type tells the trainer: sigmoid and others `dpo`, kto `kto`, simpo `simpo`; cpo_alpha is `cpo`; "
                "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight; reward_funcs "
