@@ -259,6 +259,8 @@ class Distillation:
     beta: float
     temperature: float
     sft_weight: float
+    asks_first: bool
+    """Whether a step asks what the student says before it computes a gradient: one more forward pass."""
     train: Said | None = None
     eval: Said | None = None
     """What was recorded of the documents of a run. None: a teacher answers while it trains."""
@@ -306,11 +308,6 @@ class Distillation:
     def loss(self, of_engine: SupportsFloat, rest: float) -> SupportsFloat:
         """Return the loss of a step from the engine's, still on the device, and the sum of `add_gradient`."""
         return rest if self.asks_first else _Sum(of_engine, rest)
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether the weights of a step depend on what the student says, which takes a forward pass of its own."""
-        return self.divergence != "forward_kl" or self.temperature != 1
 
     def _divergence(self, logp_NK: np.ndarray, logq_NK: np.ndarray) -> Divergence:
         if self.k == 0:
@@ -379,7 +376,9 @@ def configured_distillation(
     if config.train.objective not in ("distill", ON_POLICY):
         return None
     settings = config.distill
-    values = config.divergence, settings.beta_or_default, settings.temperature, settings.sft_weight
+    values = (
+        config.divergence, settings.beta_or_default, settings.temperature, settings.sft_weight, config.looks_first,
+    )  # fmt: skip
     if settings.distributions is None:
         return Distillation(settings.top_k, *values)
     distributions = read_distributions(expanded(settings.distributions))

@@ -38,7 +38,8 @@ class TaughtSamples:
     drawn: Sequence[Completion]
     prompts: Sequence[Mapping[str, Any]]  # of each sample, what rollouts.jsonl says of where it comes from
     failures: Sequence[str] = ()
-    _learned: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    _values: dict[int, float] = field(default_factory=dict[int, float])  # the mean divergence of each sample
+    _gaps: dict[int, float] = field(default_factory=dict[int, float])  # Σ |log p − log p when it was sampled|
 
     @property
     def trained(self) -> range:
@@ -47,17 +48,16 @@ class TaughtSamples:
 
     def note(self, batch: Batch, learned: Learned) -> None:
         """Note what a micro-batch has added, for the metrics and the file."""
+        assert learned.logp_N is not None  # a run that draws samples asks first
         for document, values_T in _by_document(learned.values_N, batch).items():
-            self._learned[document] = float(values_T.mean()), 0.0
-        if learned.logp_N is not None:
-            for document, logp_T in _by_document(learned.logp_N, batch).items():
-                gap = np.abs(logp_T - self.drawn[document].logprobs).sum()
-                self._learned[document] = self._learned[document][0], float(gap)
+            self._values[document] = float(values_T.mean())
+        for document, logp_T in _by_document(learned.logp_N, batch).items():
+            self._gaps[document] = float(np.abs(logp_T - self.drawn[document].logprobs).sum())
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the step."""
-        gap = sum(gap for _, gap in self._learned.values()) / sum(len(each.tokens) for each in self.drawn)
+        gap = sum(self._gaps.values()) / sum(len(each.tokens) for each in self.drawn)
         return {**_of_samples(self.drawn), GAP: gap}
 
     @property
@@ -70,7 +70,7 @@ class TaughtSamples:
                 "tokens": len(each.tokens), "is_whole": each.is_whole,
             }
             for place, (prompt, each) in enumerate(zip(self.prompts, self.drawn, strict=True))
-            for value in (self._learned[place][0],)
+            for value in (self._values[place],)
         ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
-from dualtune.config.schema import BASE_TEACHER, SELF_TEACHER, DistillConfig
+from dualtune.config.schema import BASE_TEACHER, ON_POLICY, SELF_TEACHER, DistillConfig
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
@@ -88,7 +88,6 @@ class ModelTeacher:
                 f"distill.teacher: {self._name} has another tokenizer than the student: {other}. A teacher reads the "
                 "student's tokens: choose one of the same family"
             )
-        self.positions = position_table_size(read_config(directory))
         self._adapter = None if settings.teacher_adapter is None else expanded(settings.teacher_adapter)
         adapter = None if self._adapter is None else read_adapter(self._adapter)
         base = fingerprint(directory, find_weights(directory))["weights_sha256"][:16]
@@ -157,6 +156,8 @@ class Teaching:
     teacher: Teacher
     train: Documents
     eval: Documents
+    has_context: bool
+    """Whether it reads more than the student."""
 
     @property
     def model_dir(self) -> Path | None:
@@ -166,8 +167,10 @@ class Teaching:
     @property
     def identities(self) -> dict[str, str]:
         """What a run that is resumed compares."""
-        read = [documents.fingerprint() for documents in (self.train, self.eval)]
-        return {TEACHER: self.teacher.identity, TEACHER_PROMPTS: "; ".join(read)}
+        if not self.has_context:
+            return {TEACHER: self.teacher.identity}
+        read = "; ".join(documents.fingerprint() for documents in (self.train, self.eval))
+        return {TEACHER: self.teacher.identity, TEACHER_PROMPTS: read}
 
 
 def configured_teaching(
@@ -188,7 +191,25 @@ def configured_teaching(
     if settings.has_context:
         examples = data.training_examples(eval_), data.held_out_examples(eval_)
         parts = with_context(train, examples[0], tokenizer, config), with_context(eval_, examples[1], tokenizer, config)
-    return Teaching(teacher, *parts)
+    teaching = Teaching(teacher, *parts, settings.has_context)
+    if not settings.is_served:
+        _check_positions(config, teaching, position_table_size(read_config(teaching.model_dir or model_dir)))
+    return teaching
+
+
+def _check_positions(config: Config, teaching: Teaching, positions: int | None) -> None:
+    """Raise ConfigError if the teacher may read more tokens than it has positions for."""
+    if positions is None or not (teaching.has_context or teaching.model_dir):
+        return
+    parts = [part for part in (teaching.train, teaching.eval) if len(part)]
+    longest = max(int(part.lengths.max()) for part in parts)
+    if config.train.objective == ON_POLICY:
+        longest = max(int((part.lengths - part.targets).max()) for part in parts) + config.rollouts.max_tokens
+    if longest > positions:
+        raise ConfigError(
+            f"distill.teacher: it may read {longest} tokens, and has positions up to {positions}. Shorten "
+            "distill.teacher_system, data.max_length or rollouts.max_tokens"
+        )
 
 
 def ask(
@@ -233,28 +254,29 @@ def in_context(example: Example, system: str | None, hint: str | None) -> Exampl
 
     DataError if it has no question.
     """
-    *before, last = example.messages or [None]
-    expected = (example.completion or "") if last is None else last.content
+    expected = example.messages[-1].content if example.messages else example.completion or ""
     hint = hint and hint.replace("{expected}", expected.strip())
     prompt = "\n\n".join(part for part in (system, example.prompt, hint) if part)
-    if last is None:
+    if not example.messages:
         if example.is_text:
             raise DataError(f"{example.where}: is a plain text without a question, and the teacher's context needs one")
         return replace(example, prompt=prompt)
-    messages: list[Message] = [message for message in before if message is not None]
-    if system is not None:
-        rest = messages[1:] if messages and messages[0].role == "system" else messages
-        messages = [Message("system", system), *rest]
+    messages = [*example.messages]
     if hint is not None:
         at = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
         if at is None:
             raise DataError(f"{example.where}: has no question before its last answer, and distill.hint follows one")
         messages[at] = replace(messages[at], content=f"{messages[at].content}\n\n{hint}")
-    return replace(example, messages=(*messages, last), prompt=prompt)
+    if system is not None:
+        others = messages[1:] if messages[0].role == "system" else messages
+        messages = [Message("system", system), *others]
+    return replace(example, messages=tuple(messages), prompt=prompt)
 
 
 def with_context(documents: Documents, examples: Iterable[Example], tokenizer: Tokenizer, config: Config) -> Documents:
     """Return documents as the teacher reads them, in the same order, with the same targets. DataError if it cannot."""
+    if not len(documents):
+        return documents
     settings = config.distill
     read = [in_context(example, settings.teacher_system, settings.hint) for example in examples]
     found = tokenize(read, tokenizer, config.data.loss_on, max_length=1 << 30)

@@ -77,6 +77,7 @@ def test_a_slow_client_is_cut_off(shared, monkeypatch):
         ("session_heartbeat", {"session_id": "../../etc"}, "session_id"),
         ("optim_step", {"model_id": "../..:train:0", "adam_params": {}}, "model_id"),
         ("optim_step", {"model_id": "a:train:0", "seq_id": -1, "adam_params": {}}, "seq_id"),
+        ("optim_step", {"model_id": "a:train:0", "seq_id": 0, "adam_params": {}}, "seq_id"),
         ("optim_step", {"model_id": "a:train:0", "seq_id": 1 << 80, "adam_params": {}}, "seq_id"),
         ("weights_info", {"tinker_path": "tinker://a:train:0/weights/../../x"}, "tinker_path"),
         ("weights_info", {"tinker_path": "tinker:///etc/passwd/weights"}, "tinker_path"),

@@ -448,6 +448,40 @@ def test_memory_that_runs_out_takes_smaller_micro_batches_and_changes_nothing(ki
     seat._engine = seat._engine._engine
 
 
+def test_a_shortage_of_memory_in_between_leaves_the_gradient(open_host):
+    """In a forward pass, and while something is sampled: both let the engine drop what it has."""
+    host = open_host("numpy")
+    host.create_run("run", LORA)
+    host.forward_backward("run", supervised(1), "cross_entropy", {})
+    engine = host._seat._engine
+    before = engine.gradient()
+    host._seat._engine = Short(engine)
+    host.forward("run", supervised(2), "cross_entropy", {})
+    assert host._seat._engine.num == 1
+    host._seat._engine = engine
+    [*host.sample([request(None)])]
+    engine.discard()
+    host.forward("run", supervised(2), "cross_entropy", {})
+    for name, g in engine.gradient().items():
+        assert np.array_equal(g, before[name])
+
+
+class Short:
+    """An engine whose memory runs out once."""
+
+    def __init__(self, engine):
+        self._engine, self.num = engine, 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def target_logprobs(self, batch, **options):
+        if not self.num:
+            self.num = 1
+            raise MemoryError
+        return self._engine.target_logprobs(batch, **options)
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("the device is gone"), KeyboardInterrupt()], ids=repr)
 def test_a_call_that_fails_leaves_the_gradient_as_it_was(error, open_host):
     host = open_host("numpy", micro_batch_tokens=64)

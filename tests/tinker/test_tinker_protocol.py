@@ -406,6 +406,28 @@ def test_a_session_that_is_finished_frees_its_runs(shared):
     assert shared.post("optim_step", {"model_id": run, "adam_params": {}})[0] == 404
 
 
+def test_a_session_that_ends_while_its_run_is_made_leaves_nothing(shared):
+    session = shared.session()
+    shared.goes_on.clear()
+    time.sleep(2 * service_module.POLL_S)
+    try:
+        asked = shared.send(
+            "create_model", session_id=session, model_seq_id=0, base_model=shared.service.base, lora_config={"rank": 1}
+        )
+        shared.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
+    finally:
+        shared.goes_on.set()
+    assert "has ended the session" in shared.result(asked)["error"]
+    run = f"{session}:train:0"
+    until(lambda: run not in shared.host._runs and run not in shared.service.turns.runs())
+
+
+def test_an_error_of_the_server_itself_is_told(shared, monkeypatch):
+    monkeypatch.setattr(service_module, "list_runs", lambda directory: 1 / 0)
+    status, table = shared.get("training_runs")
+    assert status == 500 and "ZeroDivisionError" in table["detail"]
+
+
 def test_a_run_that_is_unloaded_is_gone_and_its_checkpoints_stay(shared):
     run = shared.run()
     shared.result(shared.send("save_weights", model_id=run, seq_id=1, path="one"))

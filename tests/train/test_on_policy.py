@@ -100,10 +100,10 @@ def test_the_gradient_is_that_of_the_divergence_at_the_samples(taught, changes):
 
 
 @on_numpy
-@pytest.mark.parametrize("top_k", [8, 0])
-def test_the_student_comes_nearer_to_the_teacher_on_its_own_samples(taught, rows_of, top_k):
+@pytest.mark.parametrize("changes", [{}, {"distill__top_k": 0}, {"distill__divergence": "forward_kl"}], ids=str)
+def test_the_student_comes_nearer_to_the_teacher_on_its_own_samples(taught, rows_of, changes):
     lab, options = taught
-    options |= {"train__steps": 12, "train__learning_rate": 0.1, "rollouts__samples": 8, "distill__top_k": top_k,
+    options |= {"train__steps": 12, "train__learning_rate": 0.1, "rollouts__samples": 8, **changes,
                 "run__eval_every": 6}  # fmt: skip
     result = lab.run(**options)
     steps, evals = rows_of(result.run_dir)
@@ -262,6 +262,17 @@ def test_the_weights_of_a_loaded_teacher_are_planned(lab):
     teacher.start(None, prepared.spec)
     weights = 4 * load_engine(prepared).description.num_parameters
     assert f"less {in_bytes(weights)} of the teacher" in prepared.memory.budget.reason
+
+
+@on_torch
+def test_a_teacher_without_positions_for_what_it_reads_is_refused(lab, tmp_path):
+    small = tmp_path / "small"
+    shutil.copytree(lab.model, small)
+    described = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(described | {"model_type": "gpt2", "n_positions": 64}))
+    options = RUN | {"distill__teacher": str(small), "rollouts__max_tokens": 64, "data__max_length": 64}
+    with pytest.raises(ConfigError, match="positions up to 64"):
+        prepare(lab.config(**options), lab.backend)
 
 
 @on_numpy

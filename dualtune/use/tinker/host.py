@@ -58,7 +58,7 @@ from dualtune.use.tinker.messages import (
     SampleResult,
     ServedRun,
 )
-from dualtune.use.tinker.samples import SampleLimits, sampled
+from dualtune.use.tinker.samples import SampleLimits, check_tokens, sampled
 from dualtune.use.tinker.seat import Seat, TrainingState, Weights
 
 USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
@@ -191,7 +191,7 @@ class TrainingHost:
         check_loss(loss, config)
         self._check_data(data, loss)
         engine = self._seat.train(run.state)
-        before = engine.gradient() if has_gradient and run.state.has_gradient else None
+        before = engine.gradient() if run.state.has_gradient else None  # a shortage of memory drops it
         longest = max(len(datum.tokens) for datum in data)
         recovery = Recovery(self.backend, engine, self._layout, longest)
         placed = ClientData(data, shares=self._shares)
@@ -206,10 +206,9 @@ class TrainingHost:
                 if before is not None:
                     engine.add_gradient(before)
         except BaseException:
-            if has_gradient:  # what was added of this call is dropped
-                engine.discard()
-                if before is not None:
-                    engine.add_gradient(before)
+            engine.discard()  # what was added of this call
+            if before is not None:
+                engine.add_gradient(before)
             raise
         if has_gradient:
             run.state.has_gradient = True
@@ -223,8 +222,8 @@ class TrainingHost:
         for i, datum in enumerate(data):
             check_inputs(loss, i, datum.inputs)
             targets = datum.inputs["target_tokens"]
-            self._check_tokens(f"data[{i}].model_input", datum.tokens)
-            self._check_tokens(f"data[{i}].loss_fn_inputs: target_tokens", targets)
+            check_tokens(f"data[{i}].model_input", datum.tokens, self.max_length, self.vocab)
+            check_tokens(f"data[{i}].loss_fn_inputs: target_tokens", targets, self.max_length, self.vocab)
             if len(targets) != len(datum.tokens):
                 raise ConfigError(
                     f"data[{i}]: model_input has {len(datum.tokens)} tokens, target_tokens {len(targets)}"
@@ -233,13 +232,6 @@ class TrainingHost:
                 raise ConfigError(
                     f"data[{i}]: got {targets.shape[1]} targets in a place, the vocabulary has {self.vocab}"
                 )
-
-    def _check_tokens(self, where: str, tokens: np.ndarray) -> None:
-        if not 0 < len(tokens) <= self.max_length:
-            raise ConfigError(f"{where}: got {len(tokens)} tokens, allowed: 1 to {self.max_length}")
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
-            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise ConfigError(f"{where}: got the token {wrong}, this model has 0 to {self.vocab - 1}")
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,13 @@ from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, Samp
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
 MAX_TEXT, MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1000, 512, 256, 128, 64
 MAX_DATA = 4096
+# What is said of keys that are not served, where there is something to do instead.
+HINTS = {
+    "record_stability_info": "the loss stable_reinforce has no public formula, so nothing is recorded for it. Take "
+    "importance_sampling, ppo, cispo or gspo",
+    "project_id": "there are no projects here; leave it out",
+    "optimizer_params": "only AdamW is served: adam_params",
+}
 HOUR, TEN_YEARS = 3600, 10 * 366 * 24 * 3600
 
 ID = r"^[A-Za-z0-9_-]{1,80}$"
@@ -113,7 +120,7 @@ class OfRunBody(TinkerBody):
     """A request to a run, executed in the order of `seq_id`."""
 
     model_id: Run
-    seq_id: Number | None = None
+    seq_id: Annotated[int, Field(ge=1, lt=1 << 62)] | None = None
 
 
 class AdamBody(TinkerBody):
@@ -344,7 +351,7 @@ def _from_protobuf(raw: bytes) -> LossRequest:
         message.ParseFromString(raw)
     except Exception as error:  # noqa: BLE001  google's DecodeError has no place of its own in all versions
         raise BadRequest(400, f"body: is not a ForwardBackwardRequest: {error}"[:300]) from None
-    address = _checked(OfRunBody, {"model_id": message.model_id, "seq_id": message.seq_id})
+    address = _checked(OfRunBody, {"model_id": message.model_id, "seq_id": message.seq_id or None})
     with _of_turn(address):
         if not 1 <= len(message.data) <= MAX_DATA:
             raise BadRequest(400, f"data: got {len(message.data)}, allowed: 1 to {MAX_DATA}")
@@ -485,5 +492,5 @@ def _checked(kind: type[BodyT], table: dict[str, Any]) -> BodyT:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
-        text = "is not served here" if first["type"] == "extra_forbidden" else first["msg"]
+        text = HINTS.get(param, "is not served here") if first["type"] == "extra_forbidden" else first["msg"]
         raise BadRequest(400, f"{param or 'body'}: {text}"[:500], param or None) from None

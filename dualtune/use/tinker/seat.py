@@ -70,7 +70,12 @@ class Seat:
         return engine
 
     def use(self, weights: Weights | None, default: AdapterSpec) -> Engine:
-        """Return the engine with these weights, or None: the base alone, in the engine that is there or the default."""
+        """Return the engine with these weights, or None: the base alone, in the engine that is there or the default.
+
+        A gradient leaves it before: sampling drops it where memory runs out.
+        """
+        if self._run is not None and self._run.has_gradient:
+            self._unseat()
         engine = self._engine_of(weights.spec if weights else self._spec or default)
         if weights is None:
             weights = self._neutral = self._neutral or Weights(self._spec or default, engine.neutral_state())

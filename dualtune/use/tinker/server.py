@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from dualtune.base.errors import DualtuneError
 from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest
 from dualtune.use.tinker import requests
 from dualtune.use.tinker.futures import Failure, Future, Reply
@@ -93,7 +94,7 @@ class TrainingHandler(ApiHandler):
         if path.startswith("/api/v1/"):
             for pattern, answer in ROUTES:
                 if found := pattern.fullmatch(called):
-                    return answer(Call(self, body, parse_qs(url.query), found.groups()))
+                    return _answered(answer, Call(self, body, parse_qs(url.query), found.groups()))
             for pattern, reason in NOT_SERVED.items():
                 if re.fullmatch(pattern, called):
                     raise BadRequest(404, f"{called[:100]} is not served by dualtune: {reason}")
@@ -145,6 +146,18 @@ class Call:
             return self.promise(submit())
         except BadTurn as error:
             return self.promise(self.service.fail_turn(error))
+
+
+def _answered(answer: Callable[[Call], str], call: Call) -> str:
+    """Return how a call went. What goes wrong here is the client's to know: without an answer it asks again."""
+    try:
+        return answer(call)
+    except (BadRequest, ConnectionError, TimeoutError):
+        raise
+    except DualtuneError as error:
+        raise BadRequest(400, str(error)) from error
+    except Exception as error:
+        raise BadRequest(500, f"the server failed: {type(error).__name__}: {error}"[:500]) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------

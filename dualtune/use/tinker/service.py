@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dualtune.base.errors import (
     ConfigError,
@@ -428,12 +428,16 @@ class TrainingService:
                 else:
                     self.futures.end(job.future, answers.of_samples(result, job.last))
         except Exception as error:  # noqa: BLE001
-            for job, _ in drawn:
-                self._fail(job.future, error)
+            for job, _ in drawn:  # those that have a result keep it
+                self.futures.end(job.future, _failure(error))
+            self._raise_if_fatal(error)
 
     def _fail(self, future: Future, error: Exception) -> None:
         """End a request with an error, and all else with one after which nothing can be computed."""
-        self.futures.end(future, Failure(_message(error), _category(error)))
+        self.futures.end(future, _failure(error))
+        self._raise_if_fatal(error)
+
+    def _raise_if_fatal(self, error: Exception) -> None:
         if isinstance(error, DeviceFault | Preempted) or self._is_fatal(error):
             raise error
 
@@ -463,6 +467,7 @@ class TrainingService:
                 if save:
                     self._save(run)
                 self._unsaved.discard(run)
+                self.turns.close_run(run, f"{run}: {reason}")  # one that has been made meanwhile
                 with contextlib.suppress(DualtuneError):  # one that could not be made
                     host.unload(run)
             self.futures.forget(future)
@@ -494,9 +499,9 @@ def _message(error: Exception) -> str:
     return str(error) if isinstance(error, DualtuneError) else f"{type(error).__name__}: {error}"
 
 
-def _category(error: Exception) -> Literal["user", "server"]:
+def _failure(error: Exception) -> Failure:
     is_clients = isinstance(error, ConfigError | DataError | FormatError | NonFiniteError | BadRequest)
-    return "user" if is_clients else "server"
+    return Failure(_message(error), "user" if is_clients else "server")
 
 
 def _completion(future: Future) -> Table:
