@@ -81,7 +81,8 @@ test-tinker: $(TINKER_PYTHON)
 
 .venv-tinker/bin/python:
 	$(PYTHON) -m venv .venv-tinker
-	.venv-tinker/bin/pip install --quiet --editable '.[dev,torch,mlx,tinker]' 'tinker-cookbook[math-rl]==0.6.1'
+	.venv-tinker/bin/pip install --quiet --disable-pip-version-check --editable '.[dev,torch,mlx,tinker]' \
+		'tinker-cookbook[math-rl]==0.6.1' || { rm -r .venv-tinker; exit 1; }
 
 NULL_PYTHON ?= .venv-null/bin/python
 

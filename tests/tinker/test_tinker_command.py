@@ -1,5 +1,6 @@
 """The command `dualtune serve --train`: what it refuses before anything is loaded, and how it ends."""
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -46,30 +47,44 @@ def test_without_the_package_it_says_what_to_install(dualtune_main, tiny_softmax
     assert result.returncode == 4 and "pip install 'dualtune[tinker]'" in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_when_what_it_computes_has_ended(tiny_softmax, tmp_path, number):
-    """What waits is refused, and a run with an update that no checkpoint has is saved. No client's package: JSON."""
-    pytest.importorskip("google.protobuf", reason="the command needs the package tinker")
+@contextlib.contextmanager
+def serving(model, runs):
+    """Run the command. Yields its process and what posts to it; both need no client, but the command its package."""
     pytest.importorskip("tinker")
-    command = [sys.executable, "-m", "dualtune", "serve", str(tiny_softmax), "--train", "--port", "0", "--platform",
-               "numpy", "--runs", str(tmp_path)]  # fmt: skip
+    command = [sys.executable, "-m", "dualtune", "serve", str(model), "--train", "--port", "0", "--platform", "numpy",
+               "--runs", str(runs)]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         assert found, line + process.stderr.read()
 
-        def post(path, **body):
+        def post(path, /, **body):
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
             connection.request("POST", f"/api/v1/{path}", json.dumps(body), {"Content-Type": "application/json"})
             return json.loads(connection.getresponse().read())
 
-        session = post("create_session", tags=[])["session_id"]
-        made = post(
-            "create_model", session_id=session, model_seq_id=0, base_model=str(tiny_softmax), lora_config={"rank": 1}
-        )
-        run = post("retrieve_future", **made)["model_id"]
-        post("optim_step", model_id=run, seq_id=1, adam_params={"learning_rate": 0.1})
-        assert "metrics" in post("retrieve_future", request_id=f"{run}:1")
+        try:
+            yield process, post
+        except BaseException:
+            process.kill()  # or its end would be waited for
+            raise
+
+
+def trained_run(post, model):
+    """Make a run and update it."""
+    session = post("create_session", tags=[])["session_id"]
+    made = post("create_model", session_id=session, model_seq_id=0, base_model=str(model), lora_config={"rank": 1})
+    run = post("retrieve_future", **made)["model_id"]
+    post("optim_step", model_id=run, seq_id=1, adam_params={"learning_rate": 0.1})
+    assert "metrics" in post("retrieve_future", request_id=f"{run}:1")
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_when_what_it_computes_has_ended(tiny_softmax, tmp_path, number):
+    """What waits is refused, and a run with an update that no checkpoint has is saved."""
+    with serving(tiny_softmax, tmp_path) as (process, post):
+        run = trained_run(post, tiny_softmax)
         waiting = post("optim_step", model_id=run, seq_id=9, adam_params={})
         results = []
         asking = threading.Thread(target=lambda: results.append(post("retrieve_future", **waiting)))
@@ -81,3 +96,17 @@ def test_a_signal_ends_it_when_what_it_computes_has_ended(tiny_softmax, tmp_path
     assert f"tinker://{run}/weights/interrupted" in told and told.rstrip().endswith("stopped")
     assert (tmp_path / run / "weights" / "interrupted").is_dir()
     assert results == [{"error": "the server is stopping", "category": "server"}]
+
+
+def test_a_server_that_was_killed_goes_on_from_its_checkpoints(tiny_softmax, tmp_path):
+    with serving(tiny_softmax, tmp_path) as (process, post):
+        run = trained_run(post, tiny_softmax)
+        path = post("retrieve_future", **post("save_weights", model_id=run, seq_id=2, path="kept"))["path"]
+        process.kill()
+    with serving(tiny_softmax, tmp_path) as (process, post):
+        session = post("create_session", tags=[])["session_id"]
+        made = post("load_weights", session_id=session, model_seq_id=0, path=path, optimizer=True)
+        other = post("retrieve_future", **made)["model_id"]
+        post("optim_step", model_id=other, seq_id=1, adam_params={})
+        assert "metrics" in post("retrieve_future", request_id=f"{other}:1")
+        process.terminate()
