@@ -7,6 +7,7 @@ lie across a border.
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -118,8 +119,41 @@ def precompile_the_header_of_mlx() -> None:
         part.replace(compiled)
 
 
+def covering(cases, strength):
+    """Choose few of the cases of a test, with each combination of values of so many parameters that any case has."""
+    values = [[*values_in(case)] for case in cases]
+    combinations = [{*itertools.combinations(each, min(strength, len(each)))} for each in values]
+    left, chosen = set().union(*combinations), []
+    while left:
+        best = max(range(len(cases)), key=lambda n: len(combinations[n] & left))  # the first of the best
+        left -= combinations[best]
+        chosen.append(cases[best])
+    return chosen
+
+
+def values_in(case):
+    """What tells the cases of a test apart: the values of each `parametrize`, and of each fixture with parameters."""
+    params = dict(case.callspec.params)
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield (*names, *(id(params.pop(name)) for name in names))
+    yield from ((name, id(value)) for name, value in params.items())
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with the files that take long, so that no process is left alone with one of them at the end."""
+    """Leave to `make test-long` the cases whose values others have, as `covering` asks.
+
+    Begin with the files that take long, so that no process is left alone with one of them at the end.
+    """
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("long"):
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    for function in cases.values():
+        (strength,) = function[0].get_closest_marker("covering").args
+        for item in {*function} - {*covering(function, strength)}:
+            item.add_marker(pytest.mark.long)
     if hasattr(config, "workerinput"):
         place = {ROOT / "tests" / name: n for n, name in enumerate(TAKES_LONG)}
         items.sort(key=lambda item: place.get(item.path, len(place)))

@@ -20,6 +20,8 @@ pytest.importorskip("mlx_lm")
 from dualtune_mlx import optimizer  # noqa: E402
 from dualtune_mlx.kernels import cross_entropy  # noqa: E402
 
+pytestmark = pytest.mark.covering(1)
+
 FULL = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method="full")
 TIED = {"tie_word_embeddings": True}
 

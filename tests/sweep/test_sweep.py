@@ -15,6 +15,8 @@ from dualtune.train.state import lock
 from dualtune.train.sweep.sweep import Attempts, SweepTrial
 from dualtune.train.sweep.values import Choices, Range, sampler
 
+pytestmark = pytest.mark.covering(1)
+
 
 def weights(run_dir):
     return (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
