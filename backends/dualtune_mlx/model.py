@@ -61,7 +61,10 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             # standard output may carry a model's answer.
             with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
                 model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
-        loaded_as = mx.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
+        loaded_as = dtype
+        if request.adapter.trains_model:
+            request.adapter.check_masters(str(dtype).removeprefix("mlx.core."))
+            loaded_as = DTYPES[request.adapter.master_weights]
         _compute(model, loaded_as, is_int8=quantization == "int8", streams=request.resident_layers is not None)
         model.freeze()
         model.eval()

@@ -16,6 +16,7 @@ import numpy as np
 
 from dualtune.engine.backend import CLIP_EPS
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, RuleName, Run, Shapes
+from dualtune.model.stochastic_rounding import UpdatePart, rounded, update_parts
 from dualtune.model.update_rules import Settings, UpdateRule
 from dualtune_mlx.card.memory import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
@@ -219,13 +220,7 @@ class ByTensor(FlatOptimizer):
     ) -> tuple[mx.array, Arrays]:  # fmt: skip
         numbers = {"step": step, "lr": lr, "shrink": shrink, "is_good": is_good}
         if self._in_place:
-            for i, stack in enumerate(self._stacks):
-                w, g = (mx.stack([self._layout.of(name, flat) for name in stack.names]) for flat in (params, grads))
-                w, after = super().update(w, _of_number(slots, i), g, **numbers)
-                mx.eval(w, after)
-                for name, new in zip(stack.names, w, strict=True):
-                    put_in_place(params, self._layout.where(name), new.reshape(-1))
-                slots |= _numbered_as(i, after)
+            self._update_in_place(params, slots, grads, numbers)
             return params, slots
         weights, slopes = self._layout.named(params), self._layout.named(grads)
         after: list[Arrays] = []
@@ -235,6 +230,15 @@ class ByTensor(FlatOptimizer):
             weights |= zip(stack.names, w, strict=True)
             after.append(own)
         return self._layout.flat(weights), _numbered(after)
+
+    def _update_in_place(self, params: mx.array, slots: Arrays, grads: mx.array, numbers: Arrays) -> None:
+        for i, stack in enumerate(self._stacks):
+            w, g = (mx.stack([self._layout.of(name, flat) for name in stack.names]) for flat in (params, grads))
+            w, own = super().update(w, _of_number(slots, i), g, **numbers)
+            mx.eval(w, own)
+            for name, new in zip(stack.names, w, strict=True):
+                put_in_place(params, self._layout.where(name), new.reshape(-1))
+            slots |= _numbered_as(i, own)
 
     def read(self, slots: Arrays) -> Arrays:
         found: dict[str, Arrays] = {slot: {} for slot in self._names}
@@ -338,7 +342,7 @@ class Averaged(FlatOptimizer):
         new, new_slots = self._inner.update(params, inner, grads, step=step, lr=lr, shrink=shrink, is_good=is_good)
         # Without an update the difference is exactly zero, and a factor of one keeps the offset bitwise.
         factor = mx.where(is_good, 1 - self._share(step), 1.0)
-        return new, {**new_slots, OFFSET: (offset - (new - before)) * factor}
+        return new, {**new_slots, OFFSET: (offset - (new.astype(mx.float32) - before.astype(mx.float32))) * factor}
 
     def _share(self, step: mx.array) -> mx.array:
         """As `Averaging.share`."""
@@ -394,6 +398,33 @@ class InRuns(FlatOptimizer):
         )
 
 
+class StochasticallyRounded(InRuns):
+    """An optimizer of a flat array in bfloat16, of which a part at a time is in float32.
+
+    See `dualtune.model.stochastic_rounding`.
+    """
+
+    def __init__(self, spec: OptimizerSpec, parts: Sequence[UpdatePart], seed: int) -> None:
+        super().__init__(spec, [part.run for part in parts], in_place=False)
+        self._seed, self._pieces = seed, [part.pieces for part in parts]
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        start = 0
+        for i, (inner, pieces) in enumerate(zip(self._inner, self._pieces, strict=True)):
+            where = slice(start, start := start + sum(size for _, size in pieces))
+            w, g = params[where].astype(mx.float32), grads[where]
+            w, after = inner.update(w, _of_number(slots, i), g, step=step, lr=lr[i], shrink=shrink[i], is_good=is_good)
+            elements = mx.concatenate([mx.arange(size, dtype=mx.int32) + first for first, size in pieces])
+            w = rounded(w, elements, step.astype(mx.int32), self._seed, mx).astype(mx.bfloat16)
+            mx.eval(w, after)
+            put_in_place(params, where, w)
+            slots |= _numbered_as(i, after)
+        return params, slots
+
+
 def _ends_of(runs: Sequence[Shapes]) -> list[int]:
     """Return where all runs but the last one end, in a flat array of their tensors."""
     return np.cumsum([sum(map(math.prod, shapes.values())) for shapes in runs])[:-1].tolist()
@@ -412,11 +443,19 @@ def _of_number(slots: Arrays, i: int) -> Arrays:
     return {name.removeprefix(f"{i}."): array for name, array in slots.items() if name.startswith(f"{i}.")}
 
 
-def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout, *, in_place: bool = False) -> FlatOptimizer:
-    """Return the optimizer of a flat array with this layout. `in_place`: it is large, and memory counts."""
+def flat_optimizer(
+    spec: OptimizerSpec, layout: FlatLayout, *, in_place: bool = False, rounding_seed: int | None = None
+) -> FlatOptimizer:
+    """Return the optimizer of a flat array with this layout. `in_place`: it is large, and memory counts.
+
+    `rounding_seed`: of an array in bfloat16.
+    """
     runs = spec.runs(layout.shapes)
     is_one = all(run.lr_factor == 1 for run in runs)
-    inner = _of_run(spec, layout.shapes, in_place=in_place) if is_one else InRuns(spec, runs, in_place)
+    if rounding_seed is not None:
+        inner = StochasticallyRounded(spec, update_parts(spec, layout.shapes, UPDATE_CHUNK), rounding_seed)
+    else:
+        inner = _of_run(spec, layout.shapes, in_place=in_place) if is_one else InRuns(spec, runs, in_place)
     return inner if spec.average is None else Averaged(inner, layout, spec.average)
 
 

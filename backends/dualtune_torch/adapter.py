@@ -4,8 +4,9 @@ With one buffer, the optimizer step, the gradient norm and the copy each run as 
 that share an input have their A matrices side by side in it, so that one product computes all of them.
 
 Full fine-tuning has all parameters of the model in the buffer, and no adapter. In float32 it computes with the
-masters. In 16 bits it computes with the copy, and the gradient of each parameter is added to the float32 gradient as
-soon as it is complete, so that there is never a second gradient of the whole model.
+masters. In 16 bits it computes with the copy, or with what is trained itself if that is bfloat16
+(adapter.master_weights), and the gradient of each parameter is added to the float32 gradient as soon as it is complete,
+so that there is never a second gradient of the whole model.
 """
 
 from __future__ import annotations
@@ -35,20 +36,26 @@ class AdapterBuffer:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, *, starts: bool = False
-    ) -> None:
-        """`starts`: whether a start is kept beside each A and B. The copy then has both, side by side."""
+        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, *, starts: bool = False,
+        masters: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """`starts`: whether a start is kept beside each A and B. The copy then has both, side by side.
+
+        `masters`: the dtype of what is trained. If that is the compute dtype, there is no copy.
+        """
         self.of_base: dict[str, nn.Parameter] = {}  # the parameters of the base that compute with the copy
         self.shapes = shapes_apart(shapes)
-        self.flat = torch.zeros(sum(map(math.prod, self.shapes.values())), device=device, requires_grad=True)
-        self.flat.grad = torch.zeros_like(self.flat)
+        size = sum(map(math.prod, self.shapes.values()))
+        self.flat = torch.zeros(size, device=device, dtype=masters, requires_grad=True)
+        self.flat.grad_dtype = torch.float32
+        self.flat.grad = torch.zeros(size, device=device)
         self.masters, self.grads = _views(self.flat.detach(), shapes), _views(self.flat.grad, shapes)
         kept = {name: shape for name, shape in shapes.items() if starts and rank_axis(name)}
         self._start_shapes = shapes_apart(kept)
         self._start = torch.zeros(sum(map(math.prod, kept.values())), device=device)
         self.start = _views(self._start, kept)
         wide = {**shapes, **scaled_ranks(kept, 2, 1)}
-        if dtype == torch.float32 and not kept:
+        if dtype == masters and not kept:
             self._compute = self.flat.detach()
         else:
             self._compute = torch.empty(sum(map(math.prod, wide.values())), device=device, dtype=dtype)
@@ -61,7 +68,7 @@ class AdapterBuffer:
             trained = [parts[name][0] if name in parts else self.compute[name] for name in self.masters]
             torch._foreach_copy_(trained, [*self.masters.values()])
             torch._foreach_copy_([parts[name][1] for name in self.start], [*self.start.values()])
-        elif self._compute.dtype != torch.float32:
+        elif self._compute.dtype != self.flat.dtype:
             self._compute.copy_(self.flat.detach())
 
     def train(self, name: str, parameter: nn.Parameter) -> None:
@@ -98,7 +105,7 @@ def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:
 
 def to_numpy(flat: Tensor, shapes: Shapes) -> Tensors:
     """Return copies of the tensors that a flat one consists of."""
-    views = _views(flat.detach().cpu(), shapes)
+    views = _views(flat.detach().cpu().float(), shapes)
     return {name: views[name].numpy().copy() for name in sorted(views)}
 
 
@@ -142,10 +149,11 @@ def adapter_buffer(
 # --- full fine-tuning
 
 
-def model_buffer(model: PreTrainedModel, dtype: torch.dtype) -> AdapterBuffer:
-    """Move the float32 parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
+def model_buffer(model: PreTrainedModel, dtype: torch.dtype, masters: torch.dtype = torch.float32) -> AdapterBuffer:
+    """Move the parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
     parameters = dict(model.named_parameters())  # an output head that is the embedding counts once
-    buffer = AdapterBuffer({name: tuple(p.shape) for name, p in parameters.items()}, model.device, dtype)
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    buffer = AdapterBuffer(shapes, model.device, dtype, masters=masters)
     for name, parameter in parameters.items():
         buffer.train(name, parameter)
     buffer.refresh()

@@ -41,6 +41,7 @@ from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import layer_of, members, shapes_of
 from dualtune.model.merging import write_merged
+from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune.model.update_rules import Settings
@@ -92,7 +93,8 @@ class TorchEngine:
         self._graphs: MicroStepGraphs | None = None
         if self._is_full:
             self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
-            self._adapter = model_buffer(model, DTYPES[description["dtype"]])
+            masters = DTYPES[request.adapter.master_weights]
+            self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters)
         else:
             self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
             self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
@@ -141,7 +143,10 @@ class TorchEngine:
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        return flat_optimizer(self._adapter.flat, self._adapter.shapes, self._request.optimizer)
+        return self._optimizer_of(self._request.optimizer)
+
+    def _optimizer_of(self, spec: OptimizerSpec) -> FlatOptimizer:
+        return flat_optimizer(self._adapter.flat, self._adapter.shapes, spec, self._request.seed)
 
     @property
     def _optimizer(self) -> FlatOptimizer:
@@ -184,7 +189,7 @@ class TorchEngine:
 
     def _micro_step(self, inputs: Inputs, divisor: float | Tensor) -> None:
         with self._dropout(inputs), self._together():
-            self._backward(self._loss_sum(inputs), divisor)
+            self._backward(self._loss_sum(inputs, self._request.label_smoothing), divisor)
 
     def _backward(self, loss_sum: Tensor, divisor: float | Tensor) -> None:
         loss = loss_sum / divisor
@@ -203,7 +208,7 @@ class TorchEngine:
             with torch.no_grad():
                 logprobs_BT = self._logprobs_of(output, inputs, batch)
             weighted = self._inputs(with_weights(batch, weigh(logprobs_BT)))
-            self._backward(self._loss_of(output, weighted), divisor)
+            self._backward(self._loss_of(output, weighted, self._request.label_smoothing), divisor)
         return logprobs_BT
 
     def gradient(self) -> Tensors:
@@ -279,7 +284,7 @@ class TorchEngine:
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
-        optimizer = flat_optimizer(self._adapter.flat, self._adapter.shapes, spec)
+        optimizer = self._optimizer_of(spec)
         take_state(optimizer, self._optimizer, spec.slots)
         self._new_optimizer, self._request = optimizer, replace(self._request, optimizer=spec)
 
@@ -444,20 +449,20 @@ class TorchEngine:
         with self._together(), whole(layer.base):
             return _numpy(layer.frozen(number, torch.float32).float())
 
-    def _loss_sum(self, inputs: Inputs) -> Tensor:
-        """Σ −w·log p(label) over the targets, float32."""
-        return self._loss_of(self._output(inputs), inputs)
+    def _loss_sum(self, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
+        """Σ −w·log p(label) over the targets, float32; with `smoothing` as in `losses.loss_sum`."""
+        return self._loss_of(self._output(inputs), inputs, smoothing)
 
-    def _loss_of(self, output: Tensor, inputs: Inputs) -> Tensor:
+    def _loss_of(self, output: Tensor, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
         """The same from the `_output` of a micro-batch, for the labels and weights of these inputs."""
         head = self._kernels.head
         if head is None:
-            return loss_sum(output, inputs.labels_BT, inputs.weights_BT)
+            return loss_sum(output, inputs.labels_BT, inputs.weights_BT, smoothing)
         hidden_MD, rows = self._target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, *(rows or ()),
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
     def _target_states(self, hidden_BTD: Tensor, inputs: Inputs) -> Tensor:

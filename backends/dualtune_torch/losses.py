@@ -14,19 +14,20 @@ from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import capped
 
 
-def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
     """Σ −w·log p(label) over the labels that are not IGNORE_INDEX; float32 scalar. Without weights, each w is 1.
 
-    Labels and weights may be [B, T, K]: see `Batch`.
+    Labels and weights may be [B, T, K]: see `Batch`. `smoothing`: the share of the mean over the vocabulary in place of
+    log p(label); none with K labels.
     """
     if labels_BT.ndim == 3:
         logprobs_BTK = target_logprobs(logits_BTV, labels_BT)
         return -(logprobs_BTK if weights_BT is None else logprobs_BTK * weights_BT).sum()
     logits_NV, labels_N = logits_BTV.flatten(0, 1).float(), labels_BT.flatten()
+    how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
     if weights_BT is None:
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="sum")
-    losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="none")
-    return (losses_N * weights_BT.flatten()).sum()
+        return F.cross_entropy(logits_NV, labels_N, reduction="sum", **how)
+    return (F.cross_entropy(logits_NV, labels_N, reduction="none", **how) * weights_BT.flatten()).sum()
 
 
 def target_logprobs(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

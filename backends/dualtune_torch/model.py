@@ -61,7 +61,10 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         device = torch.device("cpu")
     # A base whose layers are streamed stays on the host; what is quantized here is quantized on the device.
     place_on = device if request.resident_layers is None else torch.device("cpu")
-    loaded_as = torch.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
+    loaded_as = dtype
+    if request.adapter.trains_model:
+        request.adapter.check_masters(description["dtype"])
+        loaded_as = DTYPES[request.adapter.master_weights]
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         is_stored = quantization == "nf4" and config.get("quantization_config") is not None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualtune.model.optimizer import OFFSET, Averaging, OptimizerSpec, Run, Shapes
+from dualtune.model.stochastic_rounding import rounded, update_parts
 from dualtune.model.update_rules import Settings
 from dualtune_torch.card.memory import UPDATE_CHUNK
 from dualtune_torch.kernels.eight_bit import EightBitAdamW, EightBitLion
@@ -253,7 +254,7 @@ class Averaged:
     def __init__(self, inner: FlatOptimizer, flat: Tensor, average: Averaging) -> None:
         self._inner, self._flat, self._average = inner, flat, average
         self.count = inner.count
-        self._offset = torch.zeros_like(flat)
+        self._offset = torch.zeros(flat.shape, device=flat.device)
 
     @torch.no_grad()
     def step(self, lr: float, is_good: Tensor) -> None:
@@ -261,7 +262,7 @@ class Averaged:
         self._inner.step(lr, is_good)
         # Without an update both differences are exactly zero, and a factor of one keeps the offset bitwise.
         factor = torch.where(is_good, 1 - self._share(), 1.0)
-        self._offset.add_(before.sub_(self._flat)).mul_(factor)
+        self._offset.add_(before.float().sub_(self._flat)).mul_(factor)
 
     def _share(self) -> Tensor:
         """As `Averaging.share` after the update that was counted last, on the device."""
@@ -289,7 +290,7 @@ class InRuns:
         assert flat.grad is not None
         self.count = torch.zeros((), device=flat.device)
         self._lengths = [sum(run.sizes) for run in runs]
-        parts = flat.detach().split(self._lengths)
+        parts = self._parts(flat.detach())
         for part, grad in zip(parts, flat.grad.split(self._lengths), strict=True):
             part.grad = grad
         self._inner = [(run.lr_factor, _of_run(part, run.shapes, spec)) for part, run in zip(parts, runs, strict=True)]
@@ -297,6 +298,10 @@ class InRuns:
         self._slot_lengths = {
             slot: [sum(map(math.prod, of_run[slot].values())) for of_run in shapes] for slot in spec.entry.slots
         }
+
+    def _parts(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return what each run's optimizer updates."""
+        return flat.split(self._lengths)
 
     def step(self, lr: float, is_good: Tensor) -> None:
         for factor, inner in self._inner:
@@ -320,6 +325,37 @@ class InRuns:
             yield from inner.tensors()
 
 
+class StochasticallyRounded(InRuns):
+    """An optimizer of a flat tensor in bfloat16: `dualtune.model.stochastic_rounding`.
+
+    A part of it at a time is in float32, where its optimizer updates it as any other tensor.
+    """
+
+    def __init__(self, flat: Tensor, shapes: Shapes, spec: OptimizerSpec, seed: int) -> None:
+        parts = update_parts(spec, shapes, UPDATE_CHUNK[flat.device.type])
+        super().__init__(flat, [part.run for part in parts], spec)
+        self._seed, self._pieces = seed, [part.pieces for part in parts]
+        self._weights = flat.detach().split(self._lengths)
+        self._numbers = torch.arange(max(self._lengths), dtype=torch.int32, device=flat.device)
+
+    def _parts(self, flat: Tensor) -> Sequence[Tensor]:
+        self._float32 = torch.zeros(max(self._lengths), device=flat.device)
+        return [self._float32[:length] for length in self._lengths]
+
+    @torch.no_grad()
+    def step(self, lr: float, is_good: Tensor) -> None:
+        number = (self.count + 1).int()
+        for weights, pieces, (factor, inner) in zip(self._weights, self._pieces, self._inner, strict=True):
+            updated = self._float32[: len(weights)]
+            updated.copy_(weights)
+            inner.count.copy_(self.count)
+            inner.step(lr * factor, is_good)
+            sizes = [size for _, size in pieces]
+            for w, new, (first, size) in zip(weights.split(sizes), updated.split(sizes), pieces, strict=True):
+                w.copy_(rounded(new, self._numbers[:size] + first, number, self._seed, torch))
+        self.count += is_good
+
+
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as [K, *shape]; a single one is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack([*tensors])
@@ -336,11 +372,17 @@ def take_state(optimizer: FlatOptimizer, before: FlatOptimizer, slots: Iterable[
         optimizer.load(slot, partial(_copy, before.read(slot)))
 
 
-def flat_optimizer(flat: Tensor, shapes: Shapes, spec: OptimizerSpec) -> FlatOptimizer:
-    """Return the optimizer of a flat tensor that consists of tensors of these shapes, by name."""
+def flat_optimizer(flat: Tensor, shapes: Shapes, spec: OptimizerSpec, seed: int = 0) -> FlatOptimizer:
+    """Return the optimizer of a flat tensor that consists of tensors of these shapes, by name.
+
+    `seed`: of the rounding of a tensor in bfloat16.
+    """
     runs = spec.runs(shapes)
-    is_one = all(run.lr_factor == 1 for run in runs)
-    optimizer = _of_run(flat, shapes, spec) if is_one else InRuns(flat, runs, spec)
+    if flat.dtype == torch.bfloat16:
+        optimizer = StochasticallyRounded(flat, shapes, spec, seed)
+    else:
+        is_one = all(run.lr_factor == 1 for run in runs)
+        optimizer = _of_run(flat, shapes, spec) if is_one else InRuns(flat, runs, spec)
     return optimizer if spec.average is None else Averaged(optimizer, flat, spec.average)
 
 

@@ -150,6 +150,7 @@ class ApiHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "dualtune", ""
     timeout = REQUEST_S
+    disable_nagle_algorithm = True  # head and body are written apart, and the second would wait for the client
     body_types: tuple[str, ...] = ("application/json",)
 
     def client_key(self) -> str:

@@ -50,6 +50,7 @@ def record_command(
         from dualtune.data.documents import Data
         from dualtune.data.tokens.tokenizer import Tokenizer
         from dualtune.model.base_model import resolve_model
+        from dualtune.model.fingerprint import fingerprint
         from dualtune.train.inference import load_model
         from dualtune.train.recording import record
 
@@ -68,7 +69,8 @@ def record_command(
         if (size := loaded.tokenizer.vocabulary_size) is not None and top_k >= size:
             raise ConfigError(f"--top-k: got {top_k}, but the teacher has {size} tokens; allowed: 1 to {size - 1}")
         shown.begin("recording", "documents")
-        recorded = record(out, loaded.engine, teacher, parts, top_k, shown.update)
+        weights = fingerprint(resolve_model(teacher))["weights_sha256"]  # of samples: that of all would take minutes
+        recorded = record(out, loaded.engine, teacher, parts, top_k, shown.update, base=weights)
     result = {"file": str(out), "documents": sum(map(len, parts)), "targets": recorded.num_targets, "top_k": top_k,
               "continued": recorded.num_continued}  # fmt: skip
     if as_json:

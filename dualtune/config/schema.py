@@ -48,6 +48,7 @@ from dualtune.model.beside import Biases
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
+from dualtune.model.stochastic_rounding import MasterWeights
 from dualtune.model.targets import ALL_LAYERS, DEFAULT_TARGETS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,6 +140,9 @@ class AdapterConfig(Section):
     method: MethodName = "lora"
     """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output; dora
     also the length of each row of weight + scale · B·A; full trains all parameters of the model, without an adapter."""
+    master_weights: MasterWeights = "float32"
+    """How method: full keeps the weights that it trains: bfloat16 takes half of the memory, or a third where the model
+    computes in bfloat16, and rounds each update up or down at random, so that on average none is lost."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Factor = 32.0
@@ -230,6 +234,9 @@ class TrainConfig(Section):
     disk saves that part of every step and evaluation, and needs adapter.targets that leave the first layers alone."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
+    evaluations have none."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (
@@ -597,6 +604,7 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     yield from _impossible_preference(config)
     yield from _impossible_distillation(config)
     yield from _impossible_rollouts(config)
+    yield from _impossible_masters(config)
     if config.adapter.merge_for != "none":
         yield from _impossible_with_merges(config)
     if config.adapter.trains_model:
@@ -618,6 +626,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
             yield ("train", "average"), schedule, f"got {train.average}, {rule}"
     yield from engine_conflicts(config)
     yield from _impossible_rates(config)
+    yield from _impossible_smoothing(config)
     if train.policy != "auto" and config.hybrid.enabled:
         rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
         yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
@@ -635,6 +644,18 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if isinstance(over, int) and train.steps is not None and over > train.steps:
         rule = f"must be at most train.steps ({train.steps})"
         yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield label smoothing of what is no plain loss of labels."""
+    smoothing: KeyPath = ("train", "label_smoothing")
+    if not (got := config.train.label_smoothing):
+        return
+    if (name := config.train.objective) != "sft":
+        yield smoothing, ("train", "objective"), f"got {got:g}, but only sft has it, not {name}; allowed: 0"
+    if config.hybrid.enabled:
+        rule = "but predictive training compares the losses of training and evaluation; allowed: 0"
+        yield smoothing, ("hybrid", "enabled"), f"got {got:g}, {rule}"
 
 
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -811,6 +832,22 @@ def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, 
     if memory.resident_layers != "all":
         rule = "but layers that are streamed keep no merge; allowed: all"
         yield merge_for, ("memory", "resident_layers"), f"{got}, {rule}"
+
+
+def _impossible_masters(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what does not go with weights in bfloat16."""
+    masters: KeyPath = ("adapter", "master_weights")
+    if (got := config.adapter.master_weights) == "float32":
+        return
+    if not config.adapter.trains_model:
+        rule = f"but adapter.method: {config.adapter.method} always trains in float32; remove the key"
+        yield masters, ("adapter", "method"), f"got {got}, {rule}"
+    if config.model.dtype not in ("auto", got):
+        rule = f"but the model computes in {config.model.dtype}; allowed: float32, or model.dtype: {got}"
+        yield masters, ("model", "dtype"), f"got {got}, {rule}"
+    if config.hybrid.enabled:
+        rule = "but a prediction moves float32 weights; allowed: float32, or hybrid.enabled: false"
+        yield masters, ("hybrid", "enabled"), f"got {got}, {rule}"
 
 
 def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

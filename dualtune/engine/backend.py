@@ -235,6 +235,7 @@ CONFIG_KEYS = {
     "dtype": "model.dtype", "quantization": "model.quantization", "init": "model.init", "kernels": "model.kernels",
     "seed": "run.seed", "deterministic": "run.deterministic", "sharding": "memory.sharding",
     "resident_layers": "memory.resident_layers_or_none", "memory_limit_bytes": "memory.limit_bytes",
+    "label_smoothing": "train.label_smoothing",
 }  # fmt: skip
 
 
@@ -257,6 +258,7 @@ class LoadRequest:
     deterministic: bool = False  # the same bits each time, on devices that do not compute so by themselves
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
+    label_smoothing: float = 0.0  # in training, the share of −log p averaged over the vocabulary in a target's loss
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
     shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own

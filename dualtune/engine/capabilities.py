@@ -24,6 +24,7 @@ BACKEND_KEYS = (
     "adapter.method",
     "adapter.init",
     "adapter.merge_for",
+    "adapter.master_weights",
     "adapter.train_modules",
     "adapter.train_rows",
     "adapter.bias",
@@ -33,6 +34,7 @@ BACKEND_KEYS = (
     "train.average",
     "train.embedding_learning_rate",
     "train.lora_plus_ratio",
+    "train.label_smoothing",
     "train.activation_cache",
     "memory.checkpointing",
     "memory.offload",
@@ -45,6 +47,7 @@ BACKEND_KEYS = (
 # The value that is no number.
 WITH_NUMBERS = {
     "memory.resident_layers": "all", "train.lora_plus_ratio": None, "train.embedding_learning_rate": None,
+    "train.label_smoothing": 0.0,
 }  # fmt: skip
 WITH_NAMES = ("adapter.train_modules", "adapter.train_rows")  # whose default is none
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Literal
 
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.model.merge_rounding import ROUNDINGS
+from dualtune.model.methods import INITS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Activation checkpointing: what the backward pass computes again instead of keeping it from the forward pass.
@@ -73,6 +76,33 @@ SIZE = "a size such as 12GB"  # any size as the value of memory.limit
 NAMES = "a list of names"  # any list that is not empty as the value of a key in `WITH_NAMES`
 INSTALLED = "one of another package"  # the name of anything that its package has registered by an entry point
 NUMBER = "a number such as 2"  # any number as the value of a key in `WITH_NUMBERS`
+
+# What an engine honours that does all that both of ours do: a card adds what its own does beside it.
+BY_BOTH: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "model.init": ("pretrained", "random"),
+        "model.kernels": ("auto", "fused", "reference"),
+        "adapter.method": ("lora", "dora", "full"),
+        "adapter.init": INITS,
+        "adapter.merge_for": ("none", *ROUNDINGS),
+        "adapter.master_weights": ("float32", "bfloat16"),
+        "adapter.train_modules": ((), NAMES),
+        "adapter.train_rows": ((), NAMES),
+        "adapter.bias": ("none", "all", "lora_only"),
+        "data.packing": (False, True),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "lion_8bit", "adafactor", "muon", INSTALLED),
+        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
+        "train.average": ("none", "ema", "tail"),
+        "train.lora_plus_ratio": (None, NUMBER),
+        "train.label_smoothing": (0.0, NUMBER),
+        "train.embedding_learning_rate": (None, NUMBER),
+        "train.activation_cache": ("none", "disk"),
+        "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
+        "memory.resident_layers": ("all", NUMBER),
+        "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
+    }
+)
 
 BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 

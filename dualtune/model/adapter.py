@@ -26,6 +26,7 @@ from dualtune.model.experts import collapsed
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
+from dualtune.model.stochastic_rounding import MasterWeights
 from dualtune.model.targets import (
     ALL_LAYERS,
     ALL_LINEAR,
@@ -66,6 +67,7 @@ class AdapterSpec:
     beside: BesideAdapter = NOTHING  # parameters of the base that are trained too
     experts: bool = False  # whether the targets name layers of experts too
     merge_for: MergeFor = "none"  # the format in which training sees the merge; in no file
+    master_weights: MasterWeights = "float32"  # the dtype in which a model that is trained whole is kept; in no file
 
     @property
     def scale(self) -> float:
@@ -172,6 +174,14 @@ class AdapterSpec:
     def layer(self) -> str:
         """The name of the module of a backend that has the adapted layer."""
         return self.method if self.merge_for == "none" else "merged"
+
+    def check_masters(self, dtype: str) -> None:
+        """Raise ConfigError if a model that computes in this dtype cannot be trained in that of the spec."""
+        if self.master_weights not in ("float32", dtype):
+            raise ConfigError(
+                f"adapter.master_weights: got {self.master_weights}, but the model computes in {dtype}. Set "
+                f"model.dtype: {self.master_weights}, or adapter.master_weights: float32"
+            )
 
     def check_router(self, module: str) -> None:
         """Raise ConfigError for what cannot be trained of a router that multiplies by its weight itself."""

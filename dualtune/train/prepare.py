@@ -400,7 +400,8 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
     """Return what is trained; without the files of the model, as far as the config says it."""
     targets = config.adapter.targets
     if config.adapter.trains_model:
-        return AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method=config.adapter.method)
+        adapter = config.adapter
+        return AdapterSpec(1, 1.0, 0.0, (), method=adapter.method, master_weights=adapter.master_weights)
     if targets == ALL_LINEAR:
         targets = (ALL_LINEAR,)
     elif start is not None:

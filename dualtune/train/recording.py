@@ -43,9 +43,9 @@ class TeacherRecord:
 
 def record(
     path: Path, teacher: Engine, name: str, parts: Sequence[Documents], k: int,
-    show: Callable[[int, int], None] = lambda done, total: None,
+    show: Callable[[int, int], None] = lambda done, total: None, *, base: str = "",
 ) -> TeacherRecord:  # fmt: skip
-    """Write what a teacher says of the targets of all documents to a new file.
+    """Write what a teacher says of the targets of all documents to a new file. `base`: the hash of its base's weights.
 
     Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
     recorded once. If the process is killed, the next one with the same arguments goes on, to the same bytes. Raises
@@ -53,7 +53,7 @@ def record(
     """
     done, total = 0, sum(map(len, parts))
     try:
-        with _Unfinished(path.with_name(path.name + PARTIAL), _key_of(teacher, name, parts, k), k) as unfinished:
+        with _Unfinished(path.with_name(path.name + PARTIAL), _key_of(teacher, name, base, parts, k), k) as unfinished:
             continued = len(unfinished.digests)
             for documents in parts:
                 digests = [digest.tobytes() for digest in documents.digests()]
@@ -72,7 +72,7 @@ def record(
         raise DiskError(f"{path}: the distributions cannot be written: {error.strerror or error}") from error
 
 
-def _key_of(teacher: Engine, name: str, parts: Sequence[Documents], k: int) -> dict[str, Any]:
+def _key_of(teacher: Engine, name: str, base: str, parts: Sequence[Documents], k: int) -> dict[str, Any]:
     """Return all that the numbers depend on."""
     adapter, documents = hashlib.sha256(), hashlib.sha256()
     for tensor_name, tensor in sorted(teacher.adapter_state().items()):
@@ -81,7 +81,8 @@ def _key_of(teacher: Engine, name: str, parts: Sequence[Documents], k: int) -> d
         documents.update(part.digests().tobytes())
     names = ("model_class", "device", "dtype", "quantization", "num_parameters", "threads")
     return {
-        "format": FORMAT, "teacher": name, "k": k, "adapter": adapter.hexdigest(), "documents": documents.hexdigest(),
+        "format": FORMAT, "teacher": name, "base": base, "k": k, "adapter": adapter.hexdigest(),
+        "documents": documents.hexdigest(),
         **{name: getattr(teacher.description, name) for name in names},
     }  # fmt: skip
 

@@ -286,9 +286,9 @@ def test_paths_that_cannot_be_looked_at(refused, monkeypatch, wording):
         ),
     ],
 )
-def test_exit_codes_of_real_processes(dualtune, config_file, tmp_path, code, changes, message):
+def test_exit_codes_of_processes(forked, config_file, tmp_path, code, changes, message):
     config_file(changes)
-    result = dualtune("train", "config.yaml", *NUMPY, cwd=tmp_path, env={"PYTHONWARNINGS": "ignore"})
+    result = forked("dualtune", "train", "config.yaml", *NUMPY, cwd=tmp_path)
     assert result.returncode == code, result.stderr
     assert result.stderr.count("Error: ") == 1
     assert message in result.stderr.partition("Error: ")[2]

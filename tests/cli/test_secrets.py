@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.covering(1)
+
 NUMPY = ("--platform", "numpy")
 FORMED = "hf_" + "C4nAry" * 6  # a Hugging Face token by its form
 FORMLESS = "canary/" + "0f" * 12  # found in the environment alone, and no name of a file

@@ -6,16 +6,32 @@ import pytest
 
 HEAVY = ("torch", "transformers", "accelerate", "bitsandbytes", "mlx")
 PROGRAM = """
-import sys
-sys.argv[0] = "dualtune"
+import json, sys
 from dualtune.cli.main import main
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-found = sorted({{name.partition(".")[0] for name in sys.modules}} & {{*{heavy!r}}})
-assert found == [], found
+for words, codes in json.loads(sys.argv[1]):
+    sys.argv = ["dualtune", *words]
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    assert code in codes, (words, code)
+    found = sorted({name.partition(".")[0] for name in sys.modules} & {*HEAVY})
+    assert found == [], (words, found)
 """
+
+
+@pytest.fixture
+def import_nothing_heavy(python, tmp_path):
+    """Run commands, each with the exit codes that it may have, one after another in a process that imports little."""
+
+    def run(*calls) -> str:
+        table = json.dumps([[[str(word) for word in words], codes] for words, codes in calls])
+        result = python("-c", f"HEAVY = {HEAVY!r}{PROGRAM}", table, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    return run
 
 
 @pytest.fixture
@@ -29,24 +45,17 @@ def config_file(tmp_path, tiny_llama, write_rows):
     return path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("check-config", "--platform", "cpu"), ("check-config", "--machine", "h100-80"), ("preview",), ("check-data",)],
-)  # fmt: skip
-def test_checking_imports_no_framework(python, config_file, arguments):
-    command, *options = arguments
-    if "cpu" in options:
-        pytest.importorskip("torch")
-    result = python("-c", PROGRAM.format(heavy=HEAVY), command, config_file, *options)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_checking_imports_no_framework(import_nothing_heavy, config_file):
+    pytest.importorskip("torch")
+    options = {"check-config": ["--platform", "cpu"], "preview": [], "check-data": []}
+    calls = [([command, config_file, *words], [0]) for command, words in options.items()]
+    import_nothing_heavy(*calls, (["check-config", config_file, "--machine", "h100-80"], [0]))
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("check-gpu",), ("check-gpu", "--help")])
-def test_help_and_the_look_at_a_machine_import_no_framework(python, arguments):
+def test_help_and_the_look_at_a_machine_import_no_framework(import_nothing_heavy):
     """They read every backend's card."""
-    program = PROGRAM.replace("assert not end.code, end.code", "assert end.code in (None, 0, 4), end.code")
-    result = python("-c", program.format(heavy=HEAVY), *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
+    words = (["--help"], ["train", "--help"], ["check-gpu"], ["check-gpu", "--help"])
+    import_nothing_heavy(*((each, [0, 4]) for each in words))
 
 
 BROKEN = {
@@ -62,35 +71,31 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_an_error_of_a_run_comes_before_the_framework_is_imported(python, config_file, tmp_path, what):
+def test_an_error_of_a_run_comes_before_the_framework_is_imported(import_nothing_heavy, config_file, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "bad.jsonl").write_text('{"messages": 1}\n')
-    changes, code = BROKEN[what]
-    settings = json.loads(config_file.read_text())
-    for section, values in changes.items():
-        settings[section] = settings.get(section, {}) | values
-    config_file.write_text(json.dumps(settings))
-    program = PROGRAM.replace("assert not end.code, end.code", f"assert end.code == {code}, end.code")
-    result = python("-c", program.format(heavy=HEAVY), "train", config_file, "--platform", "cpu", cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    calls = []
+    for what, (changes, code) in BROKEN.items():
+        settings = json.loads(config_file.read_text())
+        for section, values in changes.items():
+            settings[section] = settings.get(section, {}) | values
+        file = tmp_path / f"wrong {what}.yaml"
+        file.write_text(json.dumps(settings))
+        calls.append((["train", file, "--platform", "cpu"], [code]))
+    import_nothing_heavy(*calls)
 
 
-def test_a_finished_run_imports_no_framework(python, config_file, dualtune_main, tmp_path):
+def test_a_finished_run_imports_no_framework(import_nothing_heavy, config_file, dualtune_main):
     pytest.importorskip("torch")
     settings = json.loads(config_file.read_text()) | {"train": {"steps": 1}}
     config_file.write_text(json.dumps(settings))
     assert dualtune_main("train", config_file, "--platform", "cpu").returncode == 0
-    result = python("-c", PROGRAM.format(heavy=HEAVY), "train", config_file, "--platform", "cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "finished    this run has already ended, after 1 steps" in result.stdout
+    said = import_nothing_heavy((["train", config_file, "--platform", "cpu"], [0]))
+    assert "finished    this run has already ended, after 1 steps" in said
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
-def test_a_model_that_is_not_there_is_told_before_the_framework_is_imported(python, tmp_path, command):
+def test_a_model_that_is_not_there_is_told_before_the_framework_is_imported(import_nothing_heavy, tmp_path):
     pytest.importorskip("torch")
-    program = PROGRAM.replace("assert not end.code, end.code", "assert end.code == 4, end.code")
-    options = ["--prompt", "Hello"] if command == "generate" else []
-    place = tmp_path / "nowhere"
-    result = python("-c", program.format(heavy=HEAVY), command, place, *options, "--platform", "cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
+    options = {"generate": ["--prompt", "Hello"], "chat": [], "serve": []}
+    calls = ([command, tmp_path / "nowhere", *words, "--platform", "cpu"] for command, words in options.items())
+    import_nothing_heavy(*((words, [4]) for words in calls))

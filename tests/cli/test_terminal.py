@@ -11,6 +11,8 @@ import pytest
 
 from dualtune.cli.terminal import say
 
+pytestmark = pytest.mark.covering(1)
+
 NUMPY = ("--platform", "numpy")
 MAIN = [sys.executable, "-m", "dualtune.cli.main"]
 PREPARED = "import sys\nfrom dualtune.cli.terminal import prepare_streams, say\nprepare_streams()\n"

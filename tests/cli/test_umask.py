@@ -9,6 +9,8 @@ import stat
 
 import pytest
 
+pytestmark = pytest.mark.covering(1)
+
 
 @pytest.fixture(params=[0o002, 0o022, 0o077], ids=oct)
 def umask(request):

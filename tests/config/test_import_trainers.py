@@ -110,6 +110,7 @@ def lost(imported):
         ("TRL", {"chat_template_kwargs": '{"enable_thinking": false}'},
          {"data.template_variables": {"enable_thinking": False}}),
         ("TRL", {"use_peft": False}, {"adapter.method": "full"}),
+        ("TRL", {"label_smoothing_factor": 0.1}, {"train.label_smoothing": 0.1}),
         ("TRL", {"load_in_4bit": True, "use_bnb_nested_quant": True, "lora_target_modules": ["all-linear"]},
          {"model.quantization": "nf4", "adapter.targets": "all-linear"}),
         ("TRL", {"packing": True, "max_length": 512, "gradient_accumulation_steps": 2},

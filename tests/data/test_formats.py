@@ -404,7 +404,8 @@ TOOLS = chat(ASK, assistant(None, tool_calls=CALLS), {"role": "tool", "content":
 @st.composite
 def spoilt_rows(draw, format):
     """A good row in which one thing, somewhere, is anything."""
-    good = [row for name, row, _ in [*GOLDEN, ("messages", TOOLS, None)] if name == format]
+    more = [("messages", TOOLS, None), ("prompt", {"prompt": OPENING}, None), ("prompt", {"prompt": "2+2="}, None)]
+    good = [row for name, row, _ in [*GOLDEN, *more] if name == format]
     place = row = json.loads(json.dumps(draw(st.sampled_from(good))))
     while True:
         key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
@@ -412,6 +413,19 @@ def spoilt_rows(draw, format):
             place[key] = draw(JSON)
             return row
         place = place[key]
+
+
+def test_a_prompt_alone_is_a_format_only_by_its_name():
+    text = {"system": "Be brief.", "prompt": "2+2=", "answer": 4}
+    chat = {"prompt": [user("2+2=")], "system": "Be brief."}
+    asked, spoken = convert(text, chat, format="prompt")
+    assert [(m.role, m.content) for m in asked.messages] == [("system", "Be brief."), ("user", "2+2=")]
+    assert asked.messages == spoken.messages and asked.is_prompt and spoken.is_prompt
+    assert (asked.prompt, asked.completion, spoken.prompt) == ("Be brief.\n\n2+2=", "", None)
+    (answered,) = convert({"prompt": [user("2+2="), assistant("4")]}, format="prompt")
+    assert "ends with an assistant message" in answered.reason
+    with pytest.raises(DataError):
+        convert({"prompt": "2+2=", "answer": 4})
 
 
 @st.composite

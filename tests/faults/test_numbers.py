@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+pytestmark = pytest.mark.covering(1)
+
 BOTH = pytest.mark.parametrize("box", ["numpy", "cpu"], indirect=True)
 POISON = "~"  # a character of no other row; its embedding is not finite
 EMBEDDING = {"numpy": "embedding.weight", "cpu": "model.embed_tokens.weight"}

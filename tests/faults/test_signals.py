@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.covering(1)
+
 SAVED = "saved if there is anything, exit 75, the same command resumes; adapter bitwise equal"
 UNSCHEDULED = {"run.save_every": None, "run.eval_every": None}  # so that the signal alone is why a state is saved
 

@@ -16,6 +16,8 @@ from dualtune.train.hybrid.step import SearchResult
 from dualtune.train.objective import learning_rate
 from dualtune.train.step import TrainingStep
 
+pytestmark = pytest.mark.covering(1)
+
 
 def same(a, b):
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)

@@ -11,6 +11,8 @@ from dualtune.train.hooks import Hook, StepRecord, StepTaken
 from dualtune.train.hybrid.policy import Predictive
 from dualtune.train.hybrid.settings import PRESETS
 
+pytestmark = pytest.mark.covering(1)
+
 
 class Phases(Hook):
     def __init__(self):

@@ -12,6 +12,8 @@ from dualtune.train.hybrid.prediction import Economics
 from dualtune.train.policy import PolicyState
 from dualtune.train.saver import Saver
 
+pytestmark = pytest.mark.covering(1)
+
 STEPS = 24
 
 

@@ -1,5 +1,9 @@
 """Sample answers in a run with predictive training: they change neither its predictions nor its weights."""
 
+import pytest
+
+pytestmark = pytest.mark.covering(1)
+
 
 def test_samples_change_no_bit_of_a_run_that_predicts(lab):
     settings = {"data__eval": 0.2, "run__eval_every": 8}

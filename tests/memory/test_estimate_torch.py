@@ -24,6 +24,8 @@ from dualtune_torch.card import memory  # noqa: E402
 from dualtune_torch.card import memory as sizes  # noqa: E402
 from dualtune_torch.kernels import attention, choose, cross_entropy  # noqa: E402
 
+pytestmark = pytest.mark.covering(2)
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = {

@@ -15,6 +15,8 @@ from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_l
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerSpec
 
+pytestmark = pytest.mark.covering(2)
+
 mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 attention = importlib.import_module("dualtune_mlx.kernels.attention")

@@ -22,6 +22,8 @@ from dualtune.train.state.checkpoint import Checkpoint, restore
 from dualtune.use.chat import load_adapter_set
 from dualtune.use.export.merge import load_to_merge
 
+pytestmark = pytest.mark.covering(1)
+
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 

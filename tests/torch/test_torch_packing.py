@@ -15,6 +15,8 @@ from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.model_checks import check_packing
 
+pytestmark = pytest.mark.covering(2)
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

@@ -6,6 +6,8 @@ torch = pytest.importorskip("torch")
 
 from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
 
+pytestmark = pytest.mark.covering(2)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # relative, by norm
 COMPILE = {"plain": lambda function: function, "compiled": compiled.compile_function}

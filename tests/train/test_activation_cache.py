@@ -18,6 +18,8 @@ from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine
 
+pytestmark = pytest.mark.covering(1)
+
 UPPER = {
     "numpy": ["head"],
     "torch": ["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj", "layers.1.mlp.down_proj"],

@@ -17,6 +17,8 @@ from dualtune.train.inference import BASE_ONLY, GenerationProgress, load_model, 
 from dualtune.train.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
 
+pytestmark = pytest.mark.covering(1)
+
 TEXTS = ("a", "Say something longer than the others, please.", "1 plus 1?", "b c", "", "Hello")
 GREEDY, SAMPLED = Sampling(max_tokens=9), Sampling(max_tokens=9, temperature=1.0, top_p=0.9, seed=5)
 

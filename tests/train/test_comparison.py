@@ -24,6 +24,8 @@ from dualtune.train.run import load_engine
 from dualtune.train.start import load_comparison
 from dualtune.train.step import TrainingStep
 
+pytestmark = pytest.mark.covering(1)
+
 _spec = importlib.util.spec_from_file_location("test_team", Path(__file__).parents[1] / "distributed" / "test_team.py")
 threads = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(threads)

@@ -23,6 +23,8 @@ from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.step import TrainingStep
 
+pytestmark = pytest.mark.covering(1)
+
 TRL = Path(__file__).parent / "data" / "trl_divergences.json"
 ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}" * (1 + n % 3)} for n in range(24)]
 RUN = {

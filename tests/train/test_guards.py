@@ -13,6 +13,8 @@ from dualtune.train.hooks import EvalRecord, Hook, StepRecord
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_checkpoints
 
+pytestmark = pytest.mark.covering(1)
+
 NOISY = [2.0 + 0.1 * math.sin(7 * i) for i in range(40)]
 
 

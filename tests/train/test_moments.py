@@ -11,6 +11,8 @@ from dualtune.train.hooks import Hook, Watchers, installed_hooks
 from dualtune.train.profiler import profiler as timeline
 from dualtune.train.profiler.snapshot import read_timeline
 
+pytestmark = pytest.mark.covering(1)
+
 # Two micro-batches a step, an evaluation before, in the middle and at the end, and a save.
 BUSY = {"train__steps": 2, "train__micro_batch_tokens": 64, "data__packing": False, "data__eval": 0.25,
         "run__save_every": 2, "run__eval_every": 1}  # fmt: skip

@@ -152,7 +152,8 @@ def test_a_key_without_a_rule_is_forbidden():
         "adapter.targets", "data.max_length", "data.loss_on", "train.tokens_per_step", "train.documents_per_step",
         "train.optimizer", "train.average", "train.policy", "train.objective", "run.seed",
         *(f"preference.{key}" for key in PreferenceConfig.model_fields),
-        "adapter.merge_for", "distill.divergence", "distill.beta", "distill.temperature", "distill.sft_weight",
+        "adapter.merge_for", "adapter.master_weights",
+        "distill.divergence", "distill.beta", "distill.temperature", "distill.sft_weight",
         "distill.teacher_quantization", "distill.teacher_system", "distill.hint", "distill.top_k",
         *(f"hybrid.{key}" for key in HybridConfig.model_fields if key not in ("gate", "offload")),
     }  # fmt: skip

@@ -26,6 +26,8 @@ from dualtune.train.state import checkpoint
 from dualtune.train.step import TrainingStep
 from dualtune.train.team import Team
 
+pytestmark = pytest.mark.covering(2)
+
 TOO_LARGE = 1 << 60  # bytes
 RUN = {
     "adapter__dropout": 0.3, "data__eval": 0.25, "train__steps": 6, "train__documents_per_step": 12,

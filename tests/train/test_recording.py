@@ -76,6 +76,8 @@ def test_what_is_unfinished_of_another_teacher_is_not_continued(tmp_path):
     for name, k, other in (("another", 3, "teacher"), ("t", 4, "k")):
         with pytest.raises(ConfigError, match=f"other values of {other}"):
             record(out, Teacher(), name, parts, k)
+    with pytest.raises(ConfigError, match="other values of base"):
+        record(out, Teacher(), "t", parts, 3, base="another")
     with pytest.raises(ConfigError, match="other values of documents"):
         record(out, Teacher(), "t", (documents(19),), 3)
     lock = Lock(tmp_path / f"out{PARTIAL}")

@@ -14,6 +14,8 @@ from dualtune.train.prepare import prepare
 from dualtune.train.state import checkpoint
 from dualtune.train.state.resume import LENGTH, RULES, WITHOUT_EFFECT
 
+pytestmark = pytest.mark.covering(1)
+
 # What the loop does, whatever the engine: the NumPy engine here, torch in `make test-long`.
 by_the_loop = pytest.mark.parametrize("lab", ["numpy", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
 

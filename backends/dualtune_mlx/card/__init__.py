@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.engine.card import (
-    INSTALLED,
-    LAYERS,
-    NAMES,
-    NUMBER,
-    SIZE,
-    Card,
-    Device,
-    Launch,
-    MemoryFormulas,
-    Package,
-    Twin,
-)
-from dualtune.model.merge_rounding import ROUNDINGS
-from dualtune.model.methods import INITS
+from dualtune.engine.card import BY_BOTH, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, counted, memory
 from dualtune_mlx.card.costs import COSTS
 from dualtune_mlx.card.memory import ATTENTION_CHUNK
@@ -34,27 +20,9 @@ CARD = Card(
     platforms=("mlx",),
     preference=1,
     honoured={
-        "model.init": ("pretrained", "random"),
-        "model.kernels": ("auto", "fused", "reference"),
-        "adapter.method": ("lora", "dora", "full"),
-        "adapter.init": INITS,
-        "adapter.merge_for": ("none", *ROUNDINGS),
-        "adapter.train_modules": ((), NAMES),
-        "adapter.train_rows": ((), NAMES),
-        "adapter.bias": ("none", "all", "lora_only"),
-        "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "lion_8bit", "adafactor", "muon", INSTALLED),
-        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
-        "train.average": ("none", "ema", "tail"),
-        "train.lora_plus_ratio": (None, NUMBER),
-        "train.embedding_learning_rate": (None, NUMBER),
-        "train.activation_cache": ("none", "disk"),
-        "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
+        **BY_BOTH,
         "memory.offload": ("auto", "none"),
-        "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none"),
-        "memory.limit": ("auto", SIZE),
-        "run.deterministic": (False, True),
     },
     pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),

@@ -21,6 +21,7 @@ from dualtune.engine.memory.estimate import (
     packed_bytes,
     ranks,
     selected,
+    trained_model,
 )
 from dualtune_mlx.card import memory
 
@@ -28,7 +29,7 @@ from dualtune_mlx.card import memory
 def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     own = (weights(counted, ask), adapter(counted, ask)) if not ask.trains_model else ()
-    always = (*(own or (memory.trained_model(counted, ask),)), optimizer(counted, ask))
+    always = (*(own or (trained_model(counted, ask),)), optimizer(counted, ask))
     at_end, *later = activations(counted, ask)
     scores, block = attention(counted, ask), feed_forward(counted, ask)
     plain = (memory.loss(counted, ask), scores, block, memory.update(counted, ask, at_end))

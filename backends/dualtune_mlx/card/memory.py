@@ -30,6 +30,7 @@ from dualtune.engine.memory.estimate import (
     num_trained,
     optimizer,
     padded,
+    trained_model,
 )
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.optimizer import OPTIMIZERS
@@ -54,6 +55,7 @@ BY_TENSOR = {"adafactor": (3.5, 0), "muon": (4.1, 3.5)}
 # A whole model, in place: arrays in the size of what is updated at a time. Without slots, and per slot; so of 8-bit
 # codes; by tensor.
 IN_PLACE, IN_PLACE_CODED, IN_PLACE_BY_TENSOR = (3, 4.5), (3.75, 8), {"adafactor": 7.4, "muon": 29}
+ROUNDING = 5  # and where a chunk is rounded to bfloat16
 # 8-bit codes, by the number of slots: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = {1: (4, 9.7), 2: (4, 13)}, {1: (9.5, 0), 2: (8, 6)}
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
@@ -107,12 +109,6 @@ def _base(decoder: Decoder, ask: Ask) -> MemoryPart:
         return int8_weights(decoder, ask)
     c, n = ask.item_bytes, decoder.num_parameters
     return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
-
-
-def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
-    """The float32 masters of full fine-tuning, and their copy in the compute dtype."""
-    each, n = MASTER_BYTES + (ask.item_bytes if ask.item_bytes < MASTER_BYTES else 0), decoder.num_parameters
-    return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
 
 
 def slopes(decoder: Shape, ask: Ask, at_end: MemoryPart) -> MemoryPart:
@@ -264,7 +260,8 @@ def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     slots, is_coded = len(entry.slots), entry.exact is not None
     if ask.trains_model:
         always, for_slot = IN_PLACE_CODED if is_coded else IN_PLACE
-        return average, IN_PLACE_BY_TENSOR.get(ask.optimizer, always + for_slot * slots)
+        rounding = ROUNDING * (ask.master_weights != "float32")
+        return average, IN_PLACE_BY_TENSOR.get(ask.optimizer, always + for_slot * slots) + rounding
     if is_coded:
         whole, chunk = (CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED)[slots]
         return whole + average, chunk

@@ -133,9 +133,10 @@ def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.nda
 
 def target_loss(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head,
-    *, weights_N: mx.array | None = None, slopes: bool = True, chunk_elements: int | None = None,
+    *, weights_N: mx.array | None = None, smoothing: float = 0.0, slopes: bool = True,
+    chunk_elements: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Compute `loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the targets only.
+    """Compute `loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT, smoothing)` from the targets only.
 
     Labels and weights may be [N, K]. It is differentiable by the hidden states, unless `slopes` is false. The gradient
     of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the incoming
@@ -152,7 +153,7 @@ def target_loss(
         for rows in _chunk_rows(labels_N, head, chunk_elements):
             x_nH = _after(done, hidden_NH[rows])
             if shares_NK is None:
-                losses_n1, slopes_nV = _chunk(x_nH, labels_N[rows], head, trained)
+                losses_n1, slopes_nV = _chunk(x_nH, labels_N[rows], head, trained, smoothing)
             else:
                 losses_n1, slopes_nV = _chunk_of_several(x_nH, labels_N[rows], shares_NK[rows], head, trained)
             weights_n1 = None if weights_N is None else weights_N[rows, None]
@@ -246,19 +247,35 @@ def _after(done: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
     return mx.depends([rows_nH], list(done[-1]))[0] if done else rows_nH
 
 
-def _chunk(
-    hidden_nH: mx.array, labels_n: mx.array, head: Head, trained: Sequence[mx.array] | None = None
-) -> tuple[mx.array, mx.array]:
-    """Return (losses of these rows [n, 1], their gradient by the logits, p − onehot(label))."""
-    is_target_n1 = (labels_n != IGNORE_INDEX)[:, None]
-    labels_n1 = mx.maximum(labels_n, 0)[:, None]
+def _probabilities(
+    hidden_nH: mx.array, labels_nK: mx.array, head: Head, trained: Sequence[mx.array] | None
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Return (is a target [n, 1], −log p of the labels [n, K], p [n, V], −log p averaged over the vocabulary [n, 1]).
+
+    p is 0 in rows that are ignored.
+    """
+    is_target_n1 = labels_nK[:, :1] != IGNORE_INDEX
     logits_nV = head.logits(hidden_nH, trained).astype(mx.float32)
     shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
     weights_nV = _exp(shifted_nV)
     total_n1 = weights_nV.sum(axis=-1, keepdims=True)
-    losses_n1 = mx.log(total_n1) - mx.take_along_axis(shifted_nV, labels_n1, axis=-1)
-    p_nV = weights_nV * (is_target_n1 / total_n1)
-    at_label_n1 = mx.take_along_axis(p_nV, labels_n1, axis=-1) - is_target_n1
+    log_n1 = mx.log(total_n1)
+    losses_nK = log_n1 - mx.take_along_axis(shifted_nV, mx.maximum(labels_nK, 0), axis=-1)
+    mean_n1 = log_n1 - shifted_nV.mean(axis=-1, keepdims=True)  # MLX computes it only if it is used
+    return is_target_n1, losses_nK, weights_nV * (is_target_n1 / total_n1), mean_n1
+
+
+def _chunk(
+    hidden_nH: mx.array, labels_n: mx.array, head: Head, trained: Sequence[mx.array] | None = None,
+    smoothing: float = 0.0,
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """Return (losses of these rows [n, 1], their gradient by the logits, p − onehot(label))."""
+    is_target_n1, losses_n1, p_nV, mean_n1 = _probabilities(hidden_nH, labels_n[:, None], head, trained)
+    labels_n1, at_label = mx.maximum(labels_n, 0)[:, None], 1.0
+    if smoothing:
+        losses_n1, at_label = (1 - smoothing) * losses_n1 + smoothing * mean_n1, 1 - smoothing
+        p_nV = p_nV - smoothing / p_nV.shape[-1] * is_target_n1
+    at_label_n1 = mx.take_along_axis(p_nV, labels_n1, axis=-1) - at_label * is_target_n1
     slopes_nV = mx.put_along_axis(p_nV, labels_n1, at_label_n1, axis=-1)
     return mx.where(is_target_n1, losses_n1, 0.0), slopes_nV.astype(hidden_nH.dtype)
 
@@ -273,13 +290,8 @@ def _losses_of_several(
     hidden_nH: mx.array, labels_nK: mx.array, head: Head, trained: Sequence[mx.array] | None = None
 ) -> tuple[mx.array, mx.array]:
     """Return (losses of all labels of these rows [n, K], p [n, V]); both are 0 in rows that are ignored."""
-    is_target_n1 = labels_nK[:, :1] != IGNORE_INDEX
-    logits_nV = head.logits(hidden_nH, trained).astype(mx.float32)
-    shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
-    weights_nV = _exp(shifted_nV)
-    total_n1 = weights_nV.sum(axis=-1, keepdims=True)
-    losses_nK = mx.log(total_n1) - mx.take_along_axis(shifted_nV, mx.maximum(labels_nK, 0), axis=-1)
-    return mx.where(is_target_n1, losses_nK, 0.0), weights_nV * (is_target_n1 / total_n1)
+    is_target_n1, losses_nK, p_nV, _ = _probabilities(hidden_nH, labels_nK, head, trained)
+    return mx.where(is_target_n1, losses_nK, 0.0), p_nV
 
 
 def _chunk_of_several(

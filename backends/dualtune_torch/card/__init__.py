@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dualtune.engine.card import (
-    INSTALLED,
-    LAYERS,
-    NAMES,
-    NUMBER,
-    SIZE,
-    Card,
-    Device,
-    Launch,
-    MemoryFormulas,
-    Package,
-    Twin,
-)
-from dualtune.model.merge_rounding import ROUNDINGS
-from dualtune.model.methods import INITS
+from dualtune.engine.card import BY_BOTH, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, counted, memory
 from dualtune_torch.card.costs import COSTS
 
@@ -50,26 +36,8 @@ CARD = Card(
     platforms=("cuda", "cpu", "cuda:N"),
     preference=0,
     honoured={
-        "model.init": ("pretrained", "random"),
-        "model.kernels": ("auto", "fused", "reference"),
-        "adapter.method": ("lora", "dora", "full"),
-        "adapter.init": INITS,
-        "adapter.merge_for": ("none", *ROUNDINGS),
-        "adapter.train_modules": ((), NAMES),
-        "adapter.train_rows": ((), NAMES),
-        "adapter.bias": ("none", "all", "lora_only"),
-        "data.packing": (False, True),
-        "train.optimizer": ("adamw", "adamw_8bit", "sgd", "lion", "lion_8bit", "adafactor", "muon", INSTALLED),
-        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
-        "train.average": ("none", "ema", "tail"),
-        "train.lora_plus_ratio": (None, NUMBER),
-        "train.embedding_learning_rate": (None, NUMBER),
-        "train.activation_cache": ("none", "disk"),
-        "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),
-        "memory.resident_layers": ("all", NUMBER),
+        **BY_BOTH,
         "memory.sharding": ("auto", "none", "full"),
-        "memory.limit": ("auto", SIZE),
-        "run.deterministic": (False, True),
     },
     package=Package(
         framework="torch",

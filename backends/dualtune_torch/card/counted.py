@@ -17,6 +17,7 @@ from dualtune.engine.memory.estimate import (
     packed_bytes,
     ranks,
     selected,
+    trained_model,
 )
 from dualtune_torch.card import memory
 from dualtune_torch.card.memory import ATTENTION_BLOCK
@@ -28,11 +29,11 @@ KEPT_BY_HEAD = 2  # the last norm, and the gradient of its output: in the model'
 
 def parts(counted: Counted, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
-    base = memory.trained_model(counted, ask) if ask.trains_model else weights(counted, ask)
+    base = trained_model(counted, ask) if ask.trains_model else weights(counted, ask)
     own = () if ask.trains_model else (memory.adapter(counted, ask),)
     at_end = activations(counted, ask)
     moments = [memory.loss(counted, ask), workspace(counted, ask), recomputation(counted, ask, at_end.bytes)]
-    if ask.averages or ask.optimizer in memory.CHUNK_ARRAYS:
+    if memory.has_temporaries(ask):
         moments.append(memory.update(counted, ask, at_end.bytes))
     most = max(moments, key=lambda part: part.bytes)
     return (base, *own, optimizer(counted, ask), at_end, most, memory.reserve(counted, ask, at_end.bytes + most.bytes))

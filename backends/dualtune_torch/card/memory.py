@@ -28,6 +28,7 @@ from dualtune.engine.memory.estimate import (
     num_scaled,
     num_trained,
     optimizer,
+    trained_model,
 )
 from dualtune.engine.memory.shapes import Decoder, Linear
 
@@ -51,6 +52,7 @@ FEATURES_IN_REGISTERS = 2048
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
 # Of the size of what is updated at a time in float32: measured.
 CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4, "lion": 5, "lion_8bit": 6.25, "adafactor": 8.13, "muon": 8.25}
+ROUNDING_ARRAYS = 7  # and where it is rounded to bfloat16, with the part that is in float32
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
@@ -70,7 +72,7 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     moments = [loss(decoder, ask), recomputation(decoder, ask, at_end.bytes)]
     if kept_layers(decoder, ask):
         moments += [attention(decoder, ask), feed_forward(decoder, ask)]
-    if ask.averages or ask.optimizer in CHUNK_ARRAYS:  # torch's own optimizers have no temporaries
+    if has_temporaries(ask):
         moments.append(update(decoder, ask, at_end.bytes))
     most = max(moments, key=lambda part: part.bytes)
     return (*always, at_end, most, reserve(decoder, ask, at_end.bytes + most.bytes))
@@ -107,12 +109,6 @@ def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
     packed = decoder.layers * sum(nf4_bytes(layer.out * layer.in_) for layer in decoder.linears().values())
     formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"
     return MemoryPart("weights", packed + c * plain, formula)
-
-
-def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
-    """The float32 masters of full fine-tuning, and their copy in the compute dtype."""
-    parameter_bytes, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
-    return MemoryPart("weights", parameter_bytes * n, f"{n:,} parameters × {parameter_bytes} B")
 
 
 def _copy_bytes(ask: Ask) -> int:
@@ -371,10 +367,16 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("workspace", T * i * number_bytes + matrix, formula)
 
 
+def has_temporaries(ask: Ask) -> bool:
+    """Whether an update has some. Torch's own optimizers have none."""
+    return ask.averages or ask.optimizer in CHUNK_ARRAYS or ask.master_weights != "float32"
+
+
 def update(decoder: Shape, ask: Ask, kept_bytes: int) -> MemoryPart:
     """The step of an optimizer of our own, or with an average, when what the forward pass has `kept_bytes` is freed."""
     n = num_trained(decoder, ask)
-    arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * largest_update(decoder, ask, UPDATE_CHUNK[ask.device])
+    of_chunk = CHUNK_ARRAYS.get(ask.optimizer, 0) + ROUNDING_ARRAYS * (ask.master_weights != "float32")
+    arrays = of_chunk * largest_update(decoder, ask, UPDATE_CHUNK[ask.device])
     size, before = math.ceil(arrays * MASTER_BYTES), MASTER_BYTES * n * ask.averages
     parts = [f"update in chunks of {size:,} B"] * (size > 0) + [f"the weights before it, {before:,} B"] * (before > 0)
     formula = f"{' + '.join(parts)}, minus the activations, freed by then"

@@ -86,6 +86,20 @@ def loss_and_gradient_in_place(
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
+def smoothed_loss_and_gradient(
+    logits_RV: Tensor, labels_R: Tensor, cap: float | None, smoothing: float, weights_R: Tensor | None = None
+) -> Tensor:
+    """`loss_and_gradient` with `smoothing` as the share of the mean over the vocabulary, of log p as of the slopes."""
+    x_RV = capped(logits_RV.float(), cap)
+    lse_R1, label_R1 = x_RV.logsumexp(-1, keepdim=True), labels_R[:, None]
+    mean_R1 = x_RV.mean(-1, keepdim=True)
+    losses_R1 = lse_R1 - (1 - smoothing) * x_RV.gather(-1, label_R1) - smoothing * mean_R1
+    grad_RV = (x_RV - lse_R1).exp() - smoothing / x_RV.shape[-1]
+    grad_RV = grad_RV.scatter(-1, label_R1, grad_RV.gather(-1, label_R1) - (1 - smoothing))
+    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
+
+
 # With K labels a row, each has its share of the row's loss weight: the loss is Σ −weight · share · log p(label).
 
 
@@ -170,6 +184,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     `total_VD`: the gradient of a head that is trained, to which the backward pass adds, float32; None: it is frozen.
     Autograd would keep what it adds until the embedding has its gradient too, if the two are one.
+    `smoothing`: as in `losses.loss_sum`; an evaluation has none.
     `ids_n`, `rows_nD`: rows that are trained in place of those of a frozen head, float32.
     """
 
@@ -184,6 +199,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         maybe_compile: Callable[[Any], Any],
         weights_M: Tensor | None = None,
         total_VD: Tensor | None = None,
+        smoothing: float = 0.0,
         ids_n: Tensor | None = None,
         rows_nD: Tensor | None = None,
     ) -> Tensor:
@@ -195,6 +211,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         evaluate = loss_of_logits
         compute = loss_and_gradient_in_place if hidden_MD.is_cuda else loss_and_gradient
         factors = () if weights_M is None else (weights_M,)
+        numbers = () if not smoothing else (smoothing,)
+        if smoothing:
+            compute = smoothed_loss_and_gradient
         if labels_M.ndim == 2:
             evaluate, compute = loss_of_several, loss_and_gradient_of_several
             weights_M, shares_MK = scales_and_shares(
@@ -209,7 +228,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_MD is None:
                 loss += maybe_compile(evaluate)(logits_PV[:R], labels_R, cap, *weights)
             else:
-                loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *numbers, *weights)
                 slopes_Pn = own.slopes_of(logits_PV) if own else None
                 grad_PD = logits_PV @ head_VD
                 if slopes_Pn is not None and rows_nD is not None and grad_nD is not None:
@@ -231,7 +250,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.total_VD.addcmul_(ctx.grad_VD, grad)
             ctx.grad_VD = None
         grad_nD = None if grad_nD is None else grad_nD * grad
-        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None, None, None, grad_nD
+        return (grad_MD * slope).to(grad_MD.dtype), *(None,) * 9, grad_nD
 
 
 def _add_outer(total_VD: Tensor, slopes_RV: Tensor, hidden_RD: Tensor, weights_R: Tensor | None = None) -> None:

@@ -178,7 +178,7 @@ FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 def write_trained(
     directory: Path, source: Path, base: BaseWeights | None, model: PreTrainedModel, masters: Mapping[str, Tensor]
 ) -> None:
-    """Write the float32 masters of a model's parameters; what else its base's files hold is copied from them.
+    """Write the masters of a model's parameters in float32; what else its base's files hold is copied from them.
 
     A large model is written in shards. Names are those of the base's files, or without one those that transformers
     writes. An output head that is the embedding is not written twice.
@@ -190,7 +190,7 @@ def write_trained(
     }
     left_out = trained.keys() | {*model.all_tied_weights_keys}
     copied = {name: tensor for name, tensor in stored.items() if name not in left_out}
-    forms = {name: StoredForm(FORMATS[tensor.dtype], tuple(tensor.shape)) for name, tensor in trained.items()}
+    forms = {name: StoredForm(FORMATS[torch.float32], tuple(tensor.shape)) for name, tensor in trained.items()}
     forms |= {name: StoredForm(tensor.dtype, tensor.shape) for name, tensor in copied.items()}
     copy_without_weights(source, directory)
     write_model_weights(
@@ -205,4 +205,4 @@ def _name_in(stored: Collection[str], name: str, prefix: str) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return tensor.detach().cpu().float().contiguous().flatten().view(torch.uint8).numpy().data

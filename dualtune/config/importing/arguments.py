@@ -63,6 +63,11 @@ def dora(file: ForeignFile, switch: str) -> Settings:
     return {"adapter.method": file.note("dora", switch)} if file.flag(switch) else {}
 
 
+def label_smoothing(file: ForeignFile) -> Settings:
+    name = "label_smoothing_factor"
+    return {"train.label_smoothing": file.number(name)} if name in file else {}
+
+
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
     """Translate the learning rate of B over that of A. LoRA+ has one for adapters of embeddings, which are not here."""
     if embedding in file:
@@ -410,7 +415,7 @@ RULES: tuple[Rule, ...] = (
     translated("report_to", "run.track", reported_to, "W&B is offline by default"),
     absent("project trackio_* run_name", NAMED_OUTSIDE),
     absent("neftune_noise_alpha", "NEFTune is not supported yet"),
-    absent("label_smoothing_factor", "the loss is the cross-entropy of the targets"),
+    translated("label_smoothing_factor", "train.label_smoothing", label_smoothing, "evaluations have none"),
     absent("lr_scheduler_kwargs", "the learning rate has a peak, a warm-up and a schedule that falls to 0",
            "train.schedule"),
     absent("optim_args optim_target_modules", "AdamW has one learning rate, betas of 0.9 and 0.999 and an eps of 1e-8"),

@@ -24,6 +24,7 @@ from dualtune.model.experts import without_number
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
+from dualtune.model.stochastic_rounding import MasterWeights
 from dualtune.model.targets import ALL_LAYERS, Pattern, Value, check_pattern, is_embedding, is_head, value_of
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Ask:
     rank_pattern: Pattern[int] = ()
     init: str = INITS[0]
     merge_for: MergeFor = "none"
+    master_weights: MasterWeights = "float32"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     beside: int = 0  # parameters of the base that are trained beside the adapter
@@ -354,6 +356,13 @@ def state_bytes(decoder: Shape, ask: Ask) -> int:
     return math.ceil(own + SLOT_BYTES * num_trained(decoder, ask) * ask.averages)
 
 
+def trained_model(decoder: Shape, ask: Ask) -> MemoryPart:
+    """The masters of full fine-tuning, and their copy in the compute dtype if that is another one."""
+    masters, c, n = ITEM_BYTES[ask.master_weights], ask.item_bytes, decoder.num_parameters
+    each = masters + (c if c < masters else 0)
+    return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
+
+
 def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry, state = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer], state_bytes(decoder, ask)
@@ -499,6 +508,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         rank_pattern=(*config.adapter.rank_pattern.items(),),
         init=config.adapter.init,
         merge_for=config.adapter.merge_for,
+        master_weights=config.adapter.master_weights,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,

@@ -25,6 +25,7 @@ CARD = Card(
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),
+        "train.label_smoothing": (0.0,),
         "train.embedding_learning_rate": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "run.deterministic": (False, True),  # it computes on a CPU, with one thread at a time

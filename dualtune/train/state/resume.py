@@ -143,6 +143,7 @@ RULES: dict[str, Rule] = {
     "train.activation_cache": "free",  # the same mathematics, in rows of another shape
     "train.learning_rate": "recorded",
     "train.lora_plus_ratio": "recorded",
+    "train.label_smoothing": "recorded",
     "train.embedding_learning_rate": "recorded",
     "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
     "train.average_over": "recorded",
@@ -196,12 +197,13 @@ RULES: dict[str, Rule] = {
 # Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
+    "adapter.master_weights",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "adapter.bias",
     "data.new_tokens", "data.new_special_tokens",
     "data.dedup",
     "data.on_lost_text",
     "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",
-    "train.embedding_learning_rate",
+    "train.embedding_learning_rate", "train.label_smoothing",
     "hybrid.gate",
 }  # fmt: skip
 
