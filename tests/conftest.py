@@ -45,17 +45,20 @@ hypothesis.settings.load_profile("push")
 
 ROOT = Path(__file__).parents[1]
 TAKES_LONG = (  # at least ten seconds of a processor; only the order of files depends on it
-    "conformance/test_conformance.py", "memory/test_estimate_torch.py", "validate/test_twins.py",
-    "distributed/test_torch_runs.py", "torch/test_torch_kernels.py", "memory/test_estimate_mlx.py",
-    "faults/test_signals.py", "memory/test_counted.py", "cli/test_demo.py", "parity/test_families.py",
-    "journey/test_journey.py", "train/test_averages.py", "train/test_comparison.py", "torch/test_torch_streaming.py",
-    "serve/test_serve_tools.py", "parity/test_parity.py", "test_examples.py", "distributed/test_listening.py",
-    "sweep/test_sweep.py", "cli/test_secrets.py", "cli/test_bench.py", "faults/test_disk.py",
-    "nogpu/kernels/test_inductor.py", "faults/test_kills.py", "train/test_resume.py", "nogpu/test_fake_steps.py",
-    "faults/test_numbers.py", "selftest/test_selftest_command.py", "cli/test_memory_ablate.py",
-    "faults/test_killed.py", "export/test_new_tokens.py", "memory/test_loading.py", "chaos/test_chaos.py",
-    "parity/test_interchange.py", "nogpu/kernels/test_numerics.py", "journey/test_ssh.py", "journey/test_ssh_cuts.py",
-    "test_quickstart.py",
+    "conformance/test_conformance.py", "memory/test_estimate_torch.py", "cli/test_demo.py", "validate/test_twins.py",
+    "memory/test_estimate_mlx.py", "distributed/test_torch_runs.py", "torch/test_torch_kernels.py",
+    "nogpu/test_fake_steps.py", "memory/test_counted.py", "torch/test_torch_choice.py", "journey/test_tunnel.py",
+    "journey/test_journey.py", "faults/test_signals.py", "train/test_averages.py", "torch/test_torch_checkpointing.py",
+    "train/test_rollouts.py", "parity/test_parity.py", "sweep/test_sweep.py", "cli/test_memory_ablate.py",
+    "nogpu/kernels/test_inductor.py", "memory/test_loading.py", "parity/test_families.py", "serve/test_serve_tools.py",
+    "selftest/test_selftest_checks.py", "distributed/test_listening.py", "hybrid/test_predictions.py",
+    "torch/test_torch_streaming.py", "train/test_comparison.py", "mlx/test_mlx_checkpointing.py",
+    "mlx/test_mlx_kernels.py", "selftest/test_selftest_command.py", "cli/test_validate.py", "test_architecture.py",
+    "test_examples.py", "parity/test_interchange.py", "parity/test_affine4.py", "cli/test_bench.py",
+    "faults/test_numbers.py", "train/test_resume.py", "train/test_shortages.py", "faults/test_killed.py",
+    "faults/test_disk.py", "cli/test_terminal.py", "export/test_new_tokens.py", "chaos/test_chaos.py",
+    "nogpu/kernels/test_numerics.py", "faults/test_kills.py", "journey/test_ssh.py", "journey/test_ssh_cuts.py",
+    "test_quickstart.py", "test_same_bits.py",
 )  # fmt: skip
 PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]

@@ -269,10 +269,12 @@ class MlxEngine:
         loss, self._loss = added_up(self._loss), mx.array(0.0)
         if isinstance(self._adapter, WholeModel):
             self._adapter.release()
-        *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
-        self._params, self._slots, self._step = state
+        try:
+            *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
+            self._params, self._slots, self._step = state
+        finally:
+            self._bind_anew()
         self._grads = mx.zeros(self._params.size)
-        self._bind_anew()
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 

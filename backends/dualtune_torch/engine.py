@@ -208,7 +208,7 @@ class TorchEngine:
             with torch.no_grad():
                 logprobs_BT = self._logprobs_of(output, inputs, batch)
             weighted = self._inputs(with_weights(batch, weigh(logprobs_BT)))
-            self._backward(self._loss_of(output, weighted), divisor)
+            self._backward(self._loss_of(output, weighted, self._request.label_smoothing), divisor)
         return logprobs_BT
 
     def gradient(self) -> Tensors:
@@ -233,7 +233,7 @@ class TorchEngine:
         head = self._kernels.head
         if head is None:
             return _numpy(target_logprobs(output, inputs.labels_BT))
-        hidden_MD = _target_states(output, inputs)
+        hidden_MD = self._target_states(output, inputs)
         with whole(head):
             found_M = cross_entropy.target_logprobs(
                 hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
@@ -259,7 +259,7 @@ class TorchEngine:
             head = self._kernels.head
             if head is None:
                 return function(self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).float())
-            hidden_MD, kernels = _target_states(self._output(inputs), inputs), self._kernels
+            hidden_MD, kernels = self._target_states(self._output(inputs), inputs), self._kernels
             with whole(head):
                 weight_VD = weight_of(head, hidden_MD.dtype)
                 return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
@@ -458,12 +458,16 @@ class TorchEngine:
         head = self._kernels.head
         if head is None:
             return loss_sum(output, inputs.labels_BT, inputs.weights_BT, smoothing)
-        hidden_MD, rows = _target_states(output, inputs), self._kernels.rows
+        hidden_MD, rows = self._target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
                 self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
+
+    def _target_states(self, hidden_BTD: Tensor, inputs: Inputs) -> Tensor:
+        """Return the last hidden states at the targets, [M, D]."""
+        return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
 
     def _output(self, inputs: Inputs) -> Tensor:
         """Return what losses are computed from: the last hidden states [B, T, D], or without a fast loss the logits."""
@@ -516,11 +520,6 @@ def _placed_layers(
         found = {path for path in layers if path in placed or path in names.values()}
         check_places(layers, found, "transformers")
     return layers, placed
-
-
-def _target_states(hidden_BTD: Tensor, inputs: Inputs) -> Tensor:
-    """Return the last hidden states at the targets, [M, D]."""
-    return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

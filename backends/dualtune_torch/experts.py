@@ -28,7 +28,7 @@ from dualtune.model.experts import DOWN, GATE, ROLES, UP, members
 from dualtune.model.targets import is_expert
 from dualtune_torch.lora import drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
-from dualtune_torch.weights.stacks import PackedStack, groups
+from dualtune_torch.weights.stacks import PackedStack, by_group, groups
 
 ALIGNMENT = 16  # bytes: torch's grouped product takes rows that begin there
 GATE_UP, DOWN_WEIGHT, UP_WEIGHT = "gate_up_proj", "down_proj", "up_proj"  # the parameters of transformers' module
@@ -200,27 +200,24 @@ def _is_aligned(x_SI: Tensor, weights_EOI: Tensor) -> bool:
 
 
 class _OneByOne(torch.autograd.Function):
-    """The products of the experts that have rows, one after another: the same order on every run."""
+    """The products of the experts that have rows, one after another."""
 
     @staticmethod
     def forward(ctx: Any, x_SI: Tensor, weights_EOI: Tensor, ends: list[int]) -> Tensor:
         ctx.save_for_backward(x_SI, weights_EOI)
         ctx.ends = ends
-        y_SO = x_SI.new_empty(len(x_SI), weights_EOI.shape[1])
-        for number, rows in groups(ends):
-            torch.mm(x_SI[rows], weights_EOI[number].T, out=y_SO[rows])
-        return y_SO
+        return by_group(x_SI, lambda number: weights_EOI[number].T, weights_EOI.shape[1], ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_SI, weights_EOI = ctx.saved_tensors
-        dx_SI = torch.empty_like(x_SI) if ctx.needs_input_grad[0] else None
-        dW_EOI = torch.zeros_like(weights_EOI) if ctx.needs_input_grad[1] else None
-        for number, rows in groups(ctx.ends):
-            if dx_SI is not None:
-                torch.mm(g_SO[rows], weights_EOI[number], out=dx_SI[rows])
-            if dW_EOI is not None:
+        dx_SI = dW_EOI = None
+        if ctx.needs_input_grad[0]:
+            dx_SI = by_group(g_SO, weights_EOI.__getitem__, weights_EOI.shape[2], ctx.ends)
+        if ctx.needs_input_grad[1]:
+            dW_EOI = torch.zeros_like(weights_EOI)
+            for number, rows in groups(ctx.ends):
                 torch.mm(g_SO[rows].T, x_SI[rows], out=dW_EOI[number])
         return dx_SI, dW_EOI, None
 

@@ -141,8 +141,8 @@ class AdapterConfig(Section):
     """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output; dora
     also the length of each row of weight + scale · B·A; full trains all parameters of the model, without an adapter."""
     master_weights: MasterWeights = "float32"
-    """How method: full keeps the weights that it trains: bfloat16 takes half of the memory, or a third where the model
-    computes in bfloat16, and rounds each update up or down at random, so that on average none is lost."""
+    """How method: full keeps the weights that it trains: bfloat16 takes a third of the memory where the model computes
+    in bfloat16, and rounds each update up or down at random, so that on average none is lost."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Factor = 32.0

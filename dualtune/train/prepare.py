@@ -196,7 +196,7 @@ def prepare(
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
         policy_loss = policy_objective(settled)
-        _check_one_process(settled, team, draws=policy_loss is not None)
+        check_one_process(settled, team, draws=policy_loss is not None)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -244,7 +244,8 @@ def prepare(
     )  # fmt: skip
 
 
-def _check_one_process(config: Config, team: Team, *, draws: bool) -> None:
+def check_one_process(config: Config, team: Team, *, draws: bool) -> None:
+    """Raise ConfigError if several processes would draw samples (`draws`: those of rewards) or ask a teacher."""
     if team.size == 1:
         return
     if draws or config.train.objective == ON_POLICY:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-DRAW, JUDGE = "dualtune.train.sampling.choose_all", "dualtune.train.rewards.Rewards.judge"
+DRAW, JUDGE = "dualtune.train.batched.PromptedRow.append", "dualtune.train.rewards.Rewards.judge"
 UPDATE = "dualtune.engine.testing.numpy_engine.NumpyEngine.optim_step"
 
 
@@ -33,9 +33,9 @@ def samples_of(run_dir):
 def test_a_run_killed_among_its_samples_goes_on_bitwise(sampling_box):
     box = sampling_box
     straight = box.straight()
-    # Each process goes on from the checkpoint after step 2, and dies in step 4: tokens are chosen four times a step,
-    # and answers judged and weights updated once.
-    box.train(-9, inject=f"enter({DRAW!r}, 14, send('SIGKILL'))")
+    # Each process goes on from the checkpoint after step 2, and dies in step 4: 8 samples of 4 tokens are drawn in a
+    # step, and answers judged and weights updated once.
+    box.train(-9, inject=f"enter({DRAW!r}, {3 * 32 + 10}, send('SIGKILL'))")
     assert [row["step"] for row in samples_of(box.dir)] == [1] * 8 + [2] * 8 + [3] * 8
     for where in (JUDGE, UPDATE):
         box.train(-9, inject=f"enter({where!r}, 2, send('SIGKILL'))")

@@ -1,5 +1,6 @@
 """`dualtune tunnel` through a real sshd: a port, what is saved, lost connections, and the end at both ends."""
 
+import hashlib
 import json
 import re
 import signal
@@ -181,6 +182,63 @@ def test_a_port_here_that_is_taken_is_named(dualtune_main):
 
 
 # --- without a connection ---------------------------------------------------------------------------------------------
+
+
+class Store:
+    """A machine whose files are these bytes."""
+
+    host = "gpu"
+
+    def __init__(self, **files):
+        self.files, self.fetched = files, []
+
+    def pull(self, path, target, *, patience, most):
+        self.fetched.append(path)
+        part = target.with_name(f".{target.name}.part-0")
+        part.write_bytes(self.files[target.name])
+        return part
+
+    def message(self, place="a/adapter"):
+        entries = {n: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in self.files.items()}
+        return {"saved": [place, entries]}
+
+
+@pytest.fixture
+def take(tmp_path):
+    """What is said when the far end on a machine says something."""
+
+    def take_(store, message):
+        said = []
+        task = there.FarTask("0" * 16, ("true",), "runs", 3.0)
+        tunnel = here.Tunnel(store, "dualtune", task, tmp_path, None, say=lambda word, line: said.append(word))
+        tunnel._take({"attached": "/runs"})
+        tunnel._take(message)
+        return said
+
+    return take_
+
+
+def test_what_is_saved_again_takes_the_place_of_what_was_and_the_same_is_not_fetched(take, tmp_path):
+    store = Store(weights=b"first", more=b"x")
+    assert take(store, store.message()) == ["saved"] and take(store, store.message()) == []
+    assert store.fetched == ["/runs/a/adapter/weights", "/runs/a/adapter/more"]
+    store.files = {"weights": b"second"}
+    assert take(store, store.message()) == ["saved"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a/adapter").iterdir()} == {"weights": b"second"}
+
+
+def test_what_is_not_what_was_announced_is_not_brought_home(take, tmp_path):
+    store = Store(weights=b"first")
+    message = store.message()
+    store.files["weights"] = b"other"
+    assert take(store, message) == ["not fetched"]
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("message", [{"saved": 1}, {"saved": ["a", {"x": {}}]}, {"saved": ["a", ["x"]]}], ids=str)
+def test_what_is_not_understood_is_one_error(take, message):
+    with pytest.raises(FormatError, match="said what this version does not know"):
+        take(Store(), message)
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a\\b", "a\nb", "x" * 256])

@@ -12,11 +12,12 @@ from dualtune.engine.testing.conformance import weighted
 from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
 from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.optimizer import Averaging, OptimizerSpec
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
+from dualtune_mlx import optimizer  # noqa: E402
 from dualtune_mlx.kernels import cross_entropy  # noqa: E402
 
 pytestmark = pytest.mark.covering(1)
@@ -44,6 +45,44 @@ def train(engine, steps):
             engine.forward_backward(row_of(batch, row), divisor=batch.num_targets)
         engine.optim_step(lr=1e-3, max_grad_norm=1.0)
     return engine
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        OptimizerSpec("adamw", average=Averaging()),
+        OptimizerSpec("lion", lr_factors={"embed_tokens.weight": 4.0}),
+        OptimizerSpec("adafactor", average=Averaging(), lr_factors={"embed_tokens.weight": 4.0}),
+        OptimizerSpec("adamw_8bit"),
+    ],
+    ids=["adamw", "lion", "adafactor", "adamw_8bit"],
+)
+def test_an_update_in_place_is_the_formula(monkeypatch, spec):
+    """In several chunks, which end inside of a tensor; a step that is not good changes nothing."""
+    monkeypatch.setattr(optimizer, "UPDATE_CHUNK", 512)
+    shapes = {"layers.0.weight": (30, 40), "embed_tokens.weight": (20, 30), "norm.weight": (700,)}
+    rng, layout = np.random.default_rng(0), optimizer.FlatLayout(shapes)
+    w, g = ({name: rng.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()} for _ in "wg")
+    ours = optimizer.flat_optimizer(spec, layout, in_place=True)
+    params, grads, state = (*(layout.flat({n: mx.array(x) for n, x in of.items()}) for of in (w, g)), ours.zero_slots())
+    rates = 1e-2 * ours.lr_factors
+    numbers = {"lr": rates, "shrink": 1 - rates * spec.settings["weight_decay"]}
+    numbers = {name: mx.array(np.asarray(value, np.float32)) for name, value in numbers.items()}
+    slots = {name: {} for name in shapes}
+    for slot, own in spec.slot_shapes(shapes).items():
+        for name, shape in own.items():
+            slots[name][slot] = np.zeros(shape, np.float32)
+    for step, is_good in ((1, True), (2, False), (2, True)):
+        flags = {"step": mx.array(float(step)), "is_good": mx.array(is_good)}
+        params, state = ours.update(params, state, grads, **numbers, **flags)
+        for name in shapes if is_good else ():
+            lr = 1e-2 * spec.lr_factor(name)
+            w[name], slots[name] = spec.update(w[name], g[name], slots[name], step=step, lr=lr)
+        assert all(np.allclose(np.array(x), w[n], atol=2e-6) for n, x in layout.named(params).items())
+    read = ours.read(state)
+    for slot, own in spec.slot_shapes(shapes).items():
+        expected = np.concatenate([slots[name][slot].flatten() for name in own])
+        assert np.allclose(np.array(read[slot]), expected, atol=2e-6 if spec.name != "adamw_8bit" else 1e-2)
 
 
 @pytest.mark.parametrize("changes", [{}, TIED], ids=["head", "tied"])

@@ -103,8 +103,8 @@ def test_a_fault_in_the_hot_path_shows(found):
     faults = found["faults"]
     right = faults.pop("change_nothing")
     assert right["waits"] == right["doubles"] == {}
-    assert list(faults["read_a_number"]["waits"]) == ["_local_scalar_dense at engine.py:_loss_sum"]
-    assert list(faults["copy_pageable_memory"]["waits"]) == ["pageable copy at engine.py:_loss_sum"]
+    assert list(faults["read_a_number"]["waits"]) == ["_local_scalar_dense at engine.py:_loss_of"]
+    assert list(faults["copy_pageable_memory"]["waits"]) == ["pageable copy at engine.py:_loss_of"]
     assert "float32" in faults["compute_in_float32"]["product_dtypes"]
     assert faults["compute_in_float64"]["doubles"]
     assert faults["launch_more"]["kernels"] == right["kernels"] + 1

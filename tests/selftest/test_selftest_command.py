@@ -11,12 +11,12 @@ ONLY = ["numbers/loss", "kernels/loss", "waits/none", "recorded"]
 
 
 @pytest.fixture(scope="module")
-def tested(open_backend, python, tmp_path_factory):
+def tested(open_backend, forked, tmp_path_factory):
     """The command on the CPU, its report and its directory."""
     open_backend("torch")
     place = tmp_path_factory.mktemp("selftest")
     only = [word for name in ONLY for word in ("--only", name)]
-    result = python("-m", "dualtune.cli.main", "selftest", "--platform", "cpu", "--json", "out.json", *only, cwd=place)
+    result = forked("dualtune", "selftest", "--platform", "cpu", "--json", "out.json", *only, cwd=place)
     return result, place
 
 

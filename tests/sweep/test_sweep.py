@@ -289,10 +289,10 @@ def test_halving_that_is_stopped_resumes_with_the_same_decisions(sweep, home, mo
     assert losses(sweep(*args).stdout) == whole
 
 
-def test_a_sweep_that_is_killed_loses_nothing(config_file, home, python, sweep, tmp_path):
+def test_a_sweep_that_is_killed_loses_nothing(config_file, home, forked, sweep, tmp_path):
     args = ("--set", "train.learning_rate=1e-3,1e-2", "--set", "run.save_every=3")
-    command = ("-m", "dualtune", "sweep", config_file(), "--platform", "numpy", *args)
-    assert python(*command, env={"DUALTUNE_FAULT": "step:13"}).returncode == -9  # in the second run
+    command = ("dualtune", "sweep", config_file(), "--platform", "numpy", *args)
+    assert forked(*command, env={"DUALTUNE_FAULT": "step:13"}).returncode == -9  # in the second run
     again = sweep(*args)
     assert again.returncode == 0
     rows = map(json.loads, (home / "learning_rate=0.01" / "metrics.jsonl").read_text().splitlines())

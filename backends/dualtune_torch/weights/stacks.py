@@ -5,7 +5,7 @@ Legend: S pairs of a token and one of its experts, sorted by expert, I input and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -53,18 +53,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SI: Tensor, stack: PackedStack, ends: list[int]) -> Tensor:
         ctx.stack, ctx.ends, ctx.width = stack, ends, x_SI.shape[1]
-        y_SO = x_SI.new_empty(len(x_SI), stack.shape[1])
-        for number, rows in groups(ends):
-            torch.mm(x_SI[rows], stack.matrix(number, x_SI.dtype).T, out=y_SO[rows])
-        return y_SO
+        return by_group(x_SI, lambda number: stack.matrix(number, x_SI.dtype).T, stack.shape[1], ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_SO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx_SI = g_SO.new_empty(len(g_SO), ctx.width)
-        for number, rows in groups(ctx.ends):
-            torch.mm(g_SO[rows], ctx.stack.matrix(number, g_SO.dtype), out=dx_SI[rows])
-        return dx_SI, None, None
+        return by_group(g_SO, lambda number: ctx.stack.matrix(number, g_SO.dtype), ctx.width, ctx.ends), None, None
+
+
+def by_group(x_SI: Tensor, matrix_IO: Callable[[int], Tensor], width: int, ends: list[int]) -> Tensor:
+    """Return each row of x times the matrix of its expert, one expert after another: the same order on every run."""
+    y_SO = x_SI.new_empty(len(x_SI), width)
+    for number, rows in groups(ends):
+        torch.mm(x_SI[rows], matrix_IO(number), out=y_SO[rows])
+    return y_SO
 
 
 def groups(ends: list[int]) -> Iterator[tuple[int, slice]]:

@@ -44,8 +44,8 @@ def made(engine: Any, fault: Callable[[Tensor], None]) -> Iterator[None]:
     """Make a mistake after each forward pass inside the block, with the hidden states at the targets."""
     right = engine._target_states
 
-    def wrong(inputs: Any) -> Tensor:
-        hidden_MD = right(inputs)
+    def wrong(*output_and_inputs: Any) -> Tensor:
+        hidden_MD = right(*output_and_inputs)
         fault(hidden_MD.detach())
         return hidden_MD
 

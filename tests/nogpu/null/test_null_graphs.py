@@ -50,8 +50,8 @@ def test_a_number_read_in_the_micro_step_ends_the_recording(monkeypatch):
     engine, micro_batch = load(shape(layers=1), kernels="graph"), batch(512)
     right = engine._target_states
 
-    def wrong(inputs):
-        hidden_MD = right(inputs)
+    def wrong(*output_and_inputs):
+        hidden_MD = right(*output_and_inputs)
         hidden_MD[0, 0].item()
         return hidden_MD
 
