@@ -8,17 +8,17 @@ torch     the model in DIR, or by default four layers of SmolLM2-135M's shape wi
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
 torch_samples, mlx_samples
-          the same models, 8 samples of each prompt at temperature 1 with their log-probabilities, as reinforcement
-          learning needs them; the peers return theirs by options of the same functions.
+          the same models, samples at temperature 1 with their log-probabilities, as reinforcement learning needs them:
+          8 of each prompt, of 64 prompts one; the peers return theirs by options of the same functions.
 
 answers   with --answers, a real model with a chat template: 20 questions, answers of up to 32 tokens, with their end,
           on torch as above: ours, transformers in one batch, and once transformers one by one.
 
-1, 8 and 32 prompts of 8 to 64 tokens (1 and 8 of the samples), greedy but for the samples, exactly `--tokens` tokens
-each: no end token ends a row, so that the static batch wastes nothing. The sides take turns in each round, after one
-round that does not count, and begin in turn. A ratio is the median over the rounds of our seconds divided by theirs in
-the same round: `ratio` by the clock, `cpu_ratio` by the processor time of the process, which a busy machine disturbs
-less. `equal_rows`: rows with the same tokens on both sides; others differ after a tie of rounding.
+1, 8 and 64 prompts of 8 to 64 tokens, greedy but for the samples, exactly `--tokens` tokens each: no end token ends a
+row, so that the static batch wastes nothing. The sides take turns in each round, after one round that does not count,
+and begin in turn. A ratio is the median over the rounds of our seconds divided by theirs in the same round: `ratio` by
+the clock, `cpu_ratio` by the processor time of the process, which a busy machine disturbs less. `equal_rows`: rows with
+the same tokens on both sides; others differ after a tie of rounding.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ from dualtune.train.batched import Bounds, continue_all, sample_all
 from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
 from dualtune.train.sampling import Sampling
 
-NUM_PROMPTS, LENGTHS, SAMPLES = (1, 8, 32), (8, 64), 8
+NUM_PROMPTS, LENGTHS = (1, 8, 64), (8, 64)
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,
         "max_position_embeddings": 512}  # fmt: skip
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9,
            "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 512}  # fmt: skip
-ALL = Bounds(rows=64)  # at once, as the peers have them
 Prompts = list[np.ndarray]
 Side = Callable[[Prompts, int], list[list[int]]]  # prompts and a number of tokens -> the tokens of each row
+ALL = Bounds(rows=64)  # at once, as the peers have them
+
+
+def samples_of(prompts: Prompts) -> int:
+    return min(8, ALL.rows // len(prompts))
 
 
 def main() -> None:
@@ -69,7 +73,8 @@ def main() -> None:
     tiny = write_tiny_llama(written / "tiny", **TINY)
     makers = {
         "torch": lambda: torch_sides(model), "mlx": lambda: mlx_sides(tiny),
-        "torch_samples": lambda: torch_sides(model, SAMPLES), "mlx_samples": lambda: mlx_sides(tiny, SAMPLES),
+        "torch_samples": lambda: torch_sides(model, samples=True),
+        "mlx_samples": lambda: mlx_sides(tiny, samples=True),
     }  # fmt: skip
     figures: dict[str, Any] = {
         "torch_model": str(args.model.name if args.model else SMOLLM2),
@@ -79,8 +84,7 @@ def main() -> None:
     }
     for part in args.parts.split(","):
         ours, theirs, vocab = makers[part]()
-        numbers = NUM_PROMPTS[:-1] if part.endswith("_samples") else NUM_PROMPTS
-        figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in numbers}
+        figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in NUM_PROMPTS}
         print(part, json.dumps(figures[part], indent=2), flush=True)
     if args.answers:
         figures["answers"] = {"model": args.answers.name, **answers(args.answers, args.rounds)}
@@ -131,7 +135,7 @@ def answers(path: Path, rounds: int, num_questions: int = 20, tokens: int = 32) 
     ]
 
     def ours(prompts: Prompts) -> list[str]:
-        ends = continue_all(loaded, prompts, Sampling(max_tokens=tokens), tell=print)
+        ends = continue_all(loaded, prompts, Sampling(max_tokens=tokens), bounds=ALL, tell=print)
         return [each.text for each in sorted(ends, key=lambda each: each.number)]
 
     def in_a_batch(prompts: Prompts) -> list[str]:
@@ -173,7 +177,7 @@ def ratio(seconds: dict[str, list[float]]) -> float:
     return median(a / b for a, b in zip(seconds["ours"], seconds["theirs"], strict=True))
 
 
-def our_side(backend: str, device: str, model: Path, samples: int | None) -> Side:
+def our_side(backend: str, device: str, model: Path, samples: bool) -> Side:
     request = LoadRequest(model, "float32", "auto", "pretrained", BASE_ONLY, OptimizerSpec(), seed=0)
     tokenizer: Any = SimpleNamespace(
         stop_ids=frozenset(), stop_text=None, decode=tuple
@@ -182,18 +186,20 @@ def our_side(backend: str, device: str, model: Path, samples: int | None) -> Sid
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
         ends = sorted(
-            continue_all(loaded, prompts, Sampling(max_tokens=tokens), tell=print), key=lambda each: each.number
+            continue_all(loaded, prompts, Sampling(max_tokens=tokens), bounds=ALL, tell=print),
+            key=lambda each: each.number,
         )
         return [[*map(int, each.text)] for each in ends]
 
     def sampled(prompts: Prompts, tokens: int) -> list[list[int]]:
         sampling = Sampling(max_tokens=tokens, temperature=1.0)
-        return [each.tokens.tolist() for each in sample_all(loaded, prompts, sampling, samples or 1, bounds=ALL)]
+        drawn = sample_all(loaded, prompts, sampling, samples_of(prompts), bounds=ALL)
+        return [each.tokens.tolist() for each in drawn]
 
-    return side if samples is None else sampled
+    return sampled if samples else side
 
 
-def torch_sides(model: Path, samples: int | None = None) -> tuple[Side, Side, int]:
+def torch_sides(model: Path, samples: bool = False) -> tuple[Side, Side, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -202,17 +208,17 @@ def torch_sides(model: Path, samples: int | None = None) -> tuple[Side, Side, in
     theirs.generation_config.eos_token_id = None
 
     options: dict[str, Any] = {"pad_token_id": 0}
-    if samples is not None:
-        options |= {"do_sample": True, "top_k": 0, "num_return_sequences": samples, "output_scores": True,
-                    "return_dict_in_generate": True}  # fmt: skip
+    if samples:
+        options |= {"do_sample": True, "top_k": 0, "output_scores": True, "return_dict_in_generate": True}
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
-        return static_batch(theirs, prompts, tokens, **options)
+        number = {"num_return_sequences": samples_of(prompts)} if samples else {}
+        return static_batch(theirs, prompts, tokens, **options, **number)
 
     return our_side("torch", "cpu", model, samples), side, theirs.config.vocab_size
 
 
-def mlx_sides(path: Path, samples: int | None = None) -> tuple[Side, Side, int]:
+def mlx_sides(path: Path, samples: bool = False) -> tuple[Side, Side, int]:
     from mlx_lm import batch_generate
     from mlx_lm.sample_utils import make_sampler
     from mlx_lm.utils import load_model
@@ -222,8 +228,8 @@ def mlx_sides(path: Path, samples: int | None = None) -> tuple[Side, Side, int]:
     tokenizer = SimpleNamespace(eos_token_ids=[], decode=lambda ids: "")
 
     def side(prompts: Prompts, tokens: int) -> list[list[int]]:
-        rows = [p.tolist() for p in prompts for _ in range(samples or 1)]
-        options = {} if samples is None else {"sampler": make_sampler(temp=1.0), "return_logprobs": True}
+        rows = [p.tolist() for p in prompts for _ in range(samples_of(prompts) if samples else 1)]
+        options = {} if not samples else {"sampler": make_sampler(temp=1.0), "return_logprobs": True}
         made = batch_generate(theirs, tokenizer, rows, max_tokens=tokens, return_token_ids=True, **options)  # type: ignore
         return made.token_ids  # type: ignore
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES, Config, TrainConfig
+from dualtune.config.schema import Config, TrainConfig
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 
 # What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
 # another scale, as those of sgd, or are another package's.

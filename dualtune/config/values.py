@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -236,3 +236,11 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in cast(list[object], value):
             yield from _texts(item)
+
+
+# Objectives that learn from the model's own samples (`train/policy_gradient.py`).
+PolicyObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+POLICY_OBJECTIVES: tuple[str, ...] = get_args(PolicyObjectiveName)
+ON_POLICY = "on_policy_distill"  # the other one that draws samples: a teacher judges each token of them
+BASE_TEACHER, SELF_TEACHER = "base", "self"  # values of distill.teacher that name no other model
+DEFAULT_TOP_K = 32

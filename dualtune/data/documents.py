@@ -18,7 +18,7 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
-from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.chat.row_values import Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats

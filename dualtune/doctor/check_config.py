@@ -12,8 +12,9 @@ from dualtune.base.errors import ConfigError, DiskError, DualtuneError, Environm
 from dualtune.base.files import existing
 from dualtune.base.text import in_bytes
 from dualtune.config import Config, load_config
+from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import far_rate, usual_rate
-from dualtune.config.schema import PREFERENCE_KEYS, AdapterConfig
+from dualtune.config.schema import AdapterConfig
 from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,

@@ -22,7 +22,7 @@ from dualtune.train.inference import LoadedModel, allowed_tokens
 from dualtune.train.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
 from dualtune.train.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
 TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
 _checked: WeakSet[Engine] = WeakSet()

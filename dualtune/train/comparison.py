@@ -22,7 +22,8 @@ from dualtune.base.errors import ConfigError, DiskError, FormatError
 from dualtune.base.files import cache_dir, new_file
 from dualtune.base.untrusted import open_file, parse_object
 from dualtune.config import Config
-from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES, PREFERENCE_KEYS
+from dualtune.config.combinations import PREFERENCE_KEYS
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import Backend, Batch, Engine

@@ -25,7 +25,7 @@ from dualtune.base.files import expanded
 from dualtune.base.tensors import bytes_of
 from dualtune.base.untrusted import open_file, read_header, read_metadata
 from dualtune.config import Config
-from dualtune.config.schema import ON_POLICY
+from dualtune.config.values import ON_POLICY
 from dualtune.data.documents import Documents
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine

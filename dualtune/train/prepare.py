@@ -13,7 +13,7 @@ from typing import Any, cast
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
-from dualtune.config.schema import ON_POLICY
+from dualtune.config.values import ON_POLICY
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dualtune.base.text import in_bytes, in_short_time
 from dualtune.config import Config
-from dualtune.config.schema import ON_POLICY, POLICY_OBJECTIVES
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.engine.machines import MachineLimits
 from dualtune.engine.memory.estimate import ITEM_BYTES
 from dualtune.engine.memory.plan import MemoryPlan

@@ -20,7 +20,8 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
-from dualtune.config.schema import BASE_TEACHER, ON_POLICY, SELF_TEACHER, DistillConfig
+from dualtune.config.schema import DistillConfig
+from dualtune.config.values import BASE_TEACHER, ON_POLICY, SELF_TEACHER
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example

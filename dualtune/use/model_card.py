@@ -12,7 +12,8 @@ from typing import Any, cast
 import yaml
 
 from dualtune.config import Config
-from dualtune.config.schema import ON_POLICY, PREFERENCE_KEYS
+from dualtune.config.combinations import PREFERENCE_KEYS
+from dualtune.config.values import ON_POLICY
 from dualtune.model.adapter import is_of_base
 from dualtune.model.beside import sizes_of
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, describe_template

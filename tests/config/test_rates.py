@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dualtune.config import default_yaml, parse_config
+from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import OBJECTIVES, far_rate, usual_rate
-from dualtune.config.schema import PREFERENCE_KEYS
 from dualtune.doctor.check_config import rate_rows
 
 DEFAULT = default_yaml()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.config.schema import PREFERENCE_KEYS
+from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.train.preference import OBJECTIVES, Scores, objective_of
 
 TRL_LOSSES = Path(__file__).parent / "data" / "trl_losses.json"
