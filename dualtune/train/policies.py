@@ -25,6 +25,7 @@ class Ordinary:
 
     name = "ordinary"
     num_probes = 0
+    _num_updates = 1  # of a policy that is made of this one, and has an `__init__` of its own
 
     def __init__(self, config: Config) -> None:
         self._num_updates = config.rollouts.updates

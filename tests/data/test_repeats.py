@@ -56,7 +56,8 @@ def test_equal_conversations_are_equal_in_every_format():
         ("messages", {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}),
         ("sharegpt", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}),
     ]
-    assert {name for name, _ in one} | {"text", "preference", "unpaired_preference", "comparison"} == set(FORMATS)
+    others = {"text", "prompt", "preference", "unpaired_preference", "comparison"}
+    assert {name for name, _ in one} | others == set(FORMATS)
     rows = [example for name, fields in one for example in examples([fields], name)]
     assert found_in(rows, near=None) == {i: Repeat(0, 1.0, is_exact=True) for i in range(1, 5)}
 

@@ -57,7 +57,7 @@ class Reader(NamedTuple):
     seeds: Callable[[], list[Files]]
     read: Callable[[Path, Path, random.Random], None]
     rehash: Callable[[Files], None]  # makes the hashes of a changed directory right
-    max_growth_bytes: int = 64 << 20
+    max_growth_bytes: int = 72 << 20
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from dualtune_torch.weights.frozen import compute_dtype
 # the last of them.
 Continue = Callable[[Tensor, Any], tuple[Tensor, Any]]
 TRIAL = (5, 1, 1, 3, 1)  # tokens of each call
+USUAL = ("cache", "past_key_values")  # the argument in transformers 5.24, and before
 HIGHEST_TOKEN = 100
 
 
@@ -42,7 +43,9 @@ class _CachedText:
 
 def logits_after(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, **options: Any) -> Tensor:
     """Return the logits [B, V] after the last of these tokens, which are added to the cache."""
-    return _last_logits(model, tokens_BT, past_key_values=cache, use_cache=True, **options)
+    takes = inspect.signature(model.forward).parameters
+    name = next((name for name in USUAL if name in takes), USUAL[-1])
+    return _last_logits(model, tokens_BT, **{name: cache}, use_cache=True, **options)
 
 
 class TextContinuation:
@@ -81,7 +84,7 @@ def continuation_of(model: PreTrainedModel) -> Continue:
 
 def _arguments(takes: Any) -> list[tuple[str, bool, bool]]:
     """Return how a cache may be given: the argument, whether with positions, and whether with one token at a time."""
-    names = [name for name in ("past_key_values", "cache_params") if name in takes]
+    names = [name for name in (*USUAL, "cache_params") if name in takes]
     with_positions = (False, True) if "position_ids" in takes else (False,)
     return [(name, positions, single) for single in (False, True) for name in names for positions in with_positions]
 
@@ -100,7 +103,7 @@ def _by_cache(model: PreTrainedModel, name: str, positions: bool, single: bool) 
             logits_1V = _last_logits(model, part, **options)
         return logits_1V, state
 
-    way.is_usual = name == "past_key_values" and not positions and not single  # type: ignore[attr-defined]
+    way.is_usual = name in USUAL and not positions and not single  # type: ignore[attr-defined]
     return way
 
 

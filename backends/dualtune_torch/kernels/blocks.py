@@ -11,6 +11,7 @@ Legend: B rows, T tokens, N = B · T, F width, H heads, d head size, r rotated c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -64,7 +65,7 @@ def compile_rotary(model: nn.Module, maybe_compile: Compile) -> bool:
     """Rotate queries and keys by `Rotate` in every attention module with an equivalent function."""
     has_rotary = False
     for module in model.modules():
-        forward: Any = type(module).forward
+        forward = _forward_of(module)
         if ROTARY not in _names_in(module) or not _rotates_alike(forward.__globals__[ROTARY]):
             continue
         rotate = partial(rotate_both, maybe_compile=maybe_compile, own=forward.__globals__[ROTARY])
@@ -144,7 +145,12 @@ def _rotates_alike(function: Callable[..., Any]) -> bool:
         return False
 
 
+def _forward_of(module: nn.Module) -> Any:
+    """The `forward` that computes: transformers wraps some, to take the old names of arguments."""
+    return inspect.unwrap(type(module).forward)
+
+
 def _names_in(module: nn.Module) -> set[str]:
     """The attributes and globals that a module's `forward` names."""
-    forward = type(module).forward
+    forward = _forward_of(module)
     return {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set()

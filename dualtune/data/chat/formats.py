@@ -143,6 +143,7 @@ class Format:
     layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
     can_lack: tuple[str, ...] = ()  # those of `keys` that data.columns may leave out
     is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # see `is_detected`
+    only_by_name: bool = False  # never detected
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ class Format:
 
     def is_detected(self, fields: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has this format's keys, and values that tell it, unless data.columns names a key."""
-        if not self.has_keys(fields, columns):
+        if self.only_by_name or not self.has_keys(fields, columns):
             return False
         values = {key: fields[self.column(key, fields, columns)] for key in self.needed(columns)}
         return any(columns.get(key) for key in self.keys) or self.is_told(values)
@@ -537,8 +538,8 @@ FORMATS = {
     ),
     **_PLAIN,
     "text": Format(_text, ("text",)),
-    # Only by its name: other rows have a prompt too, and an answer in a column of another name.
-    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), is_told=lambda fields: False),
+    # Other rows have a prompt too, and an answer in a column of another name.
+    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), only_by_name=True),
 }  # fmt: skip
 
 

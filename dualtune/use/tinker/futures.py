@@ -98,7 +98,7 @@ class Futures:
             self._futures.pop(future.id, None)
 
     def mark_sent(self, future: Future) -> None:
-        """Note that the client has been sent the outcome: it is kept a while longer, for a broken connection."""
+        """Note that the client is being sent the outcome: it is kept a while longer, for a broken connection."""
         future.is_sent, future.expires = True, monotonic() + KEPT_S
 
     def ends_after(self, sampler: tuple[str, int], cursor: int, timeout: float) -> tuple[list[Future], int]:

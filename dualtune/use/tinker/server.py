@@ -225,6 +225,7 @@ def _retrieve(call: Call) -> str:
         call.handler.send_table(408, {"type": "try_again", "request_id": id, "queue_state": "active"})
         return "408 try again"
     outcome = future.outcome
+    call.service.futures.mark_sent(future)  # a connection that breaks now is made again soon
     if isinstance(outcome, Failure):
         call.send({"error": outcome.message, "category": outcome.category})
     else:
@@ -233,7 +234,6 @@ def _retrieve(call: Call) -> str:
             call.handler.send_bytes(200, outcome.protobuf(), PROTOBUF)
         else:
             call.send(outcome.table())
-    call.service.futures.mark_sent(future)
     return "200" if isinstance(outcome, Reply) else f"200 failed: {outcome.message[:200]}"
 
 
