@@ -42,11 +42,11 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for seed in args.seeds:
         key = f"{args.objective}/{args.rate:g}/{args.steps}/{args.samples} samples/brief {args.brief:g}/{seed}"
-        if key not in recorded() or args.again:
+        if key not in record.runs("grpo") or args.again:
             with tempfile.TemporaryDirectory() as name:
                 figures = train(Path(name), seed, args)
             print(key, figures["evals"], file=sys.stderr, flush=True)
-            record.write("grpo", {"runs": recorded() | {key: record.origin() | figures}})
+            record.add_run("grpo", key, figures)
 
 
 def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -82,11 +82,6 @@ def rows(path: Path, sums: list[tuple[int, int]]) -> str:
     asked = [{"prompt": f"What is {a} + {b}? Reply with the number alone.", "completion": str(a + b)} for a, b in sums]
     path.write_text("".join(json.dumps(row) + "\n" for row in asked))
     return str(path)
-
-
-def recorded() -> dict[str, Any]:
-    path = record.RESULTS / "grpo.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
 
 
 if __name__ == "__main__":

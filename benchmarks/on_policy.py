@@ -52,11 +52,11 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for seed in args.seeds:
         key = f"top_k {args.top_k}/{args.rate:g}/{args.steps}/{seed}"
-        if key not in recorded() or args.again:
+        if key not in record.runs("on_policy") or args.again:
             with tempfile.TemporaryDirectory() as name:
                 figures = train(Path(name), seed, args)
             print(key, figures, file=sys.stderr, flush=True)
-            record.write("on_policy", {"runs": recorded() | {key: record.origin() | figures}})
+            record.add_run("on_policy", key, figures)
 
 
 def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,11 +102,6 @@ def answered(name: str, asked: list[str], system: str | None = None, adapter: Pa
     model = load_model(get_backend("torch", "cpu"), name, adapter, dtype="float32")
     prompts = [model.tokenizer.encode_prompt(text, system) for text in asked]
     return float(np.mean([each.num_tokens for each in continue_all(model, prompts, Sampling(MAX_TOKENS))]))
-
-
-def recorded() -> dict[str, Any]:
-    path = record.RESULTS / "on_policy.json"
-    return json.loads(path.read_text())["runs"] if path.exists() else {}
 
 
 if __name__ == "__main__":

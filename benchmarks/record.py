@@ -27,6 +27,17 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     return path
 
 
+def runs(name: str) -> dict[str, Any]:
+    """The runs that results/<name>.json has, by key."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+
+
+def add_run(name: str, key: str, figures: dict[str, Any]) -> Path:
+    """Write a run beside those that are there, with its own origin."""
+    return write(name, {"runs": runs(name) | {key: origin() | figures}})
+
+
 def origin() -> dict[str, Any]:
     """The commit is that of the code only if nothing but results has changed since: "-dirty" says so."""
     return {

@@ -30,7 +30,7 @@ from dualtune.engine.backend import (
     merge_base,
     most_probable_first,
     needs_positions,
-    with_weights,
+    weighed_in_two_passes,
 )
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
@@ -207,9 +207,7 @@ class MlxEngine:
         return grads
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
-        logprobs_BT = self.target_logprobs(batch, dropout=True)
-        self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
-        return logprobs_BT
+        return weighed_in_two_passes(self, batch, weigh, divisor)
 
     def gradient(self) -> Tensors:
         return to_numpy(self._grads / self._loss_scale, self._tensors)

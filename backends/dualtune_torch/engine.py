@@ -31,6 +31,7 @@ from dualtune.engine.backend import (
     merge_base,
     most_probable_first,
     needs_positions,
+    weighed_in_two_passes,
     with_weights,
 )
 from dualtune.engine.card import ActivationCheckpointing
@@ -199,9 +200,7 @@ class TorchEngine:
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
         if self._graphs is not None:  # which record a step as a whole
-            logprobs_BT = self.target_logprobs(batch, dropout=True)
-            self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
-            return logprobs_BT
+            return weighed_in_two_passes(self, batch, weigh, divisor)
         inputs = self._inputs(batch)
         with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
             output = self._output(inputs)

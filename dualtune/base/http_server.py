@@ -19,7 +19,10 @@ from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
@@ -252,3 +255,26 @@ class ApiHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: `answer_with` tells more."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bodies of JSON.
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the object in a body. BadRequest for anything else."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
+    if not isinstance(body, dict):
+        raise BadRequest(400, "body: must be a JSON object")
+    return cast("dict[str, Any]", body)
+
+
+def invalid_body(error: ValidationError, unknown: Callable[[str], str]) -> BadRequest:
+    """Return the refusal for the first fault that pydantic has seen. `unknown`: what is said of a key that it names."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
+    text = unknown(param) if first["type"] == "extra_forbidden" else first["msg"]
+    return BadRequest(400, f"{param or 'body'}: {text}"[:500], param or None)

@@ -547,6 +547,13 @@ def check_slots(optimizer: OptimizerSpec, trained: Shapes, state: OptimizerState
         check_state(own, state.slots.get(slot, {}), f"optimizer {slot}")
 
 
+def weighed_in_two_passes(engine: Engine, batch: Batch, weigh: Weigh, divisor: float) -> np.ndarray:
+    """Do `forward_backward_of` where an engine cannot in one forward pass."""
+    logprobs_BT = engine.target_logprobs(batch, dropout=True)
+    engine.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
+    return logprobs_BT
+
+
 def check_mergeable(description: EngineDescription) -> None:
     """Raise ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
     if description.quantization != "none":

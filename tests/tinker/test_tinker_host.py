@@ -66,14 +66,20 @@ def some_data(count=5, seed=0, **changes):
     for length in rng.integers(5, 40, count):
         text = rng.integers(5, VOCAB, length + 1)
         is_answer = np.arange(length) >= length // 2
-        data.append(Datum(text[:-1].astype(np.int32), {
-            "target_tokens": text[1:],
-            "weights": np.where(is_answer, rng.normal(1, 0.5, length), 0).astype(np.float32),
-            "logprobs": rng.uniform(-7, -4, length).astype(np.float32),
-            "advantages": np.where(is_answer, rng.normal(0, 1, length), 0).astype(np.float32),
-            "sequence_ratio_mask": is_answer.astype(np.float32),
-        } | changes))  # fmt: skip
+        data.append(datum(text, is_answer, rng, **changes))
     return data
+
+
+def datum(text, is_answer, rng, **changes):
+    length = len(is_answer)
+    inputs = {
+        "target_tokens": text[1:],
+        "weights": np.where(is_answer, rng.normal(1, 0.5, length), 0).astype(np.float32),
+        "logprobs": rng.uniform(-7, -4, length).astype(np.float32),
+        "advantages": np.where(is_answer, rng.normal(0, 1, length), 0).astype(np.float32),
+        "sequence_ratio_mask": is_answer.astype(np.float32),
+    }
+    return Datum(text[:-1].astype(np.int32), inputs | changes)
 
 
 def for_loss(name, data):
@@ -202,13 +208,7 @@ def samples_of_prompts(seed=0):
             text = np.concatenate([prompt, rng.integers(5, VOCAB, int(rng.integers(2, 12)))])
             length, start = len(text) - 1, 5 if number == 2 else prompt_length - 1
             is_answer = np.arange(length) >= start
-            data.append(Datum(text[:-1].astype(np.int32), {
-                "target_tokens": text[1:],
-                "weights": np.where(is_answer, rng.normal(1, 0.5, length), 0).astype(np.float32),
-                "logprobs": rng.uniform(-7, -4, length).astype(np.float32),
-                "advantages": np.where(is_answer, rng.normal(0, 1, length), 0).astype(np.float32),
-                "sequence_ratio_mask": is_answer.astype(np.float32),
-            }))  # fmt: skip
+            data.append(datum(text, is_answer, rng))
     return data
 
 

@@ -41,13 +41,6 @@ class _CachedText:
     length: int = 0  # tokens in it
 
 
-def logits_after(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, **options: Any) -> Tensor:
-    """Return the logits [B, V] after the last of these tokens, which are added to the cache."""
-    takes = inspect.signature(model.forward).parameters
-    name = next((name for name in USUAL if name in takes), USUAL[-1])
-    return _last_logits(model, tokens_BT, **{name: cache}, use_cache=True, **options)
-
-
 class TextContinuation:
     """The way in which a model continues texts, which is found when the first one is."""
 
@@ -247,7 +240,9 @@ class TorchDecoding:
         """`computing`: the context of all forward passes."""
         _check_batchable(model)
         self._model, self._computing = model, computing
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        takes = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._cache_argument = next((name for name in USUAL if name in takes), USUAL[-1])
         self._cache: Cache | None = None  # None: there is no row
         self._width = 0  # of the cache
         self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
@@ -284,11 +279,13 @@ class TorchDecoding:
         T, padding_B = tokens_BT.shape[1], width - lengths_B
         positions_BT = np.maximum(np.arange(width - T, width) - padding_B[:, None], 0)
         tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
-        options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+        options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if self._takes_positions:
+            options["position_ids"] = positions
         if padding_B.any():
             options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
         with self._computing():
-            return TorchNextLogits(logits_after(self._model, tokens, cache, **options))
+            return TorchNextLogits(_last_logits(self._model, tokens, **options))
 
     def leave(self, staying: Sequence[int]) -> None:
         self._lengths_B = self._lengths_B[list(staying)]

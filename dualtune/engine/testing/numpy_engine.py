@@ -38,7 +38,7 @@ from dualtune.engine.backend import (
     check_slots,
     check_state,
     most_probable_first,
-    with_weights,
+    weighed_in_two_passes,
 )
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, LikelyRow, likely_rows
@@ -250,9 +250,7 @@ class NumpyEngine:
         self._add_slope("embedding", slope_VD)
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
-        logprobs_BT = self.target_logprobs(batch, dropout=True)
-        self.forward_backward(with_weights(batch, weigh(logprobs_BT)), divisor=divisor)
-        return logprobs_BT
+        return weighed_in_two_passes(self, batch, weigh, divisor)
 
     def gradient(self) -> Tensors:
         return {name: g.astype(np.float32) for name, g in self._grads.items()}

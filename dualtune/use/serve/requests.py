@@ -6,15 +6,14 @@ and that cannot change an answer are accepted, and a header of the answer names 
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dualtune.base.http_server import BadRequest
+from dualtune.base.http_server import BadRequest, invalid_body, json_object
 from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
 from dualtune.data.sources.rows import RowError
 from dualtune.train.sampling import Penalties, Sampling
@@ -177,12 +176,9 @@ class CompletionRequest:
 def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
     """Read the body of a request. BadRequest, with the first wrong key, for anything that is not as it must be."""
     try:
-        body = (_ChatBody if is_chat else _TextBody).model_validate(_parsed(raw))
+        body = (_ChatBody if is_chat else _TextBody).model_validate(json_object(raw))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
-        text = "is not supported" if first["type"] == "extra_forbidden" else first["msg"]
-        raise BadRequest(400, f"{param or 'body'}: {text}"[:500], param or None) from None
+        raise invalid_body(error, lambda key: "is not supported") from None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS:
         raise BadRequest(400, f"stop: got {len(stops)} texts, allowed: {MAX_STOPS}", "stop")
@@ -247,16 +243,6 @@ def _calls(body: _ChatBody) -> dict[str, Any]:
         "function": function,
         "is_parallel": body.parallel_tool_calls is not False,
     }
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
-    if not isinstance(body, dict):
-        raise BadRequest(400, "body: must be a JSON object")
-    return cast("dict[str, Any]", body)
 
 
 def _messages(body: _ChatBody, tools: tuple[Mapping[str, Any], ...]) -> tuple[Message, ...]:

@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import io
-import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dualtune.base.errors import EnvironmentFault
-from dualtune.base.http_server import BadRequest
+from dualtune.base.http_server import BadRequest, invalid_body, json_object
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
 
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
@@ -439,12 +438,12 @@ def decompressed(raw: bytes, encoding: str | None) -> bytes:
 
 def read(kind: type[BodyT], raw: bytes) -> BodyT:
     """Read a body of JSON. BadRequest, with the first wrong key, for anything that is not as it must be."""
-    return _checked(kind, _table(raw))
+    return _checked(kind, json_object(raw))
 
 
 def read_load(raw: bytes) -> LoadWeightsBody:
     """Read a request for a load, which is to a run, or makes one."""
-    table = _table(raw)
+    table = json_object(raw)
     if table.get("model_id") is None:
         return _checked(LoadWeightsBody, table)
     with _of_turn(_address(table)):
@@ -453,14 +452,14 @@ def read_load(raw: bytes) -> LoadWeightsBody:
 
 def read_turn(kind: type[TurnT], raw: bytes) -> TurnT:
     """Read a request to a run. BadTurn if it is wrong, but its place is known."""
-    table = _table(raw)
+    table = json_object(raw)
     with _of_turn(_address(table)):
         return _checked(kind, table)
 
 
 def refused_turn(raw: bytes, reason: str) -> BadTurn:
     """Return the refusal of a request to a run, whatever else it says."""
-    address = _address(_table(raw))
+    address = _address(json_object(raw))
     return BadTurn(BadRequest(400, reason), address.model_id, address.seq_id)
 
 
@@ -476,21 +475,8 @@ def _of_turn(address: OfRunBody) -> Generator[None]:
         raise BadTurn(error, address.model_id, address.seq_id) from None
 
 
-def _table(raw: bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
-    if not isinstance(table, dict):
-        raise BadRequest(400, "body: must be a JSON object")
-    return cast("dict[str, Any]", table)
-
-
 def _checked(kind: type[BodyT], table: dict[str, Any]) -> BodyT:
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
-        text = HINTS.get(param, "is not served here") if first["type"] == "extra_forbidden" else first["msg"]
-        raise BadRequest(400, f"{param or 'body'}: {text}"[:500], param or None) from None
+        raise invalid_body(error, lambda key: HINTS.get(key, "is not served here")) from None
