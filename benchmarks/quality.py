@@ -269,7 +269,7 @@ def run_all(bench: Bench) -> None:
     """Measure all arms of a seed, then those of the next, so that what is recorded is always comparable."""
     args = bench.args
     for seed in args.seeds:
-        for arm in args.arms.split(","):
+        for arm in args.arms.split(",") if args.arms else bench.task.arms:
             if seed == args.seeds[0] and (
                 "model" in ARMS.get(arm, {}) or arm == bench.task.control
             ):  # a base of its own
