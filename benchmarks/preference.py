@@ -202,7 +202,7 @@ class Bench:
         By the same engine, in turns, in processor seconds; the first round does not count. The prompts of dpo have
         solved examples before them, so that they are about four times as long as an answer. `ratios`: of micro-batches
         with the prompt in each answer, the same tokens for both; `once`: of those with each prompt once, over sft on
-        the same and on the others; the share of the tokens that are left; and, `per token`, the share of the time by it.
+        the same and on the others; the share of tokens that are left; and, `per token`, the share of the time by it.
         """
         settings = self.config("dpo", 0) | {"adapter": {"dropout": 0.0}}
         ratios: dict[str, Any] = {}
