@@ -79,7 +79,7 @@ class MlxEngine:
         self.model = model
         self._request = request
         weights, resident = request.base_weights(), request.resident_layers
-        residency = Residency(model, weights.files, resident) if weights and resident else None
+        self._residency = residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._is_full = request.adapter.trains_model
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
@@ -105,6 +105,9 @@ class MlxEngine:
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
+        for layer in self._layers.values():
+            layer.moves = residency is not None
+            self._readable(layer).read_base()
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
@@ -336,7 +339,7 @@ class MlxEngine:
 
         def delta(module: str) -> np.ndarray:
             layer, number = layer_of(self._layers, module)
-            return np.array(layer.delta(number))
+            return np.array(self._readable(layer).delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
 
@@ -523,7 +526,13 @@ class MlxEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         layer, number = layer_of(self._layers, path)
-        return np.array(layer.frozen(number))
+        return np.array(self._readable(layer).frozen(number))
+
+    def _readable(self, layer: AdaptedLayer) -> AdaptedLayer:
+        """Return a layer whose frozen weight is in memory until another one's is asked for."""
+        if self._residency is not None:
+            self._residency.bring(layer.base)
+        return layer
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:
