@@ -223,10 +223,8 @@ class MlxEngine:
         inputs = self._inputs(batch, dropout=dropout)
         with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
-                return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
-            body, head = self._kernels.loss
-            hidden_BTH = self._apply(body, inputs)
-            found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                return np.array(target_logprobs(self._logits(inputs), inputs["labels_BT"]))
+            found_N = cross_entropy.target_logprobs(*self._at_targets(self._kernels.loss, inputs))
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
@@ -236,11 +234,9 @@ class MlxEngine:
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 where = np.flatnonzero(batch.is_target_BT)
-                top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
+                top = cross_entropy.top_of_logits(self._logits(inputs).flatten(0, 1), k)
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                top = cross_entropy.top_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head, k)
+                top = cross_entropy.top_logprobs(*self._at_targets(self._kernels.loss, inputs), k)
         tokens_Nk, logprobs_Nk = map(np.array, top)
         return most_probable_first(tokens_Nk[where].astype(np.int32), logprobs_Nk[where])
 
@@ -248,11 +244,9 @@ class MlxEngine:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
-                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+                found_N = self._logits(inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                found_N = cross_entropy.most_probable(*self._at_targets(self._kernels.loss, inputs))
         tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
         tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return tokens_BT
@@ -325,7 +319,7 @@ class MlxEngine:
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
+        logits_BTV = self._logits(self._inputs(batch)).astype(mx.float32)
         return np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
 
     def generate(
@@ -432,13 +426,22 @@ class MlxEngine:
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         smoothing = self._request.label_smoothing if slopes else 0.0  # an evaluation has none
         if self._kernels.loss is None:
-            logits_BTV = self._apply(self.model, inputs)
-            return loss_sum(logits_BTV, inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
-        body, head = self._kernels.loss
+            return loss_sum(self._logits(inputs), inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
         return cross_entropy.target_loss(
-            self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
+            *self._at_targets(self._kernels.loss, inputs),
             weights_N=inputs.get("weights_N"), smoothing=smoothing, slopes=slopes,
         )  # fmt: skip
+
+    def _at_targets(
+        self, parts: tuple[Callable[..., mx.array], cross_entropy.Head], inputs: Arrays
+    ) -> tuple[mx.array, mx.array, mx.array, cross_entropy.Head]:
+        """Return what the fast loss is computed of: hidden states [B, T, H], targets, labels and the head."""
+        body, head = parts
+        return self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head.at(inputs.get("temperature"))
+
+    def _logits(self, inputs: Arrays) -> mx.array:
+        logits_BTV = self._apply(self.model, inputs)
+        return logits_BTV.astype(mx.float32) / inputs["temperature"] if "temperature" in inputs else logits_BTV
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
@@ -473,6 +476,8 @@ class MlxEngine:
                 weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
                 weights[batch.num_targets :] = 0
                 inputs["weights_N"] = weights
+        if batch.temperature != 1:
+            inputs["temperature"] = np.array(batch.temperature, np.float32)
         if dropout and (self._request.adapter.dropout or self._request.adapter.merge_for != "none"):
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}

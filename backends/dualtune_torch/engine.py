@@ -239,7 +239,7 @@ class TorchEngine:
         hidden_MD = self._target_states(output, inputs)
         with whole(head):
             found_M = cross_entropy.target_logprobs(
-                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, self._kernels.rows,
             )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
@@ -265,7 +265,7 @@ class TorchEngine:
             hidden_MD, kernels = self._target_states(self._output(inputs), inputs), self._kernels
             with whole(head):
                 weight_VD = weight_of(head, hidden_MD.dtype)
-                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, self._scaling(inputs), kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -471,7 +471,7 @@ class TorchEngine:
         hidden_MD, rows = self._target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
@@ -486,7 +486,11 @@ class TorchEngine:
         return self._run(self.model.base_model, inputs).last_hidden_state
 
     def _logits(self, inputs: Inputs) -> Tensor:
-        return self._run(self.model, inputs).logits
+        logits_BTV = self._run(self.model, inputs).logits
+        return logits_BTV if inputs.temperature is None else logits_BTV.float() / inputs.temperature
+
+    def _scaling(self, inputs: Inputs) -> cross_entropy.Scaling:
+        return cross_entropy.Scaling(self._kernels.cap, inputs.temperature)
 
     def _run(self, model: nn.Module, inputs: Inputs) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""

@@ -260,9 +260,12 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
     if name == ON_POLICY and distill.sft_weight:
         rule = "but the model's own samples are no answers to learn; allowed: 0"
         yield ("distill", "sft_weight"), objective, f"got {distill.sft_weight:g}, {rule}"
-    is_estimate = name == ON_POLICY and config.divergence == "reverse_kl" and distill.temperature == 1
-    if distill.top_k == 0 and not is_estimate:
-        rule = f"but the sampled token alone estimates reverse_kl of {ON_POLICY} alone, at temperature 1; allowed: >= 1"
+    is_plain = distill.temperature == config.rollouts.temperature == 1
+    if distill.top_k == 0 and not (name == ON_POLICY and config.divergence == "reverse_kl" and is_plain):
+        rule = (
+            f"but the sampled token alone estimates reverse_kl of {ON_POLICY} alone, with distill.temperature and "
+            "rollouts.temperature 1; allowed: >= 1"
+        )
         yield ("distill", "top_k"), ("distill", "divergence"), f"got 0, {rule}"
     if distill.teacher is not None or name == ON_POLICY:
         yield from _impossible_teacher(config)
