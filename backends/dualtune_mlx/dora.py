@@ -21,6 +21,8 @@ class DoRALinear(LoRALinear):
     h is small in training, so that it keeps its digits where y is computed in 16 bits.
     """
 
+    reads_base = True
+
     def read_base(self) -> None:
         self._squares_O = mx.square(weight_of(self.base)).sum(axis=1)  # ‖W‖² of each row
         mx.eval(self._squares_O)  # now, so that one unpacked weight is in memory at a time

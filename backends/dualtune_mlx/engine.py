@@ -107,7 +107,8 @@ class MlxEngine:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         for layer in self._layers.values():
             layer.moves = residency is not None
-            self._readable(layer).read_base()
+            if layer.reads_base:
+                self._readable(layer).read_base()
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)

@@ -51,6 +51,7 @@ class AdaptedLayer(nn.Module):
     base: nn.Module
     shared: Any  # what it shares with later layers
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
+    reads_base: bool = False  # whether `read_base` does something
     moves: bool = False  # whether its frozen weight is there only while it computes, so that nothing as large may stay
 
     @property

@@ -24,6 +24,7 @@ class DoRALinear(LoRALinear):
     h is small in training, so that it keeps its digits where y is computed in 16 bits.
     """
 
+    reads_base = True
     squares_O: Tensor  # ‖W‖² of each row
     norms_O: Tensor  # those of the sum, in one place
 

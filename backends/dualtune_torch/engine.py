@@ -109,8 +109,9 @@ class TorchEngine:
         self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
         for layer in self._layers.values():
             layer.moves = self._streamed is not None or is_split(model)
-            with self._reading(layer):
-                layer.read_base()
+            if layer.reads_base:
+                with self._reading(layer):
+                    layer.read_base()
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))

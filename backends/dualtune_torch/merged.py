@@ -17,6 +17,7 @@ from dualtune_torch.dora import DoRALinear
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, weight_of
+from dualtune_torch.weights.packed import product
 
 
 class MergedLoRALinear(LoRALinear):
@@ -39,7 +40,8 @@ class MergedLoRALinear(LoRALinear):
     def forward(self, x_BTI: Tensor) -> Tensor:
         if self.dropout_seeds.seeds_BT is None and not self.dropout_seeds.is_evaluated:
             return super().forward(x_BTI)
-        y_BTO = F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
+        # Autograd would keep a merge for the backward pass; of a base that moves it is made again there.
+        y_BTO = product(x_BTI, self) if self.moves else F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
         if not self.dropout_seeds.is_evaluated:
             # Added and taken away: its value is in the merge, its gradient that of what is trained.
             own_BTO = self.unrounded(x_BTI.detach())
@@ -67,6 +69,8 @@ class MergedLoRALinear(LoRALinear):
             self._merged_OI = merged_OI if self._merged_OI is None else self._merged_OI.copy_(merged_OI)
         self._is_rounded = True
         return self._merged_OI
+
+    unpacked = merged  # what `product` multiplies by
 
     def prepare(self, dtype: torch.dtype) -> None:
         super().prepare(dtype)

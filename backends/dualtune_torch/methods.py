@@ -36,6 +36,7 @@ class AdaptedLayer(nn.Module):
     grouped: bool = False  # whether `kernels.lora` may compute it
     start: tuple[Tensor, Tensor] | None = None  # A and B of a start that is kept beside what is trained, float32
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
+    reads_base: bool = False  # whether `read_base` does something
     moves: bool = False  # whether its frozen weight is there only while it computes, so that nothing as large may stay
 
     @property

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -173,6 +174,31 @@ def test_a_merge_is_rounded_once_for_all_micro_batches_of_an_update(load, monkey
     assert len(rounded) == layers
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=3))
     assert abs(float(engine.evaluate(batches[0]).loss_sum) - after) > 1e-3
+
+
+def test_no_merge_waits_for_the_backward_pass_where_the_base_moves(load, monkeypatch):
+    made = []
+
+    def kept(weight, xp):
+        rounded = weight + 0.01
+        made.append(weakref.ref(rounded))
+        return rounded
+
+    monkeypatch.setitem(vars(import_module("dualtune_torch.merged")), "ROUNDINGS", {"q4_0": kept})
+    batch, results = random_batch([9, 7], VOCAB, seed=1), []
+    for moves in (False, True):
+        engine = load("torch", "q4_0")
+        for layer in engine._layers.values():
+            layer.moves = moves
+        made.clear()
+        inputs = engine._inputs(batch)
+        with engine._dropout(inputs):
+            loss = engine._loss_sum(inputs)
+        alive = sum(merge() is not None for merge in made)
+        assert (alive, len(made)) == (0 if moves else len(engine._layers), len(engine._layers))
+        loss.backward()
+        results.append(engine._adapter.flat.grad.clone())
+    assert torch.equal(*results) and results[0].any()
 
 
 def test_the_reference_of_a_run_that_rounds_is_another(load, backends, tiny):

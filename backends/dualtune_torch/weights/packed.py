@@ -41,9 +41,10 @@ class PackedLayer(nn.Module):
 
 
 class PackedProduct(Protocol):
-    """A packed layer that computes x Wᵀ + b."""
+    """A layer that computes x Wᵀ + b with a W that is made for each pass."""
 
-    bias: nn.Parameter | None
+    @property
+    def bias(self) -> Tensor | None: ...
 
     def unpacked(self, dtype: torch.dtype) -> Tensor: ...
 
