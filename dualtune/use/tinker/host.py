@@ -20,15 +20,18 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.data.batches import SequenceLayout
+from dualtune.engine.adapter_bank import AdapterBank, bank_batches
 from dualtune.engine.backend import Backend, Engine, SharedBase, StepOutput, check_state
-from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS
+from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS, ITEM_BYTES
 from dualtune.engine.peft_trial import named
-from dualtune.model.adapter import AdapterSpec, exact_targets, modules_of
+from dualtune.model.adapter import AdapterSpec, Tensors, exact_targets, modules_of
 from dualtune.model.base_model import find_weights, resolve_model
 from dualtune.model.config_file import longest_text, read_config
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
+from dualtune.train.batched import check_decoding
 from dualtune.train.fingerprints import fingerprints, plain_batch
 from dualtune.train.hooks import Watchers
 from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
@@ -58,11 +61,19 @@ from dualtune.use.tinker.messages import (
     SampleResult,
     ServedRun,
 )
-from dualtune.use.tinker.samples import SampleLimits, check_tokens, sampled
+from dualtune.use.tinker.samples import (
+    PendingSamples,
+    SampleLimits,
+    admitted,
+    check_tokens,
+    sampled,
+    score_prompts,
+)
 from dualtune.use.tinker.seat import Seat, TrainingState, Weights
 
 USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
 SAMPLERS_KEPT = 8  # in memory: of each run those without a name, and of all that are on disk
+BANK_SHARE = 0.25  # of the memory that is free, for the adapters of a batch beside that of the engine
 UNNAMED = "memory:"  # begins the path of a sampler without a name
 
 
@@ -83,6 +94,7 @@ class TrainingHost:
         self._layout, self._shares = SequenceLayout(micro_batch_tokens), False
         self._runs: dict[str, OpenRun] = {}
         self._samplers: dict[str, Weights] = {}
+        self._has_banks = True  # whether rows of several adapters can be computed together, as far as is known
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
         self._namings: dict[AdapterSpec, Naming] = {}
         self._seat = Seat(self._load)
@@ -354,19 +366,81 @@ class TrainingHost:
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Yield each request's index and its result, or what refuses it, as they end.
 
-        Requests of one source are continued in one batch; the sources follow each other.
+        Requests of one source are continued in one batch, and so are those of several whose adapters form a bank; the
+        others follow each other.
         """
-        by_source: dict[str | None, list[int]] = {}
+        by_source, limits = dict[str | None, list[int]](), SampleLimits(self.max_length, self.vocab)
         for i, request in enumerate(requests):
             by_source.setdefault(request.source, []).append(i)
+        weights, pending = dict[str | None, Weights | None](), dict[str | None, dict[int, PendingSamples]]()
+        model = self._loaded(self._seat.present(BASE_ONLY))
         for source, indices in by_source.items():
             try:
-                model = self._loaded(self._seat.use(self._weights(source), BASE_ONLY))
+                weights[source] = self._weights(source)
             except ConfigError as error:
                 yield from ((i, error) for i in indices)
                 continue
-            limits = SampleLimits(self.max_length, self.vocab)
-            yield from sampled(model, requests, indices, limits, self.backend.is_out_of_memory)
+            pending[source], refused = admitted(model, requests, indices, limits)
+            yield from refused
+        for batch, is_bank in self._batches(weights):
+            yield from self._sampled({source: pending[source] for source in batch}, weights, is_bank=is_bank)
+
+    def _batches(self, weights: Mapping[str | None, Weights | None]) -> list[tuple[list[str | None], bool]]:
+        """Return the sources of each batch, and whether they are those of a bank."""
+        engine, memory = self._seat.present(BASE_ONLY), self.backend.memory()
+        room = int(BANK_SHARE * (memory.total_bytes - memory.used_bytes)) // ITEM_BYTES.get(engine.description.dtype, 8)
+        batches = bank_batches({source: own and self._tensors(own) for source, own in weights.items()}, room)
+        if self._has_banks:
+            # An engine with the spec of a single source computes with it as it is; for another it would be made anew.
+            lacks = self._seat.lacks
+            return [(batch, is_bank and (len(batch) > 1 or lacks(weights[batch[0]]))) for batch, is_bank in batches]
+        return [([source], False) for batch, _ in batches for source in batch]
+
+    def _sampled(
+        self, pending: Mapping[str | None, Mapping[int, PendingSamples]], weights: Mapping[str | None, Weights | None],
+        *, is_bank: bool,
+    ) -> Iterator[tuple[int, SampleResult]]:  # fmt: skip
+        """Yield the results of sources, in one batch if that is possible, else of one after another."""
+        banked = None
+        if is_bank:
+            try:
+                banked = self._banked(pending, weights)
+            except CannotBatch:
+                self._has_banks = False
+            except Exception as error:
+                if not self.backend.is_out_of_memory(error):
+                    raise
+        is_shortage = self.backend.is_out_of_memory
+        if banked is not None:
+            together = {i: each for own in pending.values() for i, each in own.items()}
+            yield from sampled(banked[0], together, is_shortage, banked[1])
+            return
+        for source, own in pending.items():
+            engine = self._seat.use(weights[source], BASE_ONLY)
+            score_prompts(engine, own.values())
+            yield from sampled(engine, own, is_shortage)
+
+    def _banked(
+        self, pending: Mapping[str | None, Mapping[int, PendingSamples]], weights: Mapping[str | None, Weights | None]
+    ) -> tuple[Engine, AdapterBank]:
+        """Return what computes sources together, and the bank of their adapters, of which rows have the numbers.
+
+        CannotBatch if they cannot be computed so.
+        """
+        for source, own in pending.items():
+            if any(each.needs_scores for each in own.values()):
+                score_prompts(self._seat.use(weights[source], BASE_ONLY), own.values())
+        adapters = {source: self._tensors(own) for source in pending if (own := weights[source]) is not None}
+        engine, bank = self._seat.present(BASE_ONLY), AdapterBank([*adapters.values()])
+        rows = {source: [row for each in own.values() for row in each.rows] for source, own in pending.items()}
+        check_decoding(engine, [row.prompt for own in rows.values() for row in own][:2], bank)
+        for number, source in enumerate(adapters):
+            for row in rows[source]:
+                row.adapter = number
+        return engine, bank
+
+    def _tensors(self, weights: Weights) -> tuple[AdapterSpec, Tensors]:
+        return weights.spec, self._seat.fetch(weights)
 
     def _weights(self, source: str | None) -> Weights | None:
         """Return the weights of a source; None for the base."""
