@@ -128,6 +128,9 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
             if (value := getattr(config.adapter, key)) != default:
                 rule = f"but adapter.init_from gives the {'start' if key == 'init' else key}; remove one of the two"
                 yield ("adapter", key), ("adapter", "init_from"), f"got {value}, {rule}"
+    elif config.adapter.init_optimizer:
+        rule = "but adapter.init_from names no run that has an optimizer; set it to one, such as runs/first"
+        yield ("adapter", "init_optimizer"), ("adapter", "init_from"), f"got true, {rule}"
     if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
         rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
         yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"

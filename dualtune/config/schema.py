@@ -116,6 +116,8 @@ class AdapterConfig(Section):
     and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
+    init_optimizer: bool = False
+    """Whether to start with the optimizer's state too, from the checkpoint that holds the adapter of init_from."""
 
     @property
     def rows(self) -> tuple[int | str, ...]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name,
 from dualtune.model.dropout import input_of
 from dualtune.model.targets import Shapes, is_expert, is_in_router
 
-Key = TypeVar("Key")
 Layout = tuple[tuple[int, ...], ...]  # the rank of each adapter, for each layer of a group
 
 NO_ADAPTER = -1  # the number of a row that computes with the base alone
@@ -53,27 +51,28 @@ def why_not_banked(spec: AdapterSpec, tensors: Tensors) -> str | None:
 
 
 def bank_batches(
-    adapters: Mapping[Key, tuple[AdapterSpec, Tensors] | None], most_numbers: int
-) -> list[tuple[list[Key], bool]]:
-    """Return the keys of the adapters of each batch, and whether they can be a bank, of about so many numbers at most.
+    adapters: Sequence[tuple[AdapterSpec, Tensors] | None], most_numbers: int
+) -> list[tuple[list[int], bool]]:
+    """Return the adapters of each batch by index, and whether they can be a bank, of about so many numbers at most.
 
     None is the base, which joins a bank if there is one.
     """
-    banked = {key: own for key, own in adapters.items() if own is not None and why_not_banked(*own) is None}
-    banks, ranks, numbers = list[list[Key]](), 0, 0
-    for key, (_, tensors) in banked.items():
-        own_rank = max(min(tensor.shape) for tensor in tensors.values())
-        own_numbers = sum(tensor.size for tensor in tensors.values())
+    banks, alone, ranks, numbers = list[list[int]](), list[int](), 0, 0
+    for i, adapter in enumerate(adapters):
+        if adapter is None or why_not_banked(*adapter):
+            alone.append(i)
+            continue
+        own_rank = max(min(tensor.shape) for tensor in adapter[1].values())
+        own_numbers = sum(tensor.size for tensor in adapter[1].values())
         ranks, numbers = ranks + own_rank, numbers + own_numbers
         if not banks or ranks > MOST_RANKS or numbers > most_numbers:
             banks.append([])
             ranks, numbers = own_rank, own_numbers
-        banks[-1].append(key)
-    joining = [key for key, own in adapters.items() if own is None and banks]
-    alone = [key for key in adapters if key not in banked and key not in joining]
+        banks[-1].append(i)
+    joining = [i for i in alone if adapters[i] is None and banks]
     if joining:
         banks[0] += joining
-    return [*((bank, True) for bank in banks), *(([key], False) for key in alone)]
+    return [*((bank, True) for bank in banks), *(([i], False) for i in alone if i not in joining)]
 
 
 class AdapterBank:
