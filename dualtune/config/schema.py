@@ -290,7 +290,7 @@ class RolloutsConfig(Section):
     max_tokens: Count = 256
     """The maximum number of tokens per answer."""
     temperature: Positive = 1.0
-    """The temperature of the sampling; training computes log-probabilities at 1."""
+    """The temperature at which answers are drawn, and at which an objective with rewards trains the model."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens."""
     stop: StopTexts = ()
