@@ -80,7 +80,7 @@ class MlxEngine:
         self.model = model
         self._request = request
         weights, resident = request.base_weights(), request.resident_layers
-        residency = Residency(model, weights.files, resident) if weights and resident else None
+        self._residency = residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._is_full = request.adapter.trains_model
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
@@ -106,6 +106,9 @@ class MlxEngine:
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
+        for layer in self._layers.values():
+            layer.moves = residency is not None
+            self._readable(layer).read_base()
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
@@ -228,10 +231,8 @@ class MlxEngine:
         inputs = self._inputs(batch, dropout=dropout)
         with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
-                return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
-            body, head = self._kernels.loss
-            hidden_BTH = self._apply(body, inputs)
-            found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                return np.array(target_logprobs(self._logits(inputs), inputs["labels_BT"]))
+            found_N = cross_entropy.target_logprobs(*self._at_targets(self._kernels.loss, inputs))
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
@@ -241,11 +242,9 @@ class MlxEngine:
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 where = np.flatnonzero(batch.is_target_BT)
-                top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
+                top = cross_entropy.top_of_logits(self._logits(inputs).flatten(0, 1), k)
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                top = cross_entropy.top_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head, k)
+                top = cross_entropy.top_logprobs(*self._at_targets(self._kernels.loss, inputs), k)
         tokens_Nk, logprobs_Nk = map(np.array, top)
         return most_probable_first(tokens_Nk[where].astype(np.int32), logprobs_Nk[where])
 
@@ -253,11 +252,9 @@ class MlxEngine:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
-                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+                found_N = self._logits(inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                found_N = cross_entropy.most_probable(*self._at_targets(self._kernels.loss, inputs))
         tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
         tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return tokens_BT
@@ -335,7 +332,7 @@ class MlxEngine:
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
+        logits_BTV = self._logits(self._inputs(batch)).astype(mx.float32)
         return np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
 
     def generate(
@@ -355,7 +352,7 @@ class MlxEngine:
 
         def delta(module: str) -> np.ndarray:
             layer, number = layer_of(self._layers, module)
-            return np.array(layer.delta(number))
+            return np.array(self._readable(layer).delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
 
@@ -447,13 +444,22 @@ class MlxEngine:
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         smoothing = self._request.label_smoothing if slopes else 0.0  # an evaluation has none
         if self._kernels.loss is None:
-            logits_BTV = self._apply(self.model, inputs)
-            return loss_sum(logits_BTV, inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
-        body, head = self._kernels.loss
+            return loss_sum(self._logits(inputs), inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
         return cross_entropy.target_loss(
-            self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
+            *self._at_targets(self._kernels.loss, inputs),
             weights_N=inputs.get("weights_N"), smoothing=smoothing, slopes=slopes,
         )  # fmt: skip
+
+    def _at_targets(
+        self, parts: tuple[Callable[..., mx.array], cross_entropy.Head], inputs: Arrays
+    ) -> tuple[mx.array, mx.array, mx.array, cross_entropy.Head]:
+        """Return what the fast loss is computed of: hidden states [B, T, H], targets, labels and the head."""
+        body, head = parts
+        return self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head.at(inputs.get("temperature"))
+
+    def _logits(self, inputs: Arrays) -> mx.array:
+        logits_BTV = self._apply(self.model, inputs)
+        return logits_BTV.astype(mx.float32) / inputs["temperature"] if "temperature" in inputs else logits_BTV
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
@@ -488,6 +494,8 @@ class MlxEngine:
                 weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
                 weights[batch.num_targets :] = 0
                 inputs["weights_N"] = weights
+        if batch.temperature != 1:
+            inputs["temperature"] = np.array(batch.temperature, np.float32)
         if dropout and (self._request.adapter.dropout or self._request.adapter.merge_for != "none"):
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
@@ -536,7 +544,13 @@ class MlxEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         layer, number = layer_of(self._layers, path)
-        return np.array(layer.frozen(number))
+        return np.array(self._readable(layer).frozen(number))
+
+    def _readable(self, layer: AdaptedLayer) -> AdaptedLayer:
+        """Return a layer whose frozen weight is in memory until another one's is asked for."""
+        if self._residency is not None:
+            self._residency.bring(layer.base)
+        return layer
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:

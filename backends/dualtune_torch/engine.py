@@ -67,8 +67,12 @@ from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_log
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
+<<<<<<< HEAD
 from dualtune_torch.routing import Routing
 from dualtune_torch.sharding import check_whole, is_split, whole
+=======
+from dualtune_torch.sharding import check_whole, group_of, is_split, whole
+>>>>>>> next
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
@@ -109,6 +113,10 @@ class TorchEngine:
             starts = request.adapter.keeps_start
             self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside, starts=starts)
         self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
+        for layer in self._layers.values():
+            layer.moves = self._streamed is not None or is_split(model)
+            with self._reading(layer):
+                layer.read_base()
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))
@@ -244,7 +252,7 @@ class TorchEngine:
         hidden_MD = self._target_states(output, inputs)
         with whole(head):
             found_M = cross_entropy.target_logprobs(
-                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, self._kernels.rows,
             )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
@@ -270,7 +278,7 @@ class TorchEngine:
             hidden_MD, kernels = self._target_states(self._output(inputs), inputs), self._kernels
             with whole(head):
                 weight_VD = weight_of(head, hidden_MD.dtype)
-                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, self._scaling(inputs), kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -391,7 +399,8 @@ class TorchEngine:
 
         def delta(module: str) -> np.ndarray:
             layer, number = layer_of(self._layers, module)
-            return _numpy(layer.delta(number))
+            with self._reading(layer):
+                return _numpy(layer.delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
 
@@ -454,10 +463,16 @@ class TorchEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         layer, number = layer_of(self._layers, path)
+        with self._reading(layer):
+            return _numpy(layer.frozen(number, torch.float32).float())
+
+    @contextmanager
+    def _reading(self, layer: AdaptedLayer) -> Iterator[None]:
+        """Have the frozen weight of a layer on the device, to read its numbers without calling the layer."""
         if self._streamed:
             self._streamed.bring(layer.base)
-        with self._together(), whole(layer.base):
-            return _numpy(layer.frozen(number, torch.float32).float())
+        with self._together(), whole(group_of(self.model, layer.base)):
+            yield
 
     def _loss_sum(self, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
         """Σ −w·log p(label) over the targets, float32; with `smoothing` as in `losses.loss_sum`."""
@@ -471,7 +486,7 @@ class TorchEngine:
         hidden_MD, rows = self._target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
@@ -486,7 +501,11 @@ class TorchEngine:
         return self._run(self.model.base_model, inputs).last_hidden_state
 
     def _logits(self, inputs: Inputs) -> Tensor:
-        return self._run(self.model, inputs).logits
+        logits_BTV = self._run(self.model, inputs).logits
+        return logits_BTV if inputs.temperature is None else logits_BTV.float() / inputs.temperature
+
+    def _scaling(self, inputs: Inputs) -> cross_entropy.Scaling:
+        return cross_entropy.Scaling(self._kernels.cap, inputs.temperature)
 
     def _run(self, model: nn.Module, inputs: Inputs) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""
@@ -533,4 +552,5 @@ def _placed_layers(
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    # Copied before NumPy sees it: torch frees no storage that NumPy has seen, and a gathered weight has to be freed.
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()

@@ -116,6 +116,8 @@ class AdapterConfig(Section):
     and gaussian 1 / rank; or, of the weight, pissa its largest singular values and olora its QR decomposition."""
     init_from: PathText | None = None
     """An adapter directory, in any supported format, to start training from."""
+    init_optimizer: bool = False
+    """Whether to start with the optimizer's state too, from the checkpoint that holds the adapter of init_from."""
 
     @property
     def rows(self) -> tuple[int | str, ...]:
@@ -291,7 +293,7 @@ class RolloutsConfig(Section):
     max_tokens: Count = 256
     """The maximum number of tokens per answer."""
     temperature: Positive = 1.0
-    """The temperature of the sampling; training computes log-probabilities at 1."""
+    """The temperature at which answers are drawn, and at which an objective with rewards trains the model."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens."""
     stop: StopTexts = ()

@@ -45,7 +45,7 @@ from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
-from dualtune.train.prepare import start_of, with_adapter_of
+from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
 from dualtune.train.sampling_cost import sampling_cost
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
@@ -206,11 +206,14 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
     if config.adapter.init_from is None:
         return config, []
     try:
-        config = with_adapter_of(config, start_of(config))
+        start = start_of(config)
+        config = with_adapter_of(config, start)
+        state = state_of_start(config, start)
     except DualtuneError as error:
         return config, [failure("start", error)]
     text = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
-    return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}")]
+    optimizer = f", its optimizer after {state.optimizer.step} updates" if state else ""
+    return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}{optimizer}")]
 
 
 def _installed_rows(config: Config) -> Iterator[Check]:

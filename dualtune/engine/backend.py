@@ -75,6 +75,8 @@ class Batch:
     documents: tuple[tuple[int, ...], ...] = ()
     # int32, the segment of the token's parent, which has no parent itself; 0: it has none. None: no document has one.
     parents_BT: np.ndarray | None = None
+    # Every log p of these tokens, and so their loss, is that of softmax(logits / temperature).
+    temperature: float = 1.0
 
     @property
     def is_target_BT(self) -> np.ndarray:

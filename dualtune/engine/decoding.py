@@ -88,6 +88,13 @@ class LikelyRow:
     log_sum: float  # log Σ exp(logit) over the vocabulary: log p = logit - log_sum
     tempered_sum: float  # log Σ exp((logit - largest logit) / temperature)
 
+    def logprobs(self, logits: np.ndarray, temperature: float | None = None) -> np.ndarray:
+        """Return log p of tokens with these logits, float64; with the row's temperature, of what it draws from."""
+        logits = logits.astype(np.float64)
+        if temperature is None:
+            return logits - self.log_sum
+        return (logits - float(self.logits_K[0])) / temperature - self.tempered_sum
+
 
 def likely_rows(
     tokens_BK: np.ndarray, logits_BK: np.ndarray, log_sums_B: np.ndarray, tempered_sums_B: np.ndarray

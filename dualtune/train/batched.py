@@ -120,7 +120,7 @@ class Completion:
     prompt: int  # its index
     number: int  # of the samples of the prompt
     tokens: np.ndarray  # int32 [T], with the stop token if one has ended it
-    logprobs: np.ndarray  # float32 [T]: log p of the model for each, whatever was left out at whatever temperature
+    logprobs: np.ndarray  # float32 [T]: log p of each, whatever was left out; `Sampling` says at which temperature
     text: str  # of the tokens, but for what ends a turn
     is_whole: bool  # the model ended it; otherwise the limit of tokens did
     top: TopTokens | None = None  # in the place of each token, if they were asked for

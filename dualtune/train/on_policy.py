@@ -38,6 +38,7 @@ class TaughtSamples:
     drawn: Sequence[Completion]
     prompts: Sequence[Mapping[str, Any]]  # of each sample, what rollouts.jsonl says of where it comes from
     failures: Sequence[str] = ()
+    temperature: float = 1.0  # of their log-probabilities: the divergence is one of the models as they are
     _values: dict[int, float] = field(default_factory=dict[int, float])  # the mean divergence of each sample
     _gaps: dict[int, float] = field(default_factory=dict[int, float])  # Σ |log p − log p when it was sampled|
 

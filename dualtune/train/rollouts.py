@@ -65,6 +65,7 @@ class StepSamples:
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]]  # of rollouts.jsonl
     failures: Sequence[str]  # of rewards
+    temperature: float  # at which they were drawn, as their log-probabilities are
 
     @property
     def trained(self) -> list[int]:
@@ -173,6 +174,7 @@ class Rollouts:
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
             {**metrics, "equal_groups": float((np.ptp(rewards_PG, axis=1) == 0).mean())}, rows, judged.failures,
+            self._drawing.sampling.temperature,
         )  # fmt: skip
 
     def evaluate(
@@ -214,7 +216,7 @@ class Rollouts:
         return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
-        """`entropy` is an estimate, that of a token: the mean of −log p where the temperature is 1."""
+        """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
             "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
@@ -232,7 +234,8 @@ class Rollouts:
         """Return log p of the tokens of each sample by the base without its adapter."""
         logps = dict[int, np.ndarray]()
         with using(engine, engine.neutral_state()):
-            for batch in each_alone(documents):
+            for plain in each_alone(documents):
+                batch = replace(plain, temperature=self._drawing.sampling.temperature)
                 logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
         return logps
 

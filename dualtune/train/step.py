@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -92,10 +93,11 @@ class TrainingStep:
         return self._samples
 
     def _batches_of(self, samples: StepSamples | TaughtSamples) -> list[Batch]:
-        return micro_batches(
+        batches = micro_batches(
             samples.documents, samples.trained, self._recovery.layout, seed=self._prepared.config.run.seed,
             step=self.index,
         )  # fmt: skip
+        return [replace(batch, temperature=samples.temperature) for batch in batches]
 
     @property
     def probe_documents(self) -> Sequence[int]:

@@ -26,6 +26,7 @@ DEFAULTS = {
         "bias": "none",
         "init": "kaiming",
         "init_from": None,
+        "init_optimizer": False,
     },
     "data": {
         "train": "t",

@@ -131,10 +131,12 @@ def test_the_first_process_fills_the_activation_cache_for_all(job):
 
 
 def test_runs_of_one_two_and_three_processes_are_one_run(job):
+    """Also of an adapter that starts from the base's weights and computes with their norms."""
     leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
-    job.run(1, "one")
-    job.run(2, "two", memory_sharding="full", inject=leave)
-    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT})
+    how = {"adapter_method": "dora", "adapter_init": "pissa"}
+    job.run(1, "one", **how)
+    job.run(2, "two", memory_sharding="full", inject=leave, **how)
+    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT}, **how)
     assert "Gradient norm" in (job.home / "three" / "report.html").read_text(encoding="utf-8")
     for name in ("two", "three"):
         assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)

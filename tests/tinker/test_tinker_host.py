@@ -7,6 +7,8 @@ import shutil
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +20,21 @@ from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.formats.directory import read_adapter
+from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model
 from dualtune.train.run import run as train
 from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.state import checkpoint
 from dualtune.train.state.lock import Lock
-from dualtune.use.tinker.adapters import spec_of
-from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, parse_path
+from dualtune.use.tinker.adapters import spec_in, spec_of
+from dualtune.use.tinker.checkpoints import (
+    delete_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    list_runs,
+    parse_path,
+    read_run,
+)
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
@@ -767,6 +778,75 @@ def test_a_run_of_a_client_is_an_ordinary_run_directory(
         own = {"adapter.init_from": start, "adapter.rank": 4, "adapter.alpha": 32, "adapter.targets": targets}
         result = train(make_config(write_rows(qa_rows), own | {"run.dir": tmp_path / start.name}), host.backend)
         assert result.num_steps == 4
+
+
+class Gradients(Hook):
+    """What a run updates with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_gradients(self, view):
+        self.seen.append({name: x.copy() for name, x in view.gradients.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_train_goes_on_with_the_optimizer_of_a_run_and_back(
+    kind, open_host, tmp_path, make_config, write_rows, qa_rows
+):
+    """The update of `dualtune train` is that of the host with the same gradient; so is the next one, back there."""
+    host, hook = open_host(kind), Gradients()
+    trained(host, "run", steps=3)
+    path = host.save_state("run", "s").path
+    targets = [*read_adapter(tmp_path / "runs" / "run").spec.targets]
+    config = make_config(write_rows(qa_rows), {
+        "adapter.init_from": tmp_path / "runs" / "run" / "weights" / "s", "adapter.init_optimizer": True,
+        "adapter.rank": 4, "adapter.alpha": 32, "adapter.targets": targets, "adapter.dropout": 0, "train.steps": 2,
+        "train.learning_rate": 1e-2, "train.schedule": "constant", "train.weight_decay": 0,
+        "train.max_grad_norm": None, "train.warmup": 0, "run.save_every": 1, "run.dir": tmp_path / "runs" / "on",
+    }, Path(host.base))  # fmt: skip
+    result = train(config, host.backend, [hook])
+    host.load_state("run", path, optimizer=True)
+    steps = replace(ADAM, beta2=0.999, eps=1e-8)
+    rtol = 0.0 if kind == "torch" else 1e-6
+    for number, gradient in enumerate(hook.seen, start=1):
+        own = host._runs["run"].state
+        host._seat.train(own).add_gradient(gradient)
+        own.has_gradient = True
+        host.optim_step("run", steps)
+        saved = checkpoint.read(checkpoint.path_of(result.run_dir / "checkpoints", number))
+        assert saved.optimizer.step == 3 + number
+        assert_same(state_of(host, "run"), (saved.adapter, saved.optimizer), rtol)
+        host.create_run_from(f"from-{number}", f"tinker://on/weights/{saved.path.name}", optimizer=True)
+        assert_same(state_of(host, f"from-{number}"), (saved.adapter, saved.optimizer))
+        host.load_state("run", f"tinker://on/weights/{saved.path.name}", optimizer=True)
+
+
+def test_what_of_train_cannot_be_loaded_is_refused(open_host, tmp_path, make_config, write_rows, qa_rows, wording):
+    host = open_host("numpy")
+    settings = {"data.eval": 0, "train.steps": 1, "adapter.alpha": 5, "run.dir": tmp_path / "runs" / "on"}
+    train(make_config(write_rows(qa_rows), settings, Path(host.base)), host.backend)
+    info = host.create_run_from("next", "tinker://on/weights/step-00000001", optimizer=False)
+    assert (info.rank, info.adapter["alpha"]) == (2, 5)
+    assert read_run(tmp_path / "runs" / "next") == replace(info, steps=0)
+    settings |= {"train.optimizer": "lion", "run.dir": tmp_path / "runs" / "lion"}
+    train(make_config(write_rows(qa_rows), settings, Path(host.base)), host.backend)
+    host.create_run("run", LORA)
+    calls = [
+        lambda: host.load_state("run", "tinker://on/weights/step-00000001", optimizer=True),
+        lambda: host.load_state("run", "tinker://on/weights/step-00000009", optimizer=True),
+        lambda: host.load_state("next", "tinker://lion/weights/step-00000001", optimizer=True),
+        lambda: delete_checkpoint(host.runs_dir, "tinker://on/weights/step-00000001"),
+        *(partial(spec_in, section, "HERE") for section in (
+            {"method": "dora"}, {"init": "pissa"}, {"train_modules": ["norm"]}, {"rank": "2"},
+        )),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises((ConfigError, FormatError)) as error:
+            call()
+        wording(str(error.value))
+    host.load_state("next", "tinker://lion/weights/step-00000001", optimizer=False)
+    assert state_of(host, "next")[1].step == 0
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

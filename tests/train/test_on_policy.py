@@ -321,6 +321,7 @@ SAMPLED = {"train.objective": "on_policy_distill", "adapter.dropout": 0.0}
     {**TEACHER, **SAMPLED, "rollouts.rewards": ["exact"]}, {**TEACHER, **SAMPLED, "adapter.dropout": 0.1},
     {"distill.teacher": "base", "distill.hint": "a", "adapter.method": "full"},
     {**TEACHER, **SAMPLED, "data.loss_on": "all"}, {"train.objective": "sft", **TEACHER},
+    {**TEACHER, **SAMPLED, "distill.top_k": 0, "rollouts.temperature": 0.7},
 ])  # fmt: skip
 def test_what_does_not_go_with_a_teacher_is_refused(changes, wording):
     config = {"model": {"name": "m"}, "data": {"train": "x.jsonl"}, "train": {"objective": "distill"}}

@@ -187,6 +187,35 @@ def check_several_labels(case: Case) -> None:
     assert not engine.target_logprobs(none).any() and norm_of(gradient(case.engine(), batch, none)) > 0
 
 
+def check_temperature(case: Case) -> None:
+    """With a temperature, log-probabilities, loss and gradient are those of logits that are divided by it."""
+    engine, temperature = case.engine(), 0.7
+    state = engine.adapter_state()
+
+    def expected(batch: Batch, adapter: Tensors) -> np.ndarray:
+        logits_BTV = case.oracle(batch, adapter, case.spec.scale) / temperature
+        return logits_BTV - np.logaddexp.reduce(logits_BTV, axis=-1, keepdims=True)
+
+    for plain in (weighted(case.batch(), *WEIGHTS), with_labels(case.batch(), 3)):
+        batch = replace(plain, temperature=temperature)
+        logprobs_BTV = expected(batch, state)
+        labels = target_logprobs_of(logprobs_BTV, batch)
+        assert np.abs(engine.target_logprobs(batch) - labels).max() <= tolerances.LOGPROBS
+        assert np.abs(engine.target_logprobs(plain) - labels).max() > 100 * tolerances.LOGPROBS
+        assert np.abs(engine.logprobs(batch) - logprobs_BTV)[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+        tops_Mk = np.sort(logprobs_BTV[batch.is_target_BT], -1)[:, ::-1][:, :3]
+        assert np.abs(engine.top_logprobs(batch, 3)[1] - tops_Mk).max() <= tolerances.LOGPROBS
+        loss, allowed = loss_of(logprobs_BTV, batch), tolerances.LOGPROBS * 3 * batch.num_targets
+        assert abs(engine.evaluate(batch).loss_sum - loss) <= allowed
+        grads, direction = gradient(case.engine(), batch), random_adapter(state, seed=100)
+        up, down = (
+            loss_of(expected(batch, moved(case, state, direction, epsilon)), batch) for epsilon in (1e-3, -1e-3)
+        )
+        along = sum(float((grads[n].astype(np.float64) * direction[n]).sum()) for n in state)
+        slope = (up - down) / 2e-3 / batch.num_targets
+        assert abs(along - slope) <= tolerances.GRADIENT * (abs(slope) + norm_of(grads)), (along, slope)
+
+
 def check_top_logprobs(case: Case) -> None:
     """top_logprobs() has the largest of logprobs() at the targets, in falling order; a batch may have no target."""
     engine, batch = case.engine(dropout=0.4), case.batch()

@@ -205,36 +205,37 @@ class NumpyEngine:
         return x_NI * keep_mask(seeds_N, self._keys[module], p) / (1 - p)
 
     def _forward(
-        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
+        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         x = self._weight("embedding")[tokens_N]
         if hidden_ND is None:
             hidden_ND = np.tanh(self._linear("mixer", x, seeds_N))
-        logits = self._linear("head", hidden_ND, seeds_N)
+        logits = self._linear("head", hidden_ND, seeds_N) / temperature
         logits = logits - logits.max(-1, keepdims=True)
         return {"x": x, "h": hidden_ND, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
-        logp_N = _at(self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"], labels_N)
+        logp_N = _at(self._forward(tokens_N, None, _hidden(batch), batch.temperature)["logp"], labels_N)
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         tokens_N, _, _ = _targets(batch)
-        logp_NV = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"]
+        logp_NV = self._forward(tokens_N, None, _hidden(batch), batch.temperature)["logp"]
         top_Nk = np.argsort(-logp_NV, axis=-1, kind="stable")[:, :k].astype(np.int32)
         return most_probable_first(top_Nk, _at(logp_NV, top_Nk).astype(np.float32))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch))["logp"]
+        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch), batch.temperature)["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _at(logp_NV, labels_N)
         return logprobs_BT
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        f = self._forward(tokens_N, seeds_N, _hidden(batch))
+        f = self._forward(tokens_N, seeds_N, _hidden(batch), batch.temperature)
         self._loss += float(-_weighted(_at(f["logp"], labels_N), batch).sum()) / divisor
         # Of several labels, each has a weight of its own: Σ w · (p − onehot(label)).
         weights_NK, labels_NK = _weighted(np.ones(labels_N.shape), batch), labels_N
@@ -242,7 +243,7 @@ class NumpyEngine:
             weights_NK, labels_NK = weights_NK[:, None], labels_N[:, None]
         g_NV = np.exp(f["logp"]) * weights_NK.sum(-1, keepdims=True)
         np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
-        g_NV /= divisor
+        g_NV /= divisor * batch.temperature
         g_ND = self._linear_backward("head", g_NV, f["h"], seeds_N)
         g_ND = self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
         slope_VD = np.zeros_like(self._weights["embedding.weight"])
@@ -343,7 +344,7 @@ class NumpyEngine:
         return np.where(batch.is_target_BT, tokens_BT, -1).astype(np.int32)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logp = self._forward(batch.tokens_BT.ravel())["logp"]
+        logp = self._forward(batch.tokens_BT.ravel(), temperature=batch.temperature)["logp"]
         return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)
 
     def generate(

@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
     "model.kernels": "free",  # the same mathematics, rounded otherwise
     "adapter.dropout": "recorded",
     "adapter.init_from": "recorded",
+    "adapter.init_optimizer": "recorded",
     "data.train": "recorded",
     "data.eval": "recorded",
     "data.format": "recorded",
@@ -200,6 +201,7 @@ DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
     "adapter.master_weights",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "adapter.bias",
+    "adapter.init_optimizer",
     "data.new_tokens", "data.new_special_tokens",
     "data.dedup",
     "data.on_lost_text",

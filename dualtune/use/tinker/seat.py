@@ -16,6 +16,7 @@ from dualtune.engine.backend import Engine, OptimizerState
 from dualtune.model.adapter import AdapterSpec, Tensors, init_adapter, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec, Shapes
 from dualtune.model.update_rules import Settings
+from dualtune.train.state.checkpoint import Checkpoint
 
 OPTIMIZER = OptimizerSpec("adamw")
 
@@ -164,3 +165,9 @@ def no_updates(shapes: Shapes) -> OptimizerState:
     return OptimizerState(
         0, {slot: {n: np.zeros(s, np.float32) for n, s in own.items()} for slot, own in slots.items()}
     )
+
+
+def restored(spec: AdapterSpec, saved: Checkpoint, *, optimizer: bool) -> TrainingState:
+    """Return the state of a checkpoint, with its optimizer or a new one."""
+    shapes = {name: x.shape for name, x in saved.adapter.items()}
+    return TrainingState(Weights(spec, saved.adapter), saved.optimizer if optimizer else no_updates(shapes))
