@@ -67,12 +67,8 @@ from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_log
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
-<<<<<<< HEAD
 from dualtune_torch.routing import Routing
-from dualtune_torch.sharding import check_whole, is_split, whole
-=======
 from dualtune_torch.sharding import check_whole, group_of, is_split, whole
->>>>>>> next
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
