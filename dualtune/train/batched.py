@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -125,6 +126,11 @@ class Completion:
     is_whole: bool  # the model ended it; otherwise the limit of tokens did
     top: TopTokens | None = None  # in the place of each token, if they were asked for
     of_prompt: TokenLogprobs | None = None  # the same of the prompt's tokens, if it was asked for
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Completion:
+        """Return that of another process, from its fields."""
+        return cls(**record)
 
 
 def sample_all(

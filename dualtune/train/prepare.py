@@ -203,7 +203,6 @@ def prepare(
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
         policy_loss = policy_objective(settled)
-        check_one_process(settled, team, draws=policy_loss is not None)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -249,21 +248,6 @@ def prepare(
         planned, backend, team, model, data, spec, start, start_state, make_policy, objective, distillation, teaching,
         rollouts, resumed, fingerprints, memory, system,
     )  # fmt: skip
-
-
-def check_one_process(config: Config, team: Team, *, draws: bool) -> None:
-    """Raise ConfigError if several processes would draw samples (`draws`: those of rewards) or ask a teacher."""
-    if team.size == 1:
-        return
-    if draws or config.train.objective == ON_POLICY:
-        raise ConfigError(
-            f"train.objective: {config.train.objective} trains in one process, and this run has {team.size}. Start one"
-        )
-    if config.distill.teacher is not None:
-        raise ConfigError(
-            f"distill.teacher: a teacher answers one process, and this run has {team.size}. Start one, or record what "
-            "it says with `dualtune distill record`"
-        )
 
 
 def _check_sharding(config: Config, team: Team) -> None:
