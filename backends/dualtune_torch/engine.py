@@ -38,6 +38,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.engine.documents import branches_of
+from dualtune.engine.routing import document_shares
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -68,6 +69,7 @@ from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_log
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
+from dualtune_torch.routing import Routing
 from dualtune_torch.sharding import check_whole, group_of, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
@@ -127,6 +129,9 @@ class TorchEngine:
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
+        self._routing: Routing | None = None
+        if (coefficient := request.router_aux_loss_coef) is not None:
+            self._routing = Routing(model, read_config(request.model_dir), coefficient, self._loss_scale)
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
             check_recordable(self._kernels, request.adapter, model, moves_weights=moves_weights)
@@ -180,13 +185,17 @@ class TorchEngine:
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         if self._graphs is None or batch.hidden_BTD is not None:
-            with self._frozen_layers.replaced(batch.hidden_BTD):
+            with self._frozen_layers.replaced(batch.hidden_BTD), self._watching(batch, divisor):
                 self._micro_step(self._inputs(batch), divisor)
             return
         if batch.parents_BT is not None:
             self._check_sharing()
         arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
         self._graphs.run(arrays, self._recordable_step)
+
+    def _watching(self, batch: Batch, divisor: float) -> AbstractContextManager[None]:
+        """Watch the routers in a micro-batch, if they are to be balanced."""
+        return self._routing.watching(document_shares(batch, divisor)) if self._routing else nullcontext()
 
     def _recordable_step(self, sent: Mapping[str, Tensor]) -> None:
         """Do a micro-step that launches the same for all arrays of these shapes."""
@@ -205,7 +214,7 @@ class TorchEngine:
         self._loss += loss.detach()
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
-        if self._graphs is not None:  # which record a step as a whole
+        if self._graphs is not None or self._routing is not None:  # which need the whole step, or all weights, first
             return weighed_in_two_passes(self, batch, weigh, divisor)
         inputs = self._inputs(batch)
         with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
@@ -279,13 +288,13 @@ class TorchEngine:
         assert flat.grad is not None
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
-        add_up([flat.grad, self._loss])
+        add_up([flat.grad, self._loss, *(self._routing.sums() if self._routing else ())])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._refresh()
-        return StepOutput(loss, norm)
+        return StepOutput(loss, norm, self._routing.metrics() if self._routing else {})
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
@@ -310,6 +319,8 @@ class TorchEngine:
         assert self._adapter.flat.grad is not None
         self._adapter.flat.grad.zero_()
         self._loss.zero_()
+        if self._routing is not None:
+            self._routing.forget()
         if self._graphs is not None:
             self._graphs.forget()
         forget_outputs(self._layers.values())

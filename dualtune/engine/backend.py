@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -159,6 +159,7 @@ class StepOutput:
 
     loss: SupportsFloat  # Σ −w·log p of the step, divided by the `divisor` passed to `forward_backward`
     grad_norm: SupportsFloat  # global L2 norm before clipping
+    metrics: Mapping[str, SupportsFloat] = field(default_factory=lambda: {})  # others, for the row of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ CONFIG_KEYS = {
     "dtype": "model.dtype", "quantization": "model.quantization", "init": "model.init", "kernels": "model.kernels",
     "seed": "run.seed", "deterministic": "run.deterministic", "sharding": "memory.sharding",
     "resident_layers": "memory.resident_layers_or_none", "memory_limit_bytes": "memory.limit_bytes",
-    "label_smoothing": "train.label_smoothing",
+    "label_smoothing": "train.label_smoothing", "router_aux_loss_coef": "train.router_aux_loss_coef",
 }  # fmt: skip
 
 
@@ -262,6 +263,7 @@ class LoadRequest:
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     label_smoothing: float = 0.0  # in training, the share of −log p averaged over the vocabulary in a target's loss
+    router_aux_loss_coef: float | None = None  # of the loss of `dualtune.engine.routing`; None: routers are not watched
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
     shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own
