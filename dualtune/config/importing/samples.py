@@ -101,7 +101,7 @@ def sampled(
 def batch(
     file: ForeignFile, per_device: str, accumulated: str, generations: str, default: int = DEFAULTS["num_generations"]
 ) -> Settings:
-    """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt if the file does not say."""
+    """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt, if none are said."""
     answers = file.count(per_device) * file.count(accumulated)
     each = file.count(generations) if generations in file else default
     origin = f"{answers} answers // {generations}: {each}; multiply it by the number of GPUs that you used"

@@ -315,7 +315,7 @@ RULES = (
     translated("lora_modules_to_save", "adapter.train_modules",
                lambda file: listed(file, "lora_modules_to_save", "adapter.train_modules")),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
-    absent("cast_lm_head_to_fp32", "the output head computes in model.dtype, and the softmax in float32", "model.dtype"),
+    absent("cast_lm_head_to_fp32", "the head computes in model.dtype, the softmax in float32", "model.dtype"),
     absent("model_init_kwargs dataset_kwargs", "options of other libraries are not passed on"),
     absent("router_aux_loss_coef", "the loss is the cross-entropy of the targets"),
     absent("eos_token", "the model's own tokenizer is always used"),
