@@ -182,7 +182,7 @@ class AdaptedExperts(nn.Module):
     def _projected(self, parameter: str, x_SI: Tensor, experts_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the base's own product, with its bias; that of the merge where an adapter computes with it."""
         weight, roles = getattr(self.base, parameter), ROLES_OF[parameter]
-        adapters = [cast("ExpertLoRA | None", self.adapters[r] if r in self.adapters else None) for r in roles]
+        adapters = [cast("ExpertLoRA | None", getattr(self.adapters, role, None)) for role in roles]
         merges = [adapter.merged(x_SI.dtype) if adapter else None for adapter in adapters]
         if any(merge is not None for merge in merges):
             each = zip(roles, merges, strict=True)
