@@ -14,6 +14,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from dualtune.engine.adapter_bank import AdapterBank, check_base_alone
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
@@ -39,6 +40,7 @@ from dualtune.model.adapter import AdapterSpec, Tensors, rank_axis
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
+from dualtune.model.formats.naming import canonical_name
 from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
@@ -49,6 +51,7 @@ from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.experts import expert_places, role_of
+from dualtune_mlx.host.adapter_bank import BankedModel
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.places import find_places
@@ -89,6 +92,7 @@ class MlxEngine:
         paths, routers = adaptable_layers(model), find_routers(model)
         places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
+        self._paths = {names.get(path, canonical_name(path)): path for path in paths}
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
             takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
@@ -340,8 +344,12 @@ class MlxEngine:
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
-    def decoding(self) -> MlxDecoding:
-        return MlxDecoding(self.model)
+    def decoding(self, bank: AdapterBank | None = None) -> MlxDecoding:
+        if bank is None:
+            return MlxDecoding(self.model)
+        moves = self._request.resident_layers is not None
+        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+        return MlxDecoding(self.model, BankedModel(self.model, self._paths, self._layers, bank, self._dtype))
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualtune.engine.adapter_bank import AdapterBank, check_base_alone
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
@@ -52,6 +53,7 @@ from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
+from dualtune_torch.host.adapter_bank import BankedModel
 from dualtune_torch.host.generation import TextContinuation, TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
@@ -99,7 +101,7 @@ class TorchEngine:
             masters = DTYPES[request.adapter.master_weights]
             self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters)
         else:
-            self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
+            self._layers, self._places, self._paths = _placed_layers(model, request, self._dropout_seeds)
             self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
             if request.resident_layers is not None:
                 check_resident(request.adapter.beside)
@@ -379,9 +381,14 @@ class TorchEngine:
     def _continuation(self) -> TextContinuation:
         return TextContinuation(self.model, self._generating)
 
-    def decoding(self) -> TorchDecoding:
+    def decoding(self, bank: AdapterBank | None = None) -> TorchDecoding:
         self._continuation.check_batchable()
-        return TorchDecoding(self.model, self._generating)
+        return TorchDecoding(self.model, self._generating, None if bank is None else self._banked(bank))
+
+    def _banked(self, bank: AdapterBank) -> BankedModel:
+        moves = self._streamed is not None or is_split(self.model)
+        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+        return BankedModel(self.model, self._paths, self._layers, bank)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -528,8 +535,11 @@ def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Map
 
 def _placed_layers(
     model: PreTrainedModel, request: LoadRequest, seeds: DropoutSeeds
-) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
-    """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
+) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace], dict[str, str]]:
+    """Wrap the adapted layers, named after the base's files.
+
+    Return them, their places in the files, and the paths of all layers that could be adapted, by name.
+    """
     weights = request.base_weights()
     shapes = {path: shape_of(layer) for path, layer in adaptable_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
@@ -544,7 +554,7 @@ def _placed_layers(
     if weights is not None:
         found = {path for path in layers if path in placed or path in names.values()}
         check_places(layers, found, "transformers")
-    return layers, placed
+    return layers, placed, {names.get(path, path): path for path in shapes}
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

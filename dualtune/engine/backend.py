@@ -28,6 +28,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
 from dualtune.base.world import World
+from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
 from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
@@ -439,8 +440,13 @@ class Engine(Protocol):
         """
         ...
 
-    def decoding(self) -> Decoding:
-        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text."""
+    def decoding(self, bank: AdapterBank | None = None) -> Decoding:
+        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text.
+
+        With a bank each row computes with one of its adapters, or with none, and the present one takes no part.
+        CannotBatch if they do not fit the model, or if this engine cannot leave its own out. The bank's numbers are on
+        the device from the first row on, as long as the Decoding is referred to.
+        """
         ...
 
     def save_merged(self, path: Path) -> None:
