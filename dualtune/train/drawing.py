@@ -69,7 +69,9 @@ class Drawing:
         numbers: Sequence[tuple[int, ...]] | None,
     ) -> Iterator[Completion]:  # fmt: skip
         model = LoadedModel(engine, self.tokenizer, positions=self.positions)
+        # Where memory runs out with a sharded base, the others wait for a part of it: nothing can be tried again.
+        is_shortage = self.backend.is_out_of_memory if engine.description.sharding != "full" else lambda error: False
         return sample_all(
             model, prompts, sampling, num_samples, numbers=numbers, stops=self.stops,
-            is_shortage=self.backend.is_out_of_memory,
+            is_shortage=is_shortage,
         )  # fmt: skip

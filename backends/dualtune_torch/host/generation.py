@@ -278,13 +278,13 @@ class TorchDecoding:
         """Compute new tokens, with which the rows in a cache of this width have these lengths."""
         T, padding_B = tokens_BT.shape[1], width - lengths_B
         positions_BT = np.maximum(np.arange(width - T, width) - padding_B[:, None], 0)
-        tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
-        options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        if self._takes_positions:
-            options["position_ids"] = positions
-        if padding_B.any():
-            options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
-        with self._computing():
+        with self._computing():  # with a sharded base, the others hear of an error in it
+            tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
+            options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+            if self._takes_positions:
+                options["position_ids"] = positions
+            if padding_B.any():
+                options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
             return TorchNextLogits(_last_logits(self._model, tokens, **options))
 
     def leave(self, staying: Sequence[int]) -> None:
