@@ -170,6 +170,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     yield from engine_conflicts(config)
     yield from _impossible_rates(config)
     yield from _impossible_smoothing(config)
+    yield from _impossible_balance(config)
     if train.policy != "auto" and config.hybrid.enabled:
         rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
         yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
@@ -199,6 +200,25 @@ def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
     if config.hybrid.enabled:
         rule = "but predictive training compares the losses of training and evaluation; allowed: 0"
         yield smoothing, ("hybrid", "enabled"), f"got {got:g}, {rule}"
+
+
+def _impossible_balance(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what has no documents whose experts could be balanced, or does not compute all layers in one pass."""
+    key: KeyPath = ("train", "router_aux_loss_coef")
+    if (coefficient := config.train.router_aux_loss_coef) is None:
+        return
+    got = f"got {coefficient:g}"
+    if (name := config.train.objective) != "sft":
+        yield key, ("train", "objective"), f"{got}, but only sft has this loss, not {name}; allowed: null"
+    if config.train.activation_cache != "none":
+        rule = "but train.activation_cache skips the layers below the adapter, whose routers count too; allowed: null"
+        yield key, ("train", "activation_cache"), f"{got}, {rule}"
+    if config.model.kernels == "graph":
+        rule = "but a step that is recorded as a whole watches no routers; allowed: null, or model.kernels: auto"
+        yield key, ("model", "kernels"), f"{got}, {rule}"
+    if config.memory.resident_layers != "all":
+        rule = "but routers of layers that are streamed are not watched; allowed: null, or memory.resident_layers: all"
+        yield key, ("memory", "resident_layers"), f"{got}, {rule}"
 
 
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -177,6 +177,9 @@ class TrainConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
     evaluations have none."""
+    router_aux_loss_coef: NotNegative | None = None
+    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training with
+    train.objective: sft; with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (

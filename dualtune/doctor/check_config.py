@@ -23,6 +23,7 @@ from dualtune.doctor.check_config_model import (
     find_model,
     length_row,
     load_tokenizer,
+    router_rows,
     shape_of,
     stop_rows,
     targets_rows,
@@ -152,6 +153,7 @@ def check_config(
     # The memory estimate checks the targets itself; without a shape the names in the files are all there is.
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
+    report.checks += router_rows(config, model)
     if decoder is None:
         report.checks += targets_rows(config, model)
     # Of a config that the backend refuses, no number would be true.

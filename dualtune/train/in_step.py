@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, GenerationCache, NextLogits
 from dualtune.train.fingerprints import plain_batch
@@ -66,8 +67,8 @@ class InStep:
                 return
             yield token
 
-    def decoding(self) -> Decoding:
-        return DecodingInStep(self._engine.decoding(), self._tell)
+    def decoding(self, bank: AdapterBank | None = None) -> Decoding:
+        return DecodingInStep(self._engine.decoding(bank), self._tell)
 
 
 class DecodingInStep:
@@ -76,9 +77,12 @@ class DecodingInStep:
     def __init__(self, decoding: Decoding, tell: Callable[[], object]) -> None:
         self._decoding, self._tell = decoding, tell
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NextLogits:
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> NextLogits:  # fmt: skip
         self._tell()
-        return self._decoding.enter(texts, text_of)
+        return self._decoding.enter(texts, text_of, adapters=adapters)
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:
         self._tell()
