@@ -352,9 +352,6 @@ def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if config.train.activation_cache != "none":
         rule = f"but train.objective: {name} draws new documents in every step; allowed: none"
         yield ("train", "activation_cache"), objective, f"got {config.train.activation_cache}, {rule}"
-    if config.memory.sharding == "full":
-        rule = "but the processes of a sharded base cannot draw samples together; allowed: none"
-        yield ("memory", "sharding"), objective, f"got full, {rule}"
 
 
 def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -387,9 +384,7 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what does not go with training on the merge as a format rounds it."""
     merge_for: KeyPath = ("adapter", "merge_for")
-    adapter, got = config.adapter, f"got {config.adapter.merge_for}"
-    if adapter.experts:
-        yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
+    got = f"got {config.adapter.merge_for}"
     if config.model.quantization not in ("auto", "none"):
         rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
         yield merge_for, ("model", "quantization"), f"{got}, {rule}"
