@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +118,7 @@ class Rollouts:
         self._drawing, self._tokenizer = Drawing.of(config, backend, tokenizer, positions), tokenizer
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
+        self._has_answers = not rows.of_prompts
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
         self._episodes: Episodes | None = None
         if settings.environment is not None:
@@ -160,7 +162,7 @@ class Rollouts:
         )
         documents.shares = data.shares
         reference = self._reference(engine, documents, team) if self.objective.kl else None
-        metrics = self._metrics(judged, drawn)
+        metrics = self._metrics(judged, drawn, asked.expected)
         if reference is not None and self.objective.kl_in_reward:
             moved_N = np.array([(each.logprobs - reference[n]).sum() for n, each in enumerate(drawn)])
             rewards_PG = rewards_PG - self.objective.kl * moved_N.reshape(rewards_PG.shape)
@@ -201,7 +203,7 @@ class Rollouts:
                 show(len(drawn), len(prompts))
             drawn, judged = self._judged(asked, drawn, team.share)
         drawn, judged = self._of_all(drawn, judged, team)
-        metrics = self._metrics(judged, drawn)
+        metrics = self._metrics(judged, drawn, asked.expected)
         return EvalRecord(
             step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()},
@@ -236,7 +238,7 @@ class Rollouts:
         start, tokens = sample.start.tolist(), sample.so_far.tolist()
         return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
 
-    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
+    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample], expected: Sequence[str]) -> dict[str, float]:
         """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
@@ -245,6 +247,8 @@ class Rollouts:
             "cut": float(np.mean([not each.is_whole for each in drawn])),
             "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
+        if self._episodes is None and (share := same_answer(drawn, expected if self._has_answers else ())) is not None:
+            metrics["same_answer"] = share
         if len(self.names) > 1:
             for name, values_N in zip(self.names, judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
@@ -260,6 +264,21 @@ class Rollouts:
                 batch = replace(plain, temperature=self._drawing.sampling.temperature)
                 logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
         return from_all(team, logps, {n: int(documents.targets[n]) for n in range(len(documents))})
+
+
+LEAST_PROMPTS = 4  # whose answers may be compared
+
+
+def same_answer(drawn: Sequence[Sample], expected: Sequence[str]) -> float | None:
+    """Return the share of the answers that are the most common one: what answers all prompts alike ignores them.
+
+    None for few prompts, and where more than half of the `expected` answers are one text, too.
+    """
+    texts = Counter(each.text.strip() for each in drawn)
+    most_expected = max(Counter(expected).values(), default=0)
+    if len({each.prompt for each in drawn}) < LEAST_PROMPTS or 2 * most_expected > len(expected):
+        return None
+    return max(texts.values()) / len(drawn)
 
 
 @dataclass(frozen=True, slots=True)
