@@ -54,11 +54,11 @@ def start_process(name: str, arguments: Mapping[str, Any], timeout_s: float) -> 
     return Isolated(KEY, MODULE, package_of(name) or "", timeout_s, json.dumps(arguments), start_s=LOAD_S)
 
 
-class Refused(Exception):
+class Declined(Exception):
     """A request that gets no answer, but an error that says why."""
 
 
-class Limited(Refused):
+class TooLong(Declined):
     """One that a limit of the config ends. The package knows these words, and takes the conversation as cut."""
 
     def __init__(self, text: str) -> None:
@@ -156,41 +156,47 @@ class PackageEpisodes:
             try:
                 self._continue(episode, said["request"])
                 return True
-            except (Refused, RowError) as error:
-                episode.is_within = episode.is_within and not isinstance(error, Limited)
+            except (Declined, RowError) as error:
+                episode.is_within = episode.is_within and not isinstance(error, TooLong)
                 episode.replies.append({"error": str(error)})
                 if len(episode.replies) - len(episode.drawn) > self._turns:
                     episode.end(problem=f"asks again and again, though it is told: {error}")
         return False
 
     def _continue(self, episode: LedEpisode, request: Mapping[str, Any]) -> None:
-        """Add what a request says to the tokens of its conversation. Refused, or RowError, if it is not answered."""
+        """Add what a request says to the tokens of its conversation. Declined, or RowError, if it is not answered."""
         self._check_sampling(request)
         if len(episode.drawn) == self._turns:
-            raise Limited(f"this conversation has {self._turns} answers (rollouts.turns)")
+            raise TooLong(f"this conversation has {self._turns} answers (rollouts.turns)")
         tokenizer = self._drawing.tokenizer
         messages, tools = _messages(request.get("messages")), _tools(request.get("tools") or [])
         if tools and tokenizer.calls is None:
-            raise Refused(f"tools: the chat template writes none. {TEMPLATES_WITH_TOOLS}, if the model was trained so")
-        before = len(episode.messages)
-        between: np.ndarray | None = None
-        if episode.said is not None and messages[:before] == episode.messages and tools == episode.tools:
-            follows = len(messages) > before and _are_alike(messages[before], episode.said)
-            if follows and tokenizer.template is None:
-                between = tokenizer.encode_after_answer(messages[before + 1 :])
-            elif follows:
-                between = tokenizer.encode_continuation(messages, before, tools=tools)
+            raise Declined(f"tools: the chat template writes none. {TEMPLATES_WITH_TOOLS}, if the model was trained so")
+        between = self._between(episode, messages, tools)
         if between is None:
             start = tokenizer.encode_chat(messages, tools=tools) if tokenizer.template else _plain(messages, tokenizer)
             if not 0 < len(start) <= self._max_length:
-                raise Limited(f"the question has {len(start)} tokens (data.max_length: {self._max_length})")
+                raise TooLong(f"the question has {len(start)} tokens (data.max_length: {self._max_length})")
             if episode.drawn:
                 episode.dialogues.append(Dialogue(start))
             else:
                 episode.dialogue.start = start
         elif not episode.dialogue.say(between, tokenizer.stop_ids, self._max_length):
-            raise Limited(f"the conversation has more tokens than data.max_length: {self._max_length}")
+            raise TooLong(f"the conversation has more tokens than data.max_length: {self._max_length}")
         episode.messages, episode.tools = messages, tools
+
+    def _between(
+        self, episode: LedEpisode, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]
+    ) -> np.ndarray | None:
+        """Return the tokens between the last answer and the next one; None if the messages do not continue it."""
+        tokenizer, number = self._drawing.tokenizer, len(episode.messages)
+        if episode.said is None or len(messages) <= number or tools != episode.tools:
+            return None
+        if messages[:number] != episode.messages or not _are_alike(messages[number], episode.said):
+            return None
+        if tokenizer.template is None:
+            return tokenizer.encode_after_answer(messages[number + 1 :])
+        return tokenizer.encode_continuation(messages, number, tools=tools)
 
     def _check_sampling(self, request: Mapping[str, Any]) -> None:
         """Refuse a request that asks for another sampling than that of the run."""
@@ -203,7 +209,7 @@ class PackageEpisodes:
                 continue
             if key in own and value == own[key]:
                 continue
-            raise Refused(f"{key}: got {str(value)[:100]}; a run draws as its section rollouts says, for all requests")
+            raise Declined(f"{key}: got {str(value)[:100]}; a run draws as its section rollouts says, for all requests")
 
     # ------------------------------------------------------------------------------------------------------------------
     # An answer.

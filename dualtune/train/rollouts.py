@@ -125,7 +125,8 @@ class Rollouts:
         self._episodes: Episodes | PackageEpisodes | None = None
         if settings.environment is not None:
             self._episodes = episodes_of(settings, self._drawing, config.data.max_length)
-            self._episodes.close()
+            if isinstance(self._episodes, Episodes):  # that of a package takes long to load, and stays
+                self._episodes.close()
             self.names, self.max_tokens = (*self.names, "environment"), settings.turns * settings.max_tokens
         if self._rewards.comparing and (prompts := rows.of_prompts):
             raise ConfigError(

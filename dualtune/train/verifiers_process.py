@@ -45,7 +45,7 @@ Reply = Mapping[str, Any]
 # Conversations.
 
 
-class Conversation:
+class LedConversation:
     """A conversation on its way. Requests that the run has answered before get that answer again, at once."""
 
     def __init__(self, replies: Sequence[Reply]) -> None:
@@ -107,13 +107,13 @@ class Environment(Protocol):
     async def rewards(self, results: Sequence[Any]) -> list[float]: ...
 
 
-class Conversations:
+class LedConversations:
     """Those of a step. One that is asked for and is not there, or is elsewhere, is led there by the answers it got."""
 
     def __init__(self, environment: Environment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment, self._loop = environment, loop
-        self._live: dict[str, Conversation] = {}
-        self._paths: dict[str, Conversation] = {}  # by the secret of a URL, or the name of a session
+        self._live: dict[str, LedConversation] = {}
+        self._paths: dict[str, LedConversation] = {}  # by the secret of a URL, or the name of a session
         self._shared = secrets.token_urlsafe(16)
         self._server = Endpoint(self)
 
@@ -153,7 +153,7 @@ class Conversations:
         results = [conversation.task.result() for conversation in members.values()]  # pyright: ignore[reportOptionalMemberAccess]
         return {"rewards": dict(zip(members, await self._environment.rewards(results), strict=True))}
 
-    def _led(self, name: str, item: Mapping[str, Any]) -> Conversation:
+    def _led(self, name: str, item: Mapping[str, Any]) -> LedConversation:
         conversation, replies = self._live.get(name), item["replies"]
         if conversation is not None and len(conversation.replies) == len(replies):
             return conversation
@@ -162,7 +162,7 @@ class Conversations:
             return conversation
         if conversation is not None:
             conversation.cancel()
-        conversation = self._live[name] = Conversation(replies)
+        conversation = self._live[name] = LedConversation(replies)
         path = secrets.token_urlsafe(16)
 
         def named(session: str) -> None:
@@ -215,7 +215,7 @@ def described(error: BaseException) -> str:
 class Endpoint(ApiServer):
     """The chat server of this process."""
 
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(self, conversations: LedConversations) -> None:
         self.conversations = conversations
         super().__init__("127.0.0.1", 0, EndpointHandler, key=None, tell=lambda line: None)
         self.max_connections = MAX_REQUESTS
@@ -404,7 +404,7 @@ def loaded(name: str, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
     except Exception as error:  # whatever the code of the environment raises
         version = getattr(package, "__version__", "?")
         raise ConfigError(f"{KEY}: verifiers {version} does not load {name}: {described(error)}") from error
-    return {}, Conversations(environment, loop).answer
+    return {}, LedConversations(environment, loop).answer
 
 
 if __name__ == "__main__":

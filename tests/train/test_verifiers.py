@@ -5,7 +5,11 @@ Each test runs with a stand-in of the package, and in `make test-verifiers` with
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +43,20 @@ RL = {"train__objective": "grpo", "train__steps": 3, "train__documents_per_step"
       "data__eval": 0.2, "run__save_every": 1, "train__learning_rate": 1e-2, "run__report": False}  # fmt: skip
 
 
-@pytest.fixture(params=["stand_in", pytest.param("package", marks=pytest.mark.verifiers)])
+def installed() -> str:
+    """The version of the package, "" if it is not installed."""
+    try:
+        return version("verifiers")
+    except PackageNotFoundError:
+        return ""
+
+
+TASK_SETS = installed().startswith("0.4")
+package = pytest.mark.verifiers, pytest.mark.skipif(TASK_SETS, reason="verifiers 0.4 has task sets alone")
+task_sets = pytest.mark.verifiers, pytest.mark.skipif(not TASK_SETS, reason="verifiers before 0.4 has other task sets")
+
+
+@pytest.fixture(params=["stand_in", pytest.param("package", marks=package), pytest.param("task_sets", marks=task_sets)])
 def games(request, monkeypatch):
     """The path of our environments, and of the stand-in, in the processes that are started."""
     folders = [HERE / "verifiers_environments", *([HERE / "verifiers_stand_in"] * (request.param == "stand_in"))]
@@ -48,15 +65,23 @@ def games(request, monkeypatch):
     return request.param
 
 
+no_task_sets = pytest.mark.parametrize(
+    "games", ["stand_in", pytest.param("package", marks=package)], indirect=True
+)  # what only the classes of 0.1 to 0.3 have
+
+
 @pytest.fixture
 def game_lab(games, lab, write_rows):
     rows = [{"prompt": f"{n} + {n} =", "question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(9)]
     return replace(lab, data=write_rows(rows, "asked.jsonl"))
 
 
-def settings(kind="game", **changes):
-    return {**RL, "rollouts__environment": "verifiers:tiny-games", "rollouts__environment_args": {"kind": kind},
-            "rollouts__reward_timeout_s": 20, **changes}  # fmt: skip
+def settings(games, kind="game", **changes):
+    name, arguments = "verifiers:tiny-games", {"kind": kind}
+    if games == "task_sets":
+        name, arguments = "verifiers:tiny-tasks", {"agent": {"runtime": {"type": "subprocess"}}}
+    return {**RL, "rollouts__environment": name, "rollouts__environment_args": arguments,
+            "rollouts__reward_timeout_s": 60, **changes}  # fmt: skip
 
 
 def rows_kept(run_dir):
@@ -64,19 +89,20 @@ def rows_kept(run_dir):
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
-def test_it_draws_what_our_own_environment_of_the_same_task_draws(game_lab, weights_of):
+def test_it_draws_what_our_own_environment_of_the_same_task_draws(games, game_lab, weights_of):
     (game_lab.tmp_path / "games.py").write_text(OWN)
-    theirs = game_lab.run("theirs", **settings())
-    own = settings(rollouts__environment=f"{game_lab.tmp_path / 'games.py'}:Game", rollouts__environment_args={})
+    theirs = game_lab.run("theirs", **settings(games))
+    own = settings(games, rollouts__environment=f"{game_lab.tmp_path / 'games.py'}:Game", rollouts__environment_args={})
     ours = game_lab.run("ours", **own)
     assert rows_kept(theirs.run_dir) == rows_kept(ours.run_dir)
     assert len({row["rewards"]["environment"] for row in rows_kept(theirs.run_dir)}) > 1
     assert weights_of(theirs.run_dir) == weights_of(ours.run_dir)
 
 
-def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of, rows_of):
-    straight = game_lab.run("straight", **settings())
-    config = game_lab.config("stopped", **settings())
+@pytest.mark.parametrize("lab", ["numpy", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
+def test_a_resumed_run_holds_the_same_conversations(games, game_lab, weights_of, rows_of):
+    straight = game_lab.run("straight", **settings(games))
+    config = game_lab.config("stopped", **settings(games))
     with pytest.raises(Paused):
         run(config, game_lab.backend, pause_after=1)
     resumed = run(config, game_lab.backend)
@@ -86,11 +112,42 @@ def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of, rows_o
     assert all(row["split"] == 0 and row["logprob_gap"] < 1e-4 for row in steps) and "eval_reward" in evaluations[-1]
 
 
+@pytest.mark.verifiers
+@pytest.mark.parametrize("platform", ["cpu", "mlx"])
+def test_a_run_that_was_killed_holds_the_same_conversations(games, platform, make_config, write_rows, tmp_path):
+    data = write_rows([{"prompt": f"{n} + {n} =", "question": "", "answer": str(2 * n)} for n in range(9)])
+
+    def train(name, **variables):
+        changes = {key.replace("__", "."): value for key, value in settings(games).items()}
+        config = make_config(data, {"run.dir": tmp_path / name, **changes})
+        (tmp_path / f"{name}.yaml").write_text(config.model_dump_json())
+        command = [
+            sys.executable,
+            "-m",
+            "dualtune.cli.main",
+            "train",
+            tmp_path / f"{name}.yaml",
+            "--platform",
+            platform,
+        ]
+        return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+
+    straight, killed = train("straight"), train("killed", DUALTUNE_FAULT="step:2")
+    assert straight.returncode == 0, straight.stderr
+    assert killed.returncode == -signal.SIGKILL
+    again = train("killed")
+    assert again.returncode == 0, again.stderr
+    assert rows_kept(tmp_path / "killed") == rows_kept(tmp_path / "straight")
+    files = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("killed", "straight")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@no_task_sets
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
-def test_what_fails_or_hangs_costs_its_conversation(game_lab):
+def test_what_fails_or_hangs_costs_its_conversation(games, game_lab):
     """One that raises, ends its process, or sleeps alone or with all others; these go on as if nothing had happened."""
     options = {"train__steps": 1, "data__eval": 0, "rollouts__reward_timeout_s": 2}
-    good, bad = (rows_kept(game_lab.run(kind, **settings(kind, **options)).run_dir) for kind in ("game", "bad"))
+    good, bad = (rows_kept(game_lab.run(kind, **settings(games, kind, **options)).run_dir) for kind in ("game", "bad"))
     failed = [row["reward"] is None for row in bad]
     assert 0 < sum(failed) < len(bad)
     for ours, theirs, is_lost in zip(bad, good, failed, strict=True):
@@ -101,8 +158,9 @@ def test_what_fails_or_hangs_costs_its_conversation(game_lab):
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
-def test_a_question_that_continues_nothing_is_a_document_of_its_own(game_lab):
-    prepared = prepare(game_lab.config(**settings("forgetful", data__eval=0)), game_lab.backend)
+@no_task_sets
+def test_a_question_that_continues_nothing_is_a_document_of_its_own(games, game_lab):
+    prepared = prepare(game_lab.config(**settings(games, "forgetful", data__eval=0)), game_lab.backend)
     engine = load_engine(prepared)
     step = TrainingStep(prepared, engine, 0, prepared.batches)
     try:
@@ -160,6 +218,7 @@ def tiny_chatml(tiny_llama):
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
 
 
+@no_task_sets
 def test_a_tool_is_called_and_its_result_continues_the_conversation(games, scripted, tiny_chatml):
     episodes = scripted(
         "tool",
@@ -183,17 +242,20 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(games, scrip
     assert tiny_chatml.decode_all(tokens.tolist()) == f"{rendered}It is 42<|im_end|>"
 
 
+@no_task_sets
 def test_a_reward_that_compares_sees_all_conversations_of_a_prompt(games, scripted):
     episodes = scripted("ranked", [lambda _, sample, turn: "x" * (3 - sample)] * 3, samples=3)
     assert [each.reward for each in episodes] == [2.0, 1.0, 0.0]
 
 
+@no_task_sets
 def test_a_conversation_without_an_answer_has_no_reward(games, scripted):
     episodes = scripted("game", [lambda *_: "x"], max_length=10)
     for each in episodes:
         assert "data.max_length: 10" in each.problem and each.texts == ["x"] and len(each.dialogues) == 1
 
 
+@no_task_sets
 @pytest.mark.parametrize(("limit", "answers"), [({"turns": 2}, 2), ({"max_length": 60}, 1)])
 def test_a_limit_of_the_config_ends_a_conversation_that_is_rewarded(games, scripted, limit, answers):
     episodes = scripted("game", [lambda *_: "x" * 20] * 3, **limit)
@@ -202,6 +264,7 @@ def test_a_limit_of_the_config_ends_a_conversation_that_is_rewarded(games, scrip
         assert each.reward == pytest.approx(2.0 * answers)
 
 
+@no_task_sets
 def test_the_rows_of_an_environment_are_data(games):
     rows = environment_rows("verifiers:tiny-games", {"kind": "single"}, held_out=False)
     assert [row["answer"] for row in rows] == [str(2 * n) for n in range(9)]
@@ -209,6 +272,7 @@ def test_the_rows_of_an_environment_are_data(games):
 
 
 @pytest.mark.parametrize("name", ["verifiers:none", "verifiers:tiny_games"])
+@no_task_sets
 def test_an_environment_that_is_not_there_is_refused(games, name):
     with pytest.raises(ConfigError, match=r"rollouts\.environment: verifiers .* does not load"):
         environment_rows(name, {"unknown": 1}, held_out=False)
