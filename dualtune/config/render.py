@@ -16,21 +16,27 @@ from dualtune.config.data_section import SourceConfig
 from dualtune.config.load import PLAIN_SCALARS, parse_config
 from dualtune.config.rates import usual_rate
 from dualtune.config.schema import Config
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.config.words import config_schema, describe, examples, fragment
 
 
 def default_yaml(overrides: Iterable[str] = ()) -> str:
     """Return the default config: each key with its description and allowed values; required keys have examples.
 
-    With `overrides` (`section.key=value`) it has these values, and the learning rate that is usual beside them, unless
-    they have one. ConfigError as for a config with them.
+    With `overrides` (`section.key=value`) it has these values, and, unless they say otherwise, those that go with
+    them: the usual learning rate, and what training on samples needs. ConfigError as for a config with them.
     """
     overrides = [*overrides]
     if not overrides:
         return _commented(examples(), ())
-    config = parse_config(_commented(examples(), ()), overrides=overrides)
+    said = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    objective = said.get("train.objective")
+    needed = ["adapter.dropout=0"] if objective in (*POLICY_OBJECTIVES, ON_POLICY) else []
+    if objective in POLICY_OBJECTIVES and "rollouts.environment" not in said:
+        needed.append("rollouts.rewards=[exact]")
+    config = parse_config(_commented(examples(), ()), source="the default config", overrides=[*needed, *overrides])
     usual, values = usual_rate(config), config.model_dump()
-    if usual is None or any(override.startswith("train.learning_rate=") for override in overrides):
+    if usual is None or "train.learning_rate" in said:
         return _commented(values, ())
     values["train"]["learning_rate"] = usual.rate
     return _commented(values, usual.reasons)

@@ -23,6 +23,7 @@ from dualtune.doctor.check_config_model import (
     find_model,
     length_row,
     load_tokenizer,
+    router_rows,
     shape_of,
     stop_rows,
     targets_rows,
@@ -44,7 +45,7 @@ from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
 from dualtune.train.policies import policy_of
-from dualtune.train.prepare import start_of, with_adapter_of
+from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
 from dualtune.train.sampling_cost import sampling_cost
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
@@ -152,6 +153,7 @@ def check_config(
     # The memory estimate checks the targets itself; without a shape the names in the files are all there is.
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
+    report.checks += router_rows(config, model)
     if decoder is None:
         report.checks += targets_rows(config, model)
     # Of a config that the backend refuses, no number would be true.
@@ -204,11 +206,14 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
     if config.adapter.init_from is None:
         return config, []
     try:
-        config = with_adapter_of(config, start_of(config))
+        start = start_of(config)
+        config = with_adapter_of(config, start)
+        state = state_of_start(config, start)
     except DualtuneError as error:
         return config, [failure("start", error)]
     text = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
-    return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}")]
+    optimizer = f", its optimizer after {state.optimizer.step} updates" if state else ""
+    return config, [Check("start", "ok", f"{text}, alpha {config.adapter.alpha:g}{optimizer}")]
 
 
 def _installed_rows(config: Config) -> Iterator[Check]:

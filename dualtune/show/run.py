@@ -102,6 +102,7 @@ def summary(prepared: Prepared) -> list[str]:
         else f"adapter     rank {spec.rank}, scale {spec.scale:g}, {others}dropout {spec.dropout:g}, {start}"
         f"on {', '.join(spec.targets[:8])}{' …' if len(spec.targets) > 8 else ''}"
         f"{'' if spec.layers == ALL_LAYERS else f' in layers {spec.layers}'}",
+        *_start(prepared),
         f"train data  {data.train.summary()}",
         f"eval data   {data.eval.summary() if data.eval.num_rows else data.eval.remark or 'none'}",
         *(
@@ -111,6 +112,15 @@ def summary(prepared: Prepared) -> list[str]:
         ),
         _steps(prepared),
     ]
+
+
+def _start(prepared: Prepared) -> list[str]:
+    """Say from what a new run starts: a resumed one has its own checkpoint."""
+    path, state = prepared.config.adapter.init_from, prepared.start_state
+    if path is None or prepared.resumed is not None:
+        return []
+    optimizer = "a new optimizer" if state is None else f"its optimizer after {state.optimizer.step} updates"
+    return [f"start       {path}, with {optimizer}"]
 
 
 def _doubts(prepared: Prepared) -> list[str | None]:

@@ -60,6 +60,12 @@ class Dialogue:
         """Those of the model's own tokens, float32."""
         return np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in self.drawn)])
 
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Dialogue:
+        """Return that of another process, from its fields."""
+        parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
+        return cls(record["start"], parts, [Completion.read(each) for each in record["drawn"]])
+
     def add(self, answer: Completion) -> None:
         self.drawn.append(answer)
         self.parts.append((answer.tokens, True))
@@ -111,6 +117,13 @@ class Episode:
     def texts(self) -> list[str]:
         """The answers of the model."""
         return [each.text for each in self.drawn]
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Episode:
+        """Return that of another process, from its fields."""
+        episode = cls(**record)
+        episode.dialogues = [Dialogue.read(each) for each in record["dialogues"]]
+        return episode
 
     def end(self, *, is_whole: bool = True, problem: str = "") -> None:
         self.has_ended, self.is_whole, self.problem = True, is_whole, problem

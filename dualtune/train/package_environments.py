@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,10 @@ class LedEpisode(Episode):
     def id(self) -> str:
         return f"{self.prompt}/{self.number}"
 
+    @property
+    def outcome(self) -> Episode:
+        return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
+
 
 class PackageEpisodes:
     """Draws the conversations of a run, as `Episodes` does."""
@@ -95,16 +99,16 @@ class PackageEpisodes:
     def close(self) -> None:
         self._environment.close()
 
-    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[LedEpisode]:
+    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
         """Return the conversations of each prompt, those of a prompt together."""
         return self._held(engine, prompts, self._drawing)
 
-    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[LedEpisode]:
+    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
         """Return one conversation for each prompt, in which the model says what is most probable."""
         sampling = replace(self._drawing.sampling, temperature=0.0)
         return self._held(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
 
-    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[LedEpisode]:
+    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
         episodes = [
             LedEpisode(n, sample, [Dialogue(asked.prompt)])
             for n, asked in enumerate(prompts)
@@ -125,7 +129,7 @@ class PackageEpisodes:
         # The row of a conversation without an answer is answered without a reward: each is a document.
         answer([each for each in episodes if not each.drawn])
         self._environment.ask({"forget": True})
-        return episodes
+        return [each.outcome for each in episodes]
 
     def _ask_each(self, kind: str, items: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Return a reply for each item: together where that is possible in time, else one after the other."""

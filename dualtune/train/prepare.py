@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.base.errors import ConfigError, DataError
+from dualtune.base.errors import ConfigError, DataError, FormatError
 from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.values import ON_POLICY
@@ -25,6 +25,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
+from dualtune.engine.routing import experts_of_token
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
 from dualtune.model.beside import BesideAdapter, beside_of
@@ -32,7 +33,7 @@ from dualtune.model.config_file import decoder_table, position_table_size, read_
 from dualtune.model.embeddings import tied_head
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
-from dualtune.model.formats.directory import Adapter, read_adapter
+from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
 from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
@@ -48,6 +49,7 @@ from dualtune.train.policies import MakePolicy, policy_of
 from dualtune.train.preference import Objective
 from dualtune.train.rollouts import Rollouts, policy_objective
 from dualtune.train.samples import check_samples
+from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import (
     DISTRIBUTIONS,
@@ -62,6 +64,7 @@ from dualtune.train.state.resume import (
     has_ended,
     with_tokens,
 )
+from dualtune.train.state.run_dir import CHECKPOINTS
 from dualtune.train.teachers import Teaching, configured_teaching
 from dualtune.train.team import Team
 
@@ -116,6 +119,7 @@ class Prepared:
     data: TrainingData
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
+    start_state: Checkpoint | None  # whose optimizer a new run goes on with; None: a new one
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     objective: Objective | None  # of preference training; None: no answers are compared
     distillation: Distillation | None  # None: there is no teacher
@@ -175,6 +179,7 @@ def prepare(
         _check_sharding(config, team)
         start = start_of(config)
         settled = with_adapter_of(config, start)
+        start_state = state_of_start(settled, start) if saved is None else None
         changes: list[Change] = []
         if saved is not None:
             settled = as_recorded(saved, settled)
@@ -189,6 +194,8 @@ def prepare(
         model_dir = with_new_tokens(model_dir, new_tokens)
         _check_length(settled, model_dir)
         _check_activation_cache(settled, start, model_dir)
+        if (coefficient := settled.train.router_aux_loss_coef) is not None:
+            experts_of_token(read_config(model_dir), coefficient)
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
         train, eval_ = sources.train_and_eval(tokenizer, show)
         _check_targets(settled, train, eval_)
@@ -196,7 +203,6 @@ def prepare(
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
         policy_loss = policy_objective(settled)
-        check_one_process(settled, team, draws=policy_loss is not None)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -239,24 +245,9 @@ def prepare(
         if sampled and distillation and teaching:
             rollouts = OnPolicy(planned, backend, distillation, teaching, tokenizer, positions)
     return Prepared(
-        planned, backend, team, model, data, spec, start, make_policy, objective, distillation, teaching, rollouts,
-        resumed, fingerprints, memory, system,
+        planned, backend, team, model, data, spec, start, start_state, make_policy, objective, distillation, teaching,
+        rollouts, resumed, fingerprints, memory, system,
     )  # fmt: skip
-
-
-def check_one_process(config: Config, team: Team, *, draws: bool) -> None:
-    """Raise ConfigError if several processes would draw samples (`draws`: those of rewards) or ask a teacher."""
-    if team.size == 1:
-        return
-    if draws or config.train.objective == ON_POLICY:
-        raise ConfigError(
-            f"train.objective: {config.train.objective} trains in one process, and this run has {team.size}. Start one"
-        )
-    if config.distill.teacher is not None:
-        raise ConfigError(
-            f"distill.teacher: a teacher answers one process, and this run has {team.size}. Start one, or record what "
-            "it says with `dualtune distill record`"
-        )
 
 
 def _check_sharding(config: Config, team: Team) -> None:
@@ -360,6 +351,38 @@ def start_of(config: Config) -> Adapter | None:
     start, directory = read_adapter(expanded(config.adapter.init_from)), model_here(config.model.name)
     is_random = config.model.init == "random"  # its layers have no names in files
     return start if directory is None or is_random else in_names_of(start, directory)
+
+
+def state_of_start(config: Config, start: Adapter | None) -> Checkpoint | None:
+    """Return the checkpoint whose optimizer a new run goes on with: the one that has the weights of its start.
+
+    ConfigError if there is none, or if its optimizer is another one.
+    """
+    if start is None or config.adapter.init_from is None or not config.adapter.init_optimizer:
+        return None
+    directory = adapter_directory(expanded(config.adapter.init_from)).parent / CHECKPOINTS
+    remedy = "or set adapter.init_optimizer: false for a new optimizer"
+    try:
+        saved = checkpoint.holding(directory, start.tensors)
+    except FormatError as problem:
+        raise ConfigError(
+            f"adapter.init_optimizer: got true, but no checkpoint in {directory} has the weights of the adapter in "
+            f"adapter.init_from:\n{problem}\nAn average and a start by pissa or olora are written as other weights; "
+            "`dualtune serve --train` keeps the states of a run in its weights/NAME. Set adapter.init_from to a run "
+            f"with such a checkpoint, {remedy}"
+        ) from None
+    theirs = {"optimizer": "adamw", "schedule": "cosine", "average": "none"} | saved.state["config"].get("train", {})
+    for key, is_other in (
+        ("optimizer", theirs["optimizer"] != config.train.optimizer),
+        ("schedule", (theirs["schedule"] == "schedule_free") != (config.train.schedule == "schedule_free")),
+        ("average", theirs["average"] != config.train.average),
+    ):
+        if is_other:
+            raise ConfigError(
+                f"train.{key}: got {getattr(config.train, key)}, but the optimizer's state in {saved.path}, which "
+                f"adapter.init_optimizer takes, was made with {theirs[key]}. Set train.{key}: {theirs[key]}, {remedy}"
+            )
+    return saved
 
 
 def with_adapter_of(config: Config, start: Adapter | None) -> Config:

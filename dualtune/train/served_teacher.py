@@ -58,6 +58,8 @@ class ServedTeacher:
 
     def __call__(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and ln q of the targets, [M, k], or those of the labels, [M, 1]: see `teachers.Says`."""
+        if not batch.num_targets:  # it fills a gap
+            return np.zeros((0, max(k, 1)), np.int32), np.zeros((0, max(k, 1)), np.float32)
         lengths = [int((row_T > 0).sum()) for row_T in batch.segments_BT]
         texts = [tokens_T[:length].tolist() for tokens_T, length in zip(batch.tokens_BT, lengths, strict=True)]
         with ThreadPoolExecutor(AT_ONCE, "dualtune-teacher") as pool:

@@ -125,6 +125,8 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine,
     head = untied_head(described, weights.tensors) if weights is not None else None
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
+    if (begun := prepared.start_state) is not None:
+        notes.append(f"goes on with the optimizer of {begun.path}, after {begun.optimizer.step} updates")
     notes += naming.notes if naming else ()
     if rate := far_rate(prepared.config):
         notes.append(rate)

@@ -22,7 +22,7 @@ from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.schema import DistillConfig
 from dualtune.config.values import BASE_TEACHER, ON_POLICY, SELF_TEACHER
-from dualtune.data.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, make_batch, micro_batches, share, sizes_of
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents, in_memory, tokenize
@@ -215,21 +215,27 @@ def _check_positions(config: Config, teaching: Teaching, positions: int | None) 
 
 def ask(
     teacher: Teacher, student: Engine, documents: Documents, ids: Iterable[int], k: int, recovery: Recovery,
-    step: int = 0,
+    step: int = 0, team: Team | None = None,
 ) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:  # fmt: skip
     """Return what a teacher says of these documents, by index. None if memory ran out: try again, smaller.
 
-    `documents`: as the teacher reads them.
+    `documents`: as the teacher reads them. Each process asks of its own.
     """
     said = dict[int, tuple[np.ndarray, np.ndarray]]()
     # Each document has a row for itself: what a teacher can pack is not known.
     batches = micro_batches(documents, ids, SequenceLayout(recovery.layout.max_tokens), seed=0, step=step)
+    # All processes ask equally often, as they do of everything that may be sharded.
+    missing = (team or Team()).most(len(batches)) - len(batches)
+    batches += [make_batch(documents, [], seed=0, step=step)] * missing
+    if not batches:
+        return said
     with teacher.answering(student) as says:
 
         def add(batch: Batch) -> None:
             ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
             parts = (np.split(values_Mk, ends) for values_Mk in says(replace(batch, hidden_BTD=None), k))
-            said.update(zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True))
+            if batch.documents:
+                said.update(zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True))
 
         return said if recovery.attempt(step, batches, add) else None
 
@@ -240,10 +246,17 @@ def evaluate_taught(
     team: Team | None = None,
 ) -> EvalRecord:  # fmt: skip
     """Return what `Distillation.evaluate` does of what the teacher says now. `read`: the documents as it reads them."""
-    said = None
-    while said is None:
-        said = ask(teacher, engine, read, range(len(documents)), distillation.k, recovery, step)
-    return distillation.evaluate(engine, documents, recovery, step, show, team, said=said)
+    team, said = team or Team(), dict[int, tuple[np.ndarray, np.ndarray]]()
+
+    def asked() -> bool:
+        # Which documents this process measures depends on the layout, which a lack of memory changes.
+        mine = share(sizes_of(documents), range(len(documents)), recovery.layout, team.rank, team.size)
+        ids = [i for rows in mine for row in rows for i in row if i not in said]
+        new = ask(teacher, engine, read, ids, distillation.k, recovery, step, team)
+        said.update(new or {})
+        return new is not None
+
+    return distillation.evaluate(engine, documents, recovery, step, show, team, said=said, before=asked)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -114,11 +114,12 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
         "adapter.merge_for": "none", "adapter.master_weights": "float32",
         "adapter.alpha_pattern": {}, "adapter.train_modules": (), "adapter.train_rows": (), "adapter.experts": False,
         "adapter.bias": "none",
-        "adapter.init": "kaiming", "adapter.init_from": None,
+        "adapter.init": "kaiming", "adapter.init_from": None, "adapter.init_optimizer": False,
         "train.epochs": 3, "train.steps": None, "train.tokens_per_step": "auto", "train.documents_per_step": 16,
         "train.micro_batch_tokens": 12288, "train.learning_rate": 2e-4, "train.schedule": "cosine",
         "train.warmup": 0.03, "train.optimizer": "adamw", "train.weight_decay": 0.01, "train.max_grad_norm": 0.3,
         "train.lora_plus_ratio": None, "train.embedding_learning_rate": None, "train.label_smoothing": 0.0,
+        "train.router_aux_loss_coef": None,
         "train.average": "none", "train.average_over": 0.4,
         "train.activation_cache": "none", "train.policy": "auto", "train.objective": "sft",
     }  # fmt: skip

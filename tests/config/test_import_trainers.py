@@ -111,6 +111,8 @@ def lost(imported):
          {"data.template_variables": {"enable_thinking": False}}),
         ("TRL", {"use_peft": False}, {"adapter.method": "full"}),
         ("TRL", {"label_smoothing_factor": 0.1}, {"train.label_smoothing": 0.1}),
+        ("TRL", {"router_aux_loss_coef": 0.01}, {"train.router_aux_loss_coef": 0.01}),
+        ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01}, {"train.router_aux_loss_coef": 0.01}),
         ("TRL", {"load_in_4bit": True, "use_bnb_nested_quant": True, "lora_target_modules": ["all-linear"]},
          {"model.quantization": "nf4", "adapter.targets": "all-linear"}),
         ("TRL", {"packing": True, "max_length": 512, "gradient_accumulation_steps": 2},

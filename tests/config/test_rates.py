@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.config import default_yaml, parse_config
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import OBJECTIVES, far_rate, usual_rate
@@ -44,6 +45,20 @@ def test_the_starter_has_the_usual_rate_and_says_why(overrides, rate, num_reason
 
 def test_a_rate_that_is_given_stays():
     assert parse_config(default_yaml(["train.objective=dpo", "train.learning_rate=0.5"])).train.learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("more", "dropout", "rewards"),
+    [([], 0, ("exact",)), (["rollouts.rewards=[number]"], 0, ("number",)), (["rollouts.environment=e.py:E"], 0, ())],
+)
+def test_the_starter_of_training_on_samples_has_what_it_needs(more, dropout, rewards):
+    starter = parse_config(default_yaml(["train.objective=grpo", *more]))
+    assert (starter.adapter.dropout, starter.rollouts.rewards) == (dropout, rewards)
+
+
+def test_the_starter_names_the_key_that_is_missing():
+    with pytest.raises(ConfigError, match=r"^the default config:\d+: distill\.teacher: "):
+        default_yaml(["train.objective=on_policy_distill"])
 
 
 def test_every_objective_of_the_schema_is_known_and_others_get_no_rate():

@@ -7,6 +7,8 @@ import shutil
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +17,30 @@ from safetensors.numpy import save_file
 from dualtune.base.errors import ConfigError, FormatError, LockedError, NonFiniteError, OutOfMemory
 from dualtune.data.batches import SequenceLayout
 from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.formats.directory import read_adapter
-from dualtune.train.inference import load_model
+from dualtune.train.hooks import Hook
+from dualtune.train.inference import BASE_ONLY, load_model
 from dualtune.train.run import run as train
 from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.state import checkpoint
 from dualtune.train.state.lock import Lock
-from dualtune.use.tinker.adapters import spec_of
-from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, parse_path
+from dualtune.use.tinker.adapters import spec_in, spec_of
+from dualtune.use.tinker.checkpoints import (
+    delete_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    list_runs,
+    parse_path,
+    read_run,
+)
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.samples import sampled
 
 VOCAB = 262  # of the tiny models
 KINDS = ("numpy", "torch", "mlx")
@@ -769,6 +782,75 @@ def test_a_run_of_a_client_is_an_ordinary_run_directory(
         assert result.num_steps == 4
 
 
+class Gradients(Hook):
+    """What a run updates with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_gradients(self, view):
+        self.seen.append({name: x.copy() for name, x in view.gradients.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_train_goes_on_with_the_optimizer_of_a_run_and_back(
+    kind, open_host, tmp_path, make_config, write_rows, qa_rows
+):
+    """The update of `dualtune train` is that of the host with the same gradient; so is the next one, back there."""
+    host, hook = open_host(kind), Gradients()
+    trained(host, "run", steps=3)
+    path = host.save_state("run", "s").path
+    targets = [*read_adapter(tmp_path / "runs" / "run").spec.targets]
+    config = make_config(write_rows(qa_rows), {
+        "adapter.init_from": tmp_path / "runs" / "run" / "weights" / "s", "adapter.init_optimizer": True,
+        "adapter.rank": 4, "adapter.alpha": 32, "adapter.targets": targets, "adapter.dropout": 0, "train.steps": 2,
+        "train.learning_rate": 1e-2, "train.schedule": "constant", "train.weight_decay": 0,
+        "train.max_grad_norm": None, "train.warmup": 0, "run.save_every": 1, "run.dir": tmp_path / "runs" / "on",
+    }, Path(host.base))  # fmt: skip
+    result = train(config, host.backend, [hook])
+    host.load_state("run", path, optimizer=True)
+    steps = replace(ADAM, beta2=0.999, eps=1e-8)
+    rtol = 0.0 if kind == "torch" else 1e-6
+    for number, gradient in enumerate(hook.seen, start=1):
+        own = host._runs["run"].state
+        host._seat.train(own).add_gradient(gradient)
+        own.has_gradient = True
+        host.optim_step("run", steps)
+        saved = checkpoint.read(checkpoint.path_of(result.run_dir / "checkpoints", number))
+        assert saved.optimizer.step == 3 + number
+        assert_same(state_of(host, "run"), (saved.adapter, saved.optimizer), rtol)
+        host.create_run_from(f"from-{number}", f"tinker://on/weights/{saved.path.name}", optimizer=True)
+        assert_same(state_of(host, f"from-{number}"), (saved.adapter, saved.optimizer))
+        host.load_state("run", f"tinker://on/weights/{saved.path.name}", optimizer=True)
+
+
+def test_what_of_train_cannot_be_loaded_is_refused(open_host, tmp_path, make_config, write_rows, qa_rows, wording):
+    host = open_host("numpy")
+    settings = {"data.eval": 0, "train.steps": 1, "adapter.alpha": 5, "run.dir": tmp_path / "runs" / "on"}
+    train(make_config(write_rows(qa_rows), settings, Path(host.base)), host.backend)
+    info = host.create_run_from("next", "tinker://on/weights/step-00000001", optimizer=False)
+    assert (info.rank, info.adapter["alpha"]) == (2, 5)
+    assert read_run(tmp_path / "runs" / "next") == replace(info, steps=0)
+    settings |= {"train.optimizer": "lion", "run.dir": tmp_path / "runs" / "lion"}
+    train(make_config(write_rows(qa_rows), settings, Path(host.base)), host.backend)
+    host.create_run("run", LORA)
+    calls = [
+        lambda: host.load_state("run", "tinker://on/weights/step-00000001", optimizer=True),
+        lambda: host.load_state("run", "tinker://on/weights/step-00000009", optimizer=True),
+        lambda: host.load_state("next", "tinker://lion/weights/step-00000001", optimizer=True),
+        lambda: delete_checkpoint(host.runs_dir, "tinker://on/weights/step-00000001"),
+        *(partial(spec_in, section, "HERE") for section in (
+            {"method": "dora"}, {"init": "pissa"}, {"train_modules": ["norm"]}, {"rank": "2"},
+        )),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises((ConfigError, FormatError)) as error:
+            call()
+        wording(str(error.value))
+    host.load_state("next", "tinker://lion/weights/step-00000001", optimizer=False)
+    assert state_of(host, "next")[1].step == 0
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -780,10 +862,24 @@ def request(source, prompt=(5, 6, 7), **options):
     return SampleRequest(source, np.array(prompt, np.int32), **{"max_tokens": 6, "seed": 1, "stop": []} | options)
 
 
-def test_samples_are_those_of_their_own_weights_whoever_trains(host):
-    """Two runs, the base, and a run's weights of before its last update, in one call; and a path on disk."""
+def batches_of(monkeypatch):
+    """The requests of each batch that a host computes, and how many adapters it has; 0: that of the engine."""
+    batches, own = [], sampled
+
+    def counted(engine, pending, is_shortage, bank=None):
+        batches.append((sorted(pending), len(bank or ())))
+        return own(engine, pending, is_shortage, bank)
+
+    monkeypatch.setattr("dualtune.use.tinker.sample_batches.sampled", counted)
+    return batches
+
+
+def test_samples_are_those_of_their_own_weights_whoever_trains(host, monkeypatch):
+    """Two runs of unlike ranks and layers, the base, and a run's weights of before its last update, in one batch; and a
+    path on disk."""
+    batches = batches_of(monkeypatch)
     trained(host, "a")
-    trained(host, "b", replace(LORA, seed=8))
+    trained(host, "b", replace(LORA, seed=8, rank=2, train_mlp=host.backend.name == "numpy"))
     before = host.save_sampler("a", None)
     named = host.save_sampler("a", "named")
     old_weights = {name: x.copy() for name, x in state_of(host, "a")[0].items()}
@@ -792,10 +888,11 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host):
     after, other = host.save_sampler("a", None), host.save_sampler("b", None)
     sources = (before, after, other, None, named)
     results = drawn(host, *(request(source, num_samples=2, prompt_logprobs=True) for source in sources))
+    assert batches == [([*range(5)], 4)]
     seat = host._seat
     states = {before: old_weights, after: state_of(host, "a")[0], other: state_of(host, "b")[0], named: old_weights}
     for source, result in zip(sources, results, strict=True):
-        engine = seat.use(host._weights(source), spec_of(LORA, host.directory))
+        engine = seat.use(host._weights(source), BASE_ONLY)
         state = states.get(source) or engine.neutral_state()
         engine.load_adapter_state(state)
         seat._weights = None
@@ -808,6 +905,54 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host):
     # The run goes on as if nothing had been sampled.
     host.forward_backward("a", supervised(6), "cross_entropy", {})
     host.optim_step("a", ADAM)
+
+
+@pytest.mark.parametrize("reason", ["the engine cannot", "no room", "no room for two", "large numbers"])
+def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, monkeypatch, reason):
+    def refuses(*_):
+        raise CannotBatch("not this model")
+
+    host, batches = open_host("numpy"), batches_of(monkeypatch)
+    for number in range(3):
+        trained(host, f"run{number}", replace(LORA, seed=number))
+    requests = [request(host.save_sampler(f"run{number}", None)) for number in range(3)]
+    together = drawn(host, *requests)
+    weights = host._samplers[requests[1].source]
+    name = next(name for name in weights.tensors if name.endswith("lora_A.weight"))
+    if reason == "the engine cannot":
+        monkeypatch.setattr("dualtune.engine.testing.numpy_engine.check_base_alone", refuses)
+    elif reason == "no room":
+        monkeypatch.setattr(host._sample_batches, "_banked", lambda *_: (_ for _ in ()).throw(MemoryError))
+    elif reason == "no room for two":
+        monkeypatch.setattr("dualtune.use.tinker.sample_batches.BANK_SHARE", 0.0)
+    else:
+        weights.tensors[name] = weights.tensors[name].copy()
+        weights.tensors[name][0, 0] = 1e9  # float16 does not hold it
+    apart = drawn(host, *requests)
+    if reason == "large numbers":
+        assert batches == [([0, 1, 2], 3), ([0, 2], 2), ([1], 0)]
+        together[1] = apart[1]
+    else:
+        assert batches == [([0, 1, 2], 3), *(([i], 0) for i in range(3))]
+    assert [each.sequences[0].tokens.tolist() for each in apart] == [
+        each.sequences[0].tokens.tolist() for each in together
+    ]
+
+
+def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
+    host = open_host("numpy")
+    trained(host, "other", replace(LORA, rank=2))
+    path = host.save_sampler("other", "named")
+    trained(host, "run")
+    engine = host._seat.present(BASE_ONLY)
+    before = state_of(host, "run")
+    (by_bank,) = drawn(host, request(path))
+    assert host._seat.present(BASE_ONLY) is engine
+    assert_same(state_of(host, "run"), before)
+    host._sample_batches._has_banks = False
+    (by_engine,) = drawn(host, request(path))
+    assert host._seat.present(BASE_ONLY) is not engine
+    assert by_bank.sequences[0].tokens.tolist() == by_engine.sequences[0].tokens.tolist()
 
 
 def test_a_sampled_text_has_the_logprobs_that_training_sees(host):

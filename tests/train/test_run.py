@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.formats.directory import read_adapter
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
+from dualtune.train.state import checkpoint
+from dualtune.train.state.run_dir import METRICS
 
 STEP_KEYS = {"time", "step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
              "documents_per_min", "peak_bytes", "skipped"}  # fmt: skip
@@ -238,6 +241,32 @@ def test_init_from_continues_where_the_adapter_stands(lab, rows_of):
     assert second.eval_loss < first.eval_loss
     weights = [load_file(result.adapter_dir / "adapter_model.safetensors") for result in (first, second)]
     assert weights[0].keys() == weights[1].keys()
+
+
+def test_init_optimizer_goes_on_as_if_the_run_had_not_ended(lab):
+    """Another run, with another seed; a new one would begin with moments of zero."""
+    first = lab.run("first", train__steps=3)
+    second = lab.run("second", train__steps=1, train__learning_rate=1e-9, adapter__init_from=first.run_dir,
+                     adapter__init_optimizer=True)  # fmt: skip
+    before, after = (checkpoint.newest(result.run_dir / "checkpoints")[0].optimizer for result in (first, second))
+    assert (before.step, after.step) == (3, 4)
+    assert all((after.slots["v"][name] >= 0.99 * v).all() for name, v in before.slots["v"].items())
+    rows = [json.loads(line) for line in (second.run_dir / METRICS).read_text().splitlines()]
+    (note,) = [row["message"] for row in rows if row.get("event") == "found" and "optimizer" in row["message"]]
+    assert note == f"goes on with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates"
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_init_optimizer_refuses_another_optimizer_and_weights_that_no_checkpoint_has(lab, wording):
+    plain = lab.run("plain", train__steps=3).run_dir
+    others = [{"train__average": "tail"}, {"train__schedule": "schedule_free"}]
+    averaged = [(lab.run(name, train__steps=3, **keys).run_dir, keys) for name, keys in zip("ab", others, strict=True)]
+    alone = shutil.copytree(plain / "adapter", lab.tmp_path / "alone" / "adapter")
+    for start, keys in (*((plain, keys) for keys in ({"train__optimizer": "lion"}, *others)), *averaged, (alone, {})):
+        with pytest.raises(ConfigError) as error:
+            lab.run("second", adapter__init_from=start, adapter__init_optimizer=True, **keys)
+        wording(str(error.value))
+        assert not (lab.tmp_path / "second").exists()
 
 
 def test_init_from_with_the_same_settings_in_any_order_is_accepted(lab):

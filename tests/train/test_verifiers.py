@@ -238,8 +238,9 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(games, scrip
         Message("user", "1 + 1 ="), Message("assistant", "let me see", extra={"tool_calls": [call]}),
         Message("tool", "42", extra={"tool_call_id": "call00000"}),
     ]  # fmt: skip
-    rendered = tiny_chatml.decode_all(tiny_chatml.encode_chat(whole, tools=calling.tools).tolist())
-    assert tiny_chatml.decode_all(tokens.tolist()) == f"{rendered}It is 42<|im_end|>"
+    rendered = tiny_chatml.decode_all(tiny_chatml.encode_chat(whole).tolist())
+    behind = (text.partition("1 + 1 =")[2] for text in (tiny_chatml.decode_all(tokens.tolist()), rendered))
+    assert next(behind) == f"{next(behind)}It is 42<|im_end|>"
 
 
 @no_task_sets

@@ -68,6 +68,16 @@ def label_smoothing(file: ForeignFile) -> Settings:
     return {"train.label_smoothing": file.number(name)} if name in file else {}
 
 
+def router_balance(name: str) -> Rule:
+    """Make the rule for a trainer's name of the coefficient that balances experts; it has no loss without a value."""
+
+    def convert(file: ForeignFile) -> Settings:
+        return {"train.router_aux_loss_coef": file.note(file.number(name), name)} if file.get(name) is not None else {}
+
+    note = "that of each document and layer, not of a micro-batch with all layers together"
+    return translated(name, "train.router_aux_loss_coef", convert, note)
+
+
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
     """Translate the learning rate of B over that of A. LoRA+ has one for adapters of embeddings, which are not here."""
     if embedding in file:

@@ -18,6 +18,7 @@ from dualtune.config.importing.arguments import (
     lora,
     module_names,
     nf4_only,
+    router_balance,
     template_variables,
     with_experts,
 )
@@ -297,7 +298,7 @@ RULES = (
                lambda file: listed(file, "lora_modules_to_save", "adapter.train_modules")),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
     absent("model_init_kwargs dataset_kwargs", "options of other libraries are not passed on"),
-    absent("router_aux_loss_coef", "the loss is the cross-entropy of the targets"),
+    router_balance("router_aux_loss_coef"),
     absent("eos_token", "the model's own tokenizer is always used"),
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("env", "set environment variables in the shell"),

@@ -171,6 +171,23 @@ def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
+def holding(directory: Path, adapter: Tensors) -> Checkpoint:
+    """Return the newest checkpoint that has these weights, in their names. FormatError if none has."""
+    problems: list[str] = []
+    for path, step in _directories(directory):
+        try:
+            saved = in_names_of(adapter, read(path))
+        except FormatError as problem:
+            problems.append(str(problem))
+            continue
+        if saved.adapter.keys() == adapter.keys() and all(
+            np.array_equal(saved.adapter[name], x) for name, x in adapter.items()
+        ):
+            return saved
+        problems.append(f"{path}: after step {step} the weights are others")
+    raise FormatError("\n".join(problems[:5]) or f"{directory}: holds no checkpoint")
+
+
 def set_aside(directory: Path, after: int) -> list[Path]:
     """Rename checkpoints of later steps, which are damaged or from an abandoned branch. None is removed."""
     moved: list[Path] = []

@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
     "model.kernels": "free",  # the same mathematics, rounded otherwise
     "adapter.dropout": "recorded",
     "adapter.init_from": "recorded",
+    "adapter.init_optimizer": "recorded",
     "data.train": "recorded",
     "data.eval": "recorded",
     "data.format": "recorded",
@@ -144,6 +145,7 @@ RULES: dict[str, Rule] = {
     "train.learning_rate": "recorded",
     "train.lora_plus_ratio": "recorded",
     "train.label_smoothing": "recorded",
+    "train.router_aux_loss_coef": "recorded",
     "train.embedding_learning_rate": "recorded",
     "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
     "train.average_over": "recorded",
@@ -200,11 +202,12 @@ DEFAULT_WHERE_ABSENT = {
     "adapter.method", "adapter.scaling", "adapter.init", "adapter.layers", "adapter.merge_for", "adapter.rank_pattern",
     "adapter.master_weights",
     "adapter.alpha_pattern", "adapter.experts", "adapter.train_modules", "adapter.train_rows", "adapter.bias",
+    "adapter.init_optimizer",
     "data.new_tokens", "data.new_special_tokens",
     "data.dedup",
     "data.on_lost_text",
     "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",
-    "train.embedding_learning_rate", "train.label_smoothing",
+    "train.embedding_learning_rate", "train.label_smoothing", "train.router_aux_loss_coef",
     "hybrid.gate",
 }  # fmt: skip
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from dualtune.base.errors import ConfigError
+from pydantic import ValidationError
+
+from dualtune.base.errors import ConfigError, FormatError
+from dualtune.config.schema import AdapterConfig
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.embeddings import tied_head
 from dualtune.model.experts import DOWN, GATE, UP, expert_of, without_number
+from dualtune.model.methods import KEPT_INITS
 from dualtune.model.targets import (
     ALL_LINEAR,
     is_embedding,
@@ -52,6 +58,46 @@ def spec_of(settings: LoraSettings, model_dir: Path) -> AdapterSpec:
             "that is the embedding has no adapter: set train_attn or train_mlp"
         )
     return AdapterSpec(settings.rank, ALPHA, 0.0, tuple(targets), experts=has_experts)
+
+
+def section_of(spec: AdapterSpec) -> dict[str, Any]:
+    """Return an adapter as the section of a config."""
+    return {
+        "rank": spec.rank, "alpha": spec.alpha, "scaling": spec.scaling, "dropout": 0.0, "targets": [*spec.targets],
+        "layers": spec.layers, "experts": spec.experts, "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": dict(spec.alpha_pattern),
+    }  # fmt: skip
+
+
+def spec_in(section: Mapping[str, Any], where: str) -> AdapterSpec:
+    """Return the adapter of a section of a config, without dropout. ConfigError unless it is LoRA and nothing else."""
+    try:
+        adapter = AdapterConfig.model_validate(section)
+    except ValidationError as error:
+        raise FormatError(f"{where}: adapter: {error.errors()[0]['msg']}. It was changed afterwards") from None
+    plain = AdapterConfig()
+    for key in ("method", "bias", "train_modules", "train_rows", "merge_for"):
+        if (value := getattr(adapter, key)) != getattr(plain, key):
+            shown = value if isinstance(value, str) else ", ".join(map(str, value))
+            raise ConfigError(
+                f"path: {where} has adapter.{key}: {shown}, and served is LoRA alone. Go on with `dualtune train`"
+            )
+    if adapter.init in KEPT_INITS:
+        rule = "whose start is kept beside the adapter. Go on with `dualtune train`"
+        raise ConfigError(f"path: {where} has adapter.init: {adapter.init}, {rule}")
+    targets = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
+    return AdapterSpec(
+        adapter.rank, adapter.alpha, 0.0, targets, adapter.scaling, layers=adapter.layers,
+        rank_pattern=(*adapter.rank_pattern.items(),), alpha_pattern=(*adapter.alpha_pattern.items(),),
+        experts=adapter.experts,
+    )  # fmt: skip
+
+
+def parts_of(modules: Collection[str]) -> tuple[bool, bool, bool]:
+    """Return whether attention, MLP and output head are among the modules of an adapter."""
+    heads = {module for module in modules if is_head(f"{module}.weight")}
+    others = [*map(_is_attention, {*modules} - heads)]
+    return any(others), not all(others), bool(heads)
 
 
 def trains_head(spec: AdapterSpec) -> bool:

@@ -25,11 +25,13 @@ from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.files import fsync, hidden_sibling, json_bytes, new_directory, remove_directory, write_directory
 from dualtune.base.untrusted import read_json
 from dualtune.engine.backend import Engine
+from dualtune.model.adapter import modules_of
 from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG
-from dualtune.use.tinker.messages import CheckpointInfo, CheckpointKind, LoraSettings, ServedRun
+from dualtune.use.tinker.adapters import parts_of, section_of, spec_in
+from dualtune.use.tinker.messages import CheckpointInfo, CheckpointKind, ServedRun
 
 RECORD = "tinker.json"
 MAX_RECORD_BYTES = 1 << 16
@@ -69,6 +71,7 @@ class RunDirectory:
         if os.path.lexists(path):
             raise ConfigError(f"run: there is already a run '{info.name}' in {runs_dir}. Choose another name")
         record = {"schema_version": 1, **{name: getattr(info, name) for name in _OF_A_RUN}}
+        record |= {} if info.adapter is None else {"adapter": dict(info.adapter)}
         # JSON is YAML.
         write_directory(path, {RECORD: json_bytes(record), CONFIG: json_bytes(config)})
         return cls(path)
@@ -127,11 +130,7 @@ def read_run(path: Path) -> ServedRun:
         values[name] = fields.required(record, name, file)
         if type(values[name]) is not kind:
             raise fields.wrong(file, name, values[name], f"of type {kind.__name__}")
-    return ServedRun(path.name, **values)
-
-
-def settings_of(info: ServedRun) -> LoraSettings:
-    return LoraSettings(info.rank, info.seed, info.train_attn, info.train_mlp, info.train_unembed)
+    return ServedRun(path.name, **values, adapter=fields.subtable(record, "adapter", file) or None)
 
 
 def list_runs(runs_dir: Path) -> list[ServedRun]:
@@ -161,6 +160,8 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 def find_checkpoint(runs_dir: Path, path: str) -> CheckpointInfo:
     """Return the checkpoint of a path. ConfigError if there is none."""
     run, kind, name = parse_path(path)
+    if is_trained(runs_dir / run):
+        raise ConfigError(_of_train(runs_dir / run, path))
     if not (runs_dir / run / kind / name / ADAPTER).is_dir():
         names = [info.path for info in list_checkpoints(runs_dir, run)]
         others = f"its newest: {', '.join(names[:3])}" if names else "the run has none"
@@ -194,7 +195,13 @@ def delete_checkpoint(runs_dir: Path, path: str) -> None:
 
 
 def read_state(runs_dir: Path, path: str) -> tuple[ServedRun, Checkpoint]:
-    """Return the state that was saved under a path, verified, and its run. ConfigError if the path holds no state."""
+    """Return the state that was saved under a path, verified, and its run. ConfigError if the path holds no state.
+
+    That of a run of `dualtune train` is one of its checkpoints: tinker://RUN/weights/step-00000100.
+    """
+    run, _, _ = parse_path(path)
+    if is_trained(runs_dir / run):
+        return _read_trained(runs_dir / run, path)
     found = find_checkpoint(runs_dir, path)
     if found.kind != "weights":
         raise ConfigError(
@@ -204,3 +211,43 @@ def read_state(runs_dir: Path, path: str) -> tuple[ServedRun, Checkpoint]:
     if saved is None:
         raise FormatError(f"{path}: {problems[0] if problems else 'holds no checkpoint'}")
     return read_run(runs_dir / found.run), saved
+
+
+def run_of(runs_dir: Path, path: str) -> ServedRun:
+    """Return the run of a checkpoint. ConfigError if there is no such checkpoint."""
+    run, _, _ = parse_path(path)
+    if is_trained(runs_dir / run):
+        return read_state(runs_dir, path)[0]
+    return read_run(runs_dir / find_checkpoint(runs_dir, path).run)
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Return whether a directory is that of a run of `dualtune train`."""
+    return (run_dir / CHECKPOINTS).is_dir() and not os.path.lexists(run_dir / RECORD)
+
+
+def _of_train(run_dir: Path, path: str) -> str:
+    steps = checkpoint.steps(run_dir / CHECKPOINTS)
+    states = [f"{SCHEME}{run_dir.name}/weights/{checkpoint.path_of(run_dir, step).name}" for step in steps[:3]]
+    return (
+        f"path: got {path}, of a run of `dualtune train`, whose states can be loaded and nothing else: "
+        f"{', '.join(states) or 'it has none'}. To sample, save the weights of a training client from one"
+    )
+
+
+def _read_trained(run_dir: Path, path: str) -> tuple[ServedRun, Checkpoint]:
+    _, kind, name = parse_path(path)
+    directory = run_dir / CHECKPOINTS / name
+    if kind != "weights" or not directory.is_dir():
+        raise ConfigError(_of_train(run_dir, path))
+    saved = checkpoint.read(directory)
+    config, file = saved.state["config"], saved.path / "state.json"
+    model, run = (fields.subtable(config, section, file) for section in ("model", "run"))
+    spec = spec_in(fields.subtable(config, "adapter", file), str(saved.path))
+    if type(seed := fields.required(run, "seed", file)) is not int:
+        raise fields.wrong(file, "config: run.seed", seed, "a number")
+    info = ServedRun(
+        run_dir.name, str(fields.required(model, "name", file)), spec.rank, seed, *parts_of(modules_of(saved.adapter)),
+        saved.path.stat().st_mtime, saved.step, section_of(spec),
+    )  # fmt: skip
+    return info, saved

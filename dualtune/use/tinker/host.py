@@ -31,20 +31,21 @@ from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.fingerprints import fingerprints, plain_batch
 from dualtune.train.hooks import Watchers
-from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
+from dualtune.train.inference import BASE_ONLY, LoadedModel, inference_spec, load_model
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.recovery import Recovery
+from dualtune.train.state import checkpoint
+from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.lock import Lock
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.run_dir import METRICS
-from dualtune.use.tinker.adapters import spec_of, trains_head
+from dualtune.use.tinker.adapters import section_of, spec_in, spec_of, trains_head
 from dualtune.use.tinker.checkpoints import (
     RunDirectory,
     check_name,
     find_checkpoint,
     read_run,
     read_state,
-    settings_of,
 )
 from dualtune.use.tinker.gradients import ClientData, LossSums
 from dualtune.use.tinker.losses import check_inputs, check_loss
@@ -58,8 +59,9 @@ from dualtune.use.tinker.messages import (
     SampleResult,
     ServedRun,
 )
-from dualtune.use.tinker.samples import SampleLimits, check_tokens, sampled
-from dualtune.use.tinker.seat import Seat, TrainingState, Weights
+from dualtune.use.tinker.sample_batches import SampleBatches, SampledSource
+from dualtune.use.tinker.samples import SampleLimits, admitted, check_tokens
+from dualtune.use.tinker.seat import OPTIMIZER, Seat, TrainingState, Weights, restored
 
 USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
 SAMPLERS_KEPT = 8  # in memory: of each run those without a name, and of all that are on disk
@@ -86,6 +88,7 @@ class TrainingHost:
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
         self._namings: dict[AdapterSpec, Naming] = {}
         self._seat = Seat(self._load)
+        self._sample_batches = SampleBatches(self._seat, backend)
         engine = self._seat.use(None, BASE_ONLY)
         self._try_model(engine)
         self.vocab = engine.logprobs(plain_batch(np.zeros(1, np.int32))).shape[-1]
@@ -106,12 +109,23 @@ class TrainingHost:
         if not 0 <= seed < 1 << 63:
             raise ConfigError(f"lora_config: seed: got {seed}, allowed: 0 to {(1 << 63) - 1}")
         spec = spec_of(settings, self.directory)
-        return self._open(name, settings, seed, self._seat.new_run(spec, seed))
+        flags = settings.train_attn, settings.train_mlp, trains_head(spec)
+        return self._open(
+            ServedRun(name, self.base, settings.rank, seed, *flags, time.time()), self._seat.new_run(spec, seed)
+        )
 
     def create_run_from(self, name: str, source: str, *, optimizer: bool) -> ServedRun:
-        """Create a run from a state `tinker://RUN/weights/NAME`, of this host or of one before it."""
-        info, state = self._read_state(source, optimizer=optimizer)
-        return self._open(name, settings_of(info), info.seed, state)
+        """Create a run from a state `tinker://RUN/weights/NAME`, of this host, one before it, or `dualtune train`."""
+        info, saved = self._read_state(source, optimizer=optimizer)
+        state = self._seat.new_run(self._spec(info), info.seed)
+        adapter = self._seat.fetch(state.weights)
+        saved = checkpoint.in_names_of(adapter, saved)
+        try:
+            check_state({n: x.shape for n, x in adapter.items()}, saved.adapter, "adapter")
+        except ValueError as error:
+            raise FormatError(f"{source}: {error}. It was changed after it was saved") from None
+        state = restored(state.weights.spec, saved, optimizer=optimizer)
+        return self._open(replace(info, name=name, base=self.base, created=time.time(), steps=0), state)
 
     def run_info(self, name: str) -> ServedRun:
         """Return what is known of a run in memory, or of one that `runs_dir` has."""
@@ -127,20 +141,16 @@ class TrainingHost:
             del self._samplers[path]
         run.close()
 
-    def _open(self, name: str, settings: LoraSettings, seed: int, state: TrainingState) -> ServedRun:
-        spec, now = state.weights.spec, time.time()
-        info = ServedRun(
-            name, self.base, settings.rank, seed, settings.train_attn, settings.train_mlp, trains_head(spec), now
-        )
-        directory = RunDirectory.create(self.runs_dir, info, self._config(spec, info))
-        self._runs[name] = OpenRun(info, directory, state, self.backend)
+    def _open(self, info: ServedRun, state: TrainingState) -> ServedRun:
+        directory = RunDirectory.create(self.runs_dir, info, self._config(state.weights.spec, info))
+        self._runs[info.name] = OpenRun(info, directory, state, self.backend)
         return info
 
     def _config(self, spec: AdapterSpec, info: ServedRun) -> dict[str, Any]:
         """Return what config.yaml says of a run, and the state of its checkpoints."""
         return {
             "model": {"name": self.base, **self._form},
-            "adapter": {"rank": spec.rank, "alpha": spec.alpha, "dropout": 0.0, "targets": [*spec.targets]},
+            "adapter": section_of(spec),
             "train": {"optimizer": "adamw", "schedule": "constant", "average": "none"},
             "run": {"dir": str(self.runs_dir / info.name), "seed": info.seed},
         }
@@ -253,14 +263,18 @@ class TrainingHost:
     def load_state(self, run: str, source: str, *, optimizer: bool) -> None:
         """Give a run the adapter of a state, and its optimizer or a new one. Its gradient is dropped."""
         own = self._run(run)
-        info, state = self._read_state(source, optimizer=optimizer)
-        if state.weights.spec != own.state.weights.spec:
+        info, saved = self._read_state(source, optimizer=optimizer)
+        weights, spec = own.state.weights, self._spec(info)
+        adapter = self._seat.fetch(weights)
+        saved = checkpoint.in_names_of(adapter, saved)
+        is_same = {n: x.shape for n, x in adapter.items()} == {n: x.shape for n, x in saved.adapter.items()}
+        if not is_same or any(spec.scale_of(module) != weights.spec.scale_of(module) for module in modules_of(adapter)):
             raise ConfigError(
-                f"path: {source} has an adapter of rank {info.rank}, or for other layers than this run. Create a "
-                "training client from it"
+                f"path: {source} has an adapter of rank {info.rank}, of another scale or for other layers than this "
+                "run. Create a training client from it"
             )
         self._seat.forget(own.state)
-        own.state = state
+        own.state = restored(weights.spec, saved, optimizer=optimizer)
 
     def save_sampler(self, run: str, name: str | None) -> str:
         """Keep the present weights to sample from, and return their path.
@@ -294,21 +308,26 @@ class TrainingHost:
         for each in on_disk[:-SAMPLERS_KEPT]:
             del self._samplers[each]
 
-    def _read_state(self, source: str, *, optimizer: bool) -> tuple[ServedRun, TrainingState]:
-        """Return the run of a state, and what it trains, with its optimizer or a new one."""
+    def _read_state(self, source: str, *, optimizer: bool) -> tuple[ServedRun, Checkpoint]:
+        """Return the run of a state, and the state. ConfigError if its base model or its optimizer is another one."""
         info, saved = read_state(self.runs_dir, source)
         for what in ("base model's config", "base model's tensors"):
             if saved.state["fingerprints"].get(what) != self._fingerprints[what]:
                 raise ConfigError(f"path: {source} is of another base model ({info.base}), and this is {self.base}")
-        state = self._seat.new_run(spec_of(settings_of(info), self.directory), info.seed)
-        try:
-            check_state({n: x.shape for n, x in self._seat.fetch(state.weights).items()}, saved.adapter, "adapter")
-        except ValueError as error:
-            raise FormatError(f"{source}: {error}. It was changed after it was saved") from None
-        state.weights = Weights(state.weights.spec, saved.adapter)
-        if optimizer:
-            state.optimizer = saved.optimizer
-        return info, state
+        name, slots = checkpoint.optimizer_of(saved.state), (*saved.optimizer.slots,)
+        if optimizer and (name, slots) != (OPTIMIZER.name, OPTIMIZER.slots):
+            raise ConfigError(
+                f"path: {source} has the state of {name} ({', '.join(slots) or 'none'}), and served is AdamW "
+                f"({', '.join(OPTIMIZER.slots)}). Load it without its optimizer, or go on with `dualtune train`"
+            )
+        return info, saved
+
+    def _spec(self, info: ServedRun) -> AdapterSpec:
+        if info.adapter is not None:
+            return spec_in(info.adapter, info.name)
+        return spec_of(
+            LoraSettings(info.rank, info.seed, info.train_attn, info.train_mlp, info.train_unembed), self.directory
+        )
 
     def _adapter(self, weights: Weights) -> Adapter:
         """Return weights with what their files say."""
@@ -354,19 +373,25 @@ class TrainingHost:
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Yield each request's index and its result, or what refuses it, as they end.
 
-        Requests of one source are continued in one batch; the sources follow each other.
+        Requests of one source are continued in one batch, and so are those of several whose adapters form a bank; the
+        others follow each other.
         """
-        by_source: dict[str | None, list[int]] = {}
+        indices = dict[str | None, list[int]]()
         for i, request in enumerate(requests):
-            by_source.setdefault(request.source, []).append(i)
-        for source, indices in by_source.items():
+            indices.setdefault(request.source, []).append(i)
+        sources, limits = list[SampledSource](), SampleLimits(self.max_length, self.vocab)
+        model = self._loaded(self._seat.present(BASE_ONLY))
+        for source, own in indices.items():
             try:
-                model = self._loaded(self._seat.use(self._weights(source), BASE_ONLY))
+                weights = self._weights(source)
             except ConfigError as error:
-                yield from ((i, error) for i in indices)
+                yield from ((i, error) for i in own)
                 continue
-            limits = SampleLimits(self.max_length, self.vocab)
-            yield from sampled(model, requests, indices, limits, self.backend.is_out_of_memory)
+            pending, refused = admitted(model, requests, own, limits)
+            yield from refused
+            if pending:
+                sources.append(SampledSource(weights, pending))
+        yield from self._sample_batches.results(sources)
 
     def _weights(self, source: str | None) -> Weights | None:
         """Return the weights of a source; None for the base."""
@@ -382,8 +407,10 @@ class TrainingHost:
         info = find_checkpoint(self.runs_dir, source)  # it may have been deleted
         weights = self._samplers.get(source)
         if weights is None:
-            spec = spec_of(settings_of(read_run(self.runs_dir / info.run)), self.directory)
-            weights = Weights(spec, read_adapter(info.directory).tensors)
+            spec, adapter = self._spec(read_run(self.runs_dir / info.run)), read_adapter(info.directory)
+            if adapter.spec.alpha != spec.alpha:  # the files have an integer
+                spec = inference_spec(adapter)
+            weights = Weights(spec, adapter.tensors)
         self._keep(source, weights)
         return weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,7 @@ class ServedRun:
     train_unembed: bool  # False too where the output head is the embedding, which has no adapter
     created: float  # seconds since the epoch
     steps: int = 0  # updates done, of a run in memory
+    adapter: Mapping[str, Any] | None = None  # as a config has it, of a run that `dualtune train` began; else as above
 
 
 CheckpointKind = Literal["weights", "sampler_weights"]

@@ -16,6 +16,7 @@ from dualtune.engine.backend import Engine, OptimizerState
 from dualtune.model.adapter import AdapterSpec, Tensors, init_adapter, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec, Shapes
 from dualtune.model.update_rules import Settings
+from dualtune.train.state.checkpoint import Checkpoint
 
 OPTIMIZER = OptimizerSpec("adamw")
 
@@ -70,17 +71,26 @@ class Seat:
         return engine
 
     def use(self, weights: Weights | None, default: AdapterSpec) -> Engine:
-        """Return the engine with these weights, or None: the base alone, in the engine that is there or the default.
-
-        A gradient leaves it before: sampling drops it where memory runs out.
-        """
-        if self._run is not None and self._run.has_gradient:
-            self._unseat()
-        engine = self._engine_of(weights.spec if weights else self._spec or default)
+        """Return the engine with these weights to sample, or None: the base alone, in the engine of `present`."""
+        engine = self.present(default) if weights is None else self._sampling(weights.spec)
         if weights is None:
             weights = self._neutral = self._neutral or Weights(self._spec or default, engine.neutral_state())
         self._use(engine, weights)
         return engine
+
+    def present(self, default: AdapterSpec) -> Engine:
+        """Return the engine that is there, or the default, to sample with other adapters than its own."""
+        return self._sampling(self._spec or default)
+
+    def lacks(self, weights: Weights | None) -> bool:
+        """Return whether an engine for these weights would have to be made."""
+        return weights is not None and weights.spec != self._spec
+
+    def _sampling(self, spec: AdapterSpec) -> Engine:
+        """Return the engine of a spec. A gradient leaves it before: sampling drops it where memory runs out."""
+        if self._run is not None and self._run.has_gradient:
+            self._unseat()
+        return self._engine_of(spec)
 
     def update(self, run: TrainingState, settings: Settings) -> Engine:
         """Return the engine of a run, about to update its weights with these hyperparameters. They become others."""
@@ -164,3 +174,9 @@ def no_updates(shapes: Shapes) -> OptimizerState:
     return OptimizerState(
         0, {slot: {n: np.zeros(s, np.float32) for n, s in own.items()} for slot, own in slots.items()}
     )
+
+
+def restored(spec: AdapterSpec, saved: Checkpoint, *, optimizer: bool) -> TrainingState:
+    """Return the state of a checkpoint, with its optimizer or a new one."""
+    shapes = {name: x.shape for name, x in saved.adapter.items()}
+    return TrainingState(Weights(spec, saved.adapter), saved.optimizer if optimizer else no_updates(shapes))

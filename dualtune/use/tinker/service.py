@@ -26,7 +26,7 @@ from dualtune.base.errors import (
 )
 from dualtune.base.http_server import BadRequest
 from dualtune.use.tinker import answers, requests
-from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs
+from dualtune.use.tinker.checkpoints import delete_checkpoint, find_checkpoint, list_checkpoints, list_runs, run_of
 from dualtune.use.tinker.futures import Failure, Future, Futures, Reply
 from dualtune.use.tinker.host import TrainingHost
 from dualtune.use.tinker.ledger import Ledger
@@ -295,7 +295,7 @@ class TrainingService:
         return self._submit(run, body.seq_id, work)
 
     def weights_info(self, path: str) -> Table:
-        run = self._run(self._checkpoint(path).run)
+        run = run_of(self._runs_dir, path)
         return {
             "base_model": run.base, "is_lora": True, "lora_rank": run.rank, "train_unembed": run.train_unembed,
             "train_mlp": run.train_mlp, "train_attn": run.train_attn,
