@@ -352,9 +352,6 @@ def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if config.train.activation_cache != "none":
         rule = f"but train.objective: {name} draws new documents in every step; allowed: none"
         yield ("train", "activation_cache"), objective, f"got {config.train.activation_cache}, {rule}"
-    if config.memory.sharding == "full":
-        rule = "but the processes of a sharded base cannot draw samples together; allowed: none"
-        yield ("memory", "sharding"), objective, f"got full, {rule}"
 
 
 def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -5,9 +5,9 @@ The adapters of a layer lie side by side and are one of the sum of their ranks, 
 
     y = W x + B (keep · A x)        keep [rows, S]
 
-So a row of one adapter computes what it computes alone, but for rounding, whatever ranks, scales and layers the others
-have, and a step launches as many products for a hundred adapters as for two. A product with rows of A that are dropped
-is not in vain where few tokens are computed at once, as in generation: there the time is that of reading the weights.
+So a row computes what it computes alone, but for rounding, whatever ranks, scales and layers the others have, and a
+step launches as many products for a hundred adapters as for two. The products that are dropped cost little where few
+tokens are computed at once, as in generation, which takes the time of reading the weights.
 
 The batches of many adapters are those of Punica (arXiv 2310.18547) and S-LoRA (arXiv 2311.03285), whose kernels gather
 each row's matrices instead. Shape suffixes: B rows, S ranks of all adapters, I input and O output features.
@@ -30,24 +30,22 @@ Layout = tuple[tuple[int, ...], ...]  # the rank of each adapter, for each layer
 
 NO_ADAPTER = -1  # the number of a row that computes with the base alone
 MOST_RANKS = 1024  # of a bank: where many tokens are computed at once, as of prompts, each takes time
+TRIAL_SIZE = 0.3  # of what the adapters of a trial add to a layer, beside its input
 LARGEST = 6e4  # a number of A or of scale · B: one that float16 does not hold would reach the rows of others
 
 
-def why_not_banked(spec: AdapterSpec, tensors: Tensors) -> str | None:
-    """Return why an adapter cannot be one of several in a batch, for people; None: it can."""
-    if spec.method != "lora":
-        return f"adapter.method: {spec.method} changes more of a layer than a product adds"
-    for name, tensor in tensors.items():
-        parsed = parse_name(name)
-        if parsed is None:
-            return f"{name} is trained beside it, in place of the base's"
-        module, part = parsed
-        if is_expert(module) or is_in_router(module):
-            return f"{module} is an expert or a router, which does not see the rows of a batch in their order"
-        scale = spec.scale_of(module) if part == "B" else 1.0
-        if not max(tensor.max(), -tensor.min()) * abs(scale) <= LARGEST:  # it may be NaN
-            return f"{name} has numbers above {LARGEST:g}, or none"
-    return None
+def is_bankable(spec: AdapterSpec, tensors: Tensors) -> bool:
+    """Return whether an adapter can be one of several in a batch.
+
+    It adds a product to each of its layers, and nothing else; none of them is an expert or a router, which sees the
+    tokens of a batch in another order; and its numbers can be in the products of other rows, which are dropped.
+    """
+    return spec.layer == "lora" and all(
+        (parsed := parse_name(name)) is not None
+        and not (is_expert(parsed[0]) or is_in_router(parsed[0]))
+        and max(tensor.max(), -tensor.min()) * (abs(spec.scale_of(parsed[0])) if parsed[1] == "B" else 1.0) <= LARGEST
+        for name, tensor in tensors.items()
+    )  # NaN is not
 
 
 def bank_batches(
@@ -59,10 +57,10 @@ def bank_batches(
     """
     banks, alone, ranks, numbers = list[list[int]](), list[int](), 0, 0
     for i, adapter in enumerate(adapters):
-        if adapter is None or why_not_banked(*adapter):
+        if adapter is None or not is_bankable(*adapter):
             alone.append(i)
             continue
-        own_rank = max(min(tensor.shape) for tensor in adapter[1].values())
+        own_rank = max(max(AdapterBank([adapter]).ranks.values(), default=(0,)))
         own_numbers = sum(tensor.size for tensor in adapter[1].values())
         ranks, numbers = ranks + own_rank, numbers + own_numbers
         if not banks or ranks > MOST_RANKS or numbers > most_numbers:
@@ -79,8 +77,20 @@ class AdapterBank:
     """Plain LoRA adapters of one base by number, in the form of files; copied only where it is read."""
 
     def __init__(self, adapters: Sequence[tuple[AdapterSpec, Tensors]]) -> None:
-        """Each with its tensors by canonical names: those for which `why_not_banked` is None."""
+        """Each with its tensors by canonical names, and `is_bankable`."""
         self._adapters = adapters
+
+    @classmethod
+    def random(cls, shapes: Shapes) -> AdapterBank:
+        """Return two adapters of these layers, to try an engine: real ones may be new, and change nothing yet."""
+        rng, adapters = np.random.default_rng(0), list[tuple[AdapterSpec, Tensors]]()
+        for _ in range(2):
+            tensors: Tensors = {}
+            for module, (rows, columns) in shapes.items():
+                tensors[tensor_name(module, "A")] = rng.normal(0, columns**-0.5, (1, columns)).astype(np.float32)
+                tensors[tensor_name(module, "B")] = rng.normal(0, TRIAL_SIZE, (rows, 1)).astype(np.float32)
+            adapters.append((AdapterSpec(1, 1.0, 0.0, tuple(shapes)), tensors))
+        return cls(adapters)
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -95,9 +105,13 @@ class AdapterBank:
             for module, name in names.items()
         }
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(tensor.size for _, tensors in self._adapters for tensor in tensors.values())
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The layers by name, [out, in]. Those of two adapters are alike, or one does not fit: see `check_fits`."""
+        return {
+            module: (len(tensors[tensor_name(module, "B")]), tensors[tensor_name(module, "A")].shape[1])
+            for _, tensors in self._adapters for module in modules_of(tensors)
+        }  # fmt: skip
 
     def factors(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Return A [S, I] and B [O, S] of a layer, with the scales in B; float32."""
@@ -108,18 +122,21 @@ class AdapterBank:
         As, Bs = zip(*pairs, strict=True)
         return np.concatenate(As), np.concatenate(Bs, axis=1)
 
-    def groups(self) -> list[list[str]]:
-        """Return the layers, those with the same input together: one product by all their A serves them."""
+    @cached_property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The layers, those with the same input together: one product by all their A serves them."""
         groups = defaultdict[tuple[str, int], list[str]](list)
         for module in self.ranks:
-            name = tensor_name(module, "A")
-            width = next(tensors[name].shape[1] for _, tensors in self._adapters if name in tensors)
-            groups[input_of(module), width].append(module)
+            groups[input_of(module), self.shapes[module][1]].append(module)
         return [*groups.values()]
 
     def layout(self, group: Sequence[str]) -> Layout:
         """Return the ranks of these layers, by which the masks of two groups are the same ones."""
         return tuple(self.ranks[module] for module in group)
+
+    def masks(self, adapters_B: np.ndarray) -> dict[Layout, np.ndarray]:
+        """Return which products with the A of a group each row keeps, bool [B, S], by the layout of the group."""
+        return {layout: kept_ranks(layout, adapters_B) for layout in {*map(self.layout, self.groups)}}
 
     def check_fits(self, shapes: Shapes) -> None:
         """Raise CannotBatch unless the layers [out, in] of a model are those of the adapters."""
@@ -145,7 +162,7 @@ def check_base_alone(own: AdapterSpec, adapted: Iterable[str], *, moves_weights:
 
 
 def kept_ranks(layout: Layout, adapters_B: np.ndarray) -> np.ndarray:
-    """Return which products with the A of a group each row keeps, bool [B, S]: those of its own adapter."""
+    """Return which products each row keeps, bool [B, S]: those of its own adapter."""
     owners = [np.repeat(np.arange(len(ranks)), ranks) for ranks in layout]
     return np.concatenate(owners) == adapters_B[:, None]
 

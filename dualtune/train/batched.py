@@ -363,8 +363,8 @@ def _decoding(engine: Engine, bank: AdapterBank | None) -> Decoding:
 def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterBank | None = None) -> None:
     """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
-    Not every model family keeps the rows of a batch apart, and none says so. With a bank, also unless each of two
-    adapters is that of its row alone. What an engine has passed it is not asked again.
+    Not every model family keeps the rows of a batch apart, and none says so. With a bank, also unless it does so with
+    two adapters of the same layers. What an engine has passed it is not asked again.
     """
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     passed = _checked.setdefault(engine, set())
@@ -374,8 +374,9 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
         passed.add(frozenset())
     if bank is None:
         return
-    decoding, layers, numbers = engine.decoding(bank), frozenset(bank.ranks), [0, len(bank) - 1]
-    if layers not in passed:
+    engine.decoding(bank)  # tells whether these adapters fit
+    if (layers := frozenset(bank.shapes)) not in passed:
+        decoding, numbers = engine.decoding(AdapterBank.random(bank.shapes)), [0, 1]
         found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
         for (text, _), number in zip(found, 2 * numbers, strict=True):
             decoding.leave([])

@@ -34,6 +34,7 @@ from dualtune.train.drawing import Drawing, answered, question_of
 from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
+from dualtune.train.in_step import apart
 from dualtune.train.package_environments import PackageEpisodes, package_of
 from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
 from dualtune.train.recovery import Recovery
@@ -149,14 +150,13 @@ class Rollouts:
         Each process draws and rewards those of its share of the prompts, and gets those of all.
         """
         numbers, share = [(step, i) for i in ids], team.share
-        with team.apart():
+        with apart(engine, team) as own:
             asked = _Asked.of(data, ids, self._tokenizer, self._rows)
             if self._episodes is None:
-                drawn = self._drawing.samples(engine, asked.prompts[share], numbers[share])
+                drawn = self._drawing.samples(own, asked.prompts[share], numbers[share])
             else:
-                drawn = self._episodes.draw(engine, asked.with_numbers(numbers)[share])
-            drawn, judged = self._judged(asked, drawn, share)
-        drawn, judged = self._of_all(drawn, judged, team)
+                drawn = self._episodes.draw(own, asked.with_numbers(numbers)[share])
+        drawn, judged = self._judged(asked, drawn, team)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         # A sample is a document; a conversation is several where what was asked did not continue what was there.
         parts = [_documents(asked.prompts[each.prompt], each) for each in drawn]
@@ -195,45 +195,44 @@ class Rollouts:
         """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
         team, drawn = team or Team(), list[Sample]()
         numbers = [(n,) for n in range(len(documents))]
-        with team.apart():
+        with apart(engine, team) as own:
             asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
             prompts = asked.prompts[team.share]
             if self._episodes is None:
-                for each in self._drawing.greedy(engine, prompts):
+                for each in self._drawing.greedy(own, prompts):
                     drawn.append(each)
                     show(len(drawn), len(prompts))
             else:
-                drawn += self._episodes.greedy(engine, asked.with_numbers(numbers)[team.share])
+                drawn += self._episodes.greedy(own, asked.with_numbers(numbers)[team.share])
                 show(len(drawn), len(prompts))
-            drawn, judged = self._judged(asked, drawn, team.share)
-        drawn, judged = self._of_all(drawn, judged, team)
+        drawn, judged = self._judged(asked, drawn, team)
         metrics = self._metrics(judged, drawn)
         return EvalRecord(
             step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()},
         )  # fmt: skip
 
-    def _judged(self, asked: _Asked, drawn: Sequence[Sample], share: slice) -> tuple[list[Sample], JudgedAnswers]:
-        """Return the samples of a share of the prompts with the places of these among all, and what they get."""
-        places = range(len(asked.prompts))[share]
-        drawn = [replace(each, prompt=places[each.prompt]) for each in drawn]
-        judged = self._rewards.judge([
-            JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
-            for each in drawn for n in (each.prompt,)
-        ])  # fmt: skip
-        held = [each for each in drawn if isinstance(each, Episode)]
+    def _judged(self, asked: _Asked, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
+        """Judge the samples of this process's share of the prompts.
+
+        Return those of all processes, with their places among all prompts and in that order, and what they got.
+        """
+        places = range(len(asked.prompts))[team.share]
+        mine = [replace(each, prompt=places[each.prompt]) for each in drawn]
+        with team.apart():
+            judged = self._rewards.judge([
+                JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
+                for each in mine for n in (each.prompt,)
+            ])  # fmt: skip
         if self._episodes is not None:
+            held = [each for each in mine if isinstance(each, Episode)]
             values_N = np.array([math.nan if each.problem else each.reward for each in held])
             failures = [f"{self.names[-1]}: {each.problem}" for each in held if each.problem]
             judged = judged.beside(values_N, failures)
-        return drawn, judged
-
-    def _of_all(self, drawn: Sequence[Sample], judged: JudgedAnswers, team: Team) -> tuple[list[Sample], JudgedAnswers]:
-        """Return the samples of all processes, those of a prompt together, and what they got."""
-        found = team.collect(drawn, Completion.read if self._episodes is None else Episode.read)
-        order = sorted(range(len(found)), key=lambda n: (found[n].prompt, found[n].number))
+        every = team.collect(mine, Completion.read if self._episodes is None else Episode.read)
+        order = sorted(range(len(every)), key=lambda n: (every[n].prompt, every[n].number))
         parts = team.collect([judged], JudgedAnswers.read)
-        return [found[n] for n in order], JudgedAnswers.joined(parts, order)
+        return [every[n] for n in order], JudgedAnswers.joined(parts, order)
 
     def _told(self, asked: _Asked, sample: Sample) -> dict[str, str]:
         """Return prompt and completion as text; of a conversation, all that was said after its start."""
@@ -265,10 +264,10 @@ class Rollouts:
         """Return log p of the tokens of each sample by the base without its adapter."""
         logps = dict[int, np.ndarray]()
         mine = np.arange(len(documents)).reshape(-1, documents.answers)[team.share].ravel().tolist()
-        with team.apart(), using(engine, engine.neutral_state()):
+        with using(engine, engine.neutral_state()), apart(engine, team) as own:
             for plain in each_alone(documents, mine):
                 batch = replace(plain, temperature=self._drawing.sampling.temperature)
-                logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
+                logps |= at_targets(own.target_logprobs(batch).astype(np.float64), batch)
         return from_all(team, logps, {n: int(documents.targets[n]) for n in range(len(documents))})
 
 

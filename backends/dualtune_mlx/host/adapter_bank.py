@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.engine.adapter_bank import AdapterBank, Layout, kept_ranks
+from dualtune.engine.adapter_bank import AdapterBank, Layout
 from dualtune_mlx.methods import LINEAR, linear_shape
 
 
@@ -83,11 +83,11 @@ class BankedModel:
         if not self._replaced:
             # Without an adapter in the bank, a layer that the engine adapts computes as its base.
             self._replaced = {name: self._bases[name] for name in self._adapted}
-            for group in self._bank.groups():
+            for group in self._bank.groups:
                 self._replaced |= self._banked(group)
         if not np.array_equal(adapters_B, self._adapters_B):
-            layouts = {*map(self._bank.layout, self._bank.groups())}
-            self._rows.masks = {layout: mx.array(kept_ranks(layout, adapters_B)[:, None]) for layout in layouts}
+            masks = self._bank.masks(adapters_B)
+            self._rows.masks = {layout: mx.array(mask[:, None]) for layout, mask in masks.items()}
             self._adapters_B = adapters_B
         own = {name: parent[key] for name in self._replaced for parent, key in [self._places[name]]}
         try:

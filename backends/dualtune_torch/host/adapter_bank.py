@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.engine.adapter_bank import AdapterBank, Layout, kept_ranks
+from dualtune.engine.adapter_bank import AdapterBank, Layout
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.weights.frozen import compute_dtype, is_linear, shape_of
 
@@ -35,6 +35,8 @@ class BankInput:
         """Return keep · A x for a layer, [M, S], in the dtype of x."""
         if x is not self._x or layer not in self._waiting:
             mask_B1S = self._rows.masks[self._layout]
+            if x.shape[:-1].numel() % len(mask_B1S):
+                raise ValueError(f"a layer computes {x.shape[:-1].numel()} tokens of {len(mask_B1S)} rows")
             u_BTS = (x.flatten(0, -2) @ self._A_SI.to(x.dtype).T).view(len(mask_B1S), -1, len(self._A_SI))
             kept_MS = torch.where(mask_B1S, u_BTS, 0.0).flatten(0, 1)
             self._x, self._waiting = x, dict(enumerate(kept_MS.split(self._widths, dim=1)))
@@ -83,7 +85,7 @@ class BankedModel:
         if not self._places:
             self._places = [*self._replacements()]
         if not np.array_equal(adapters_B, self._adapters_B):
-            masks = {layout: kept_ranks(layout, adapters_B) for layout in map(self._bank.layout, self._bank.groups())}
+            masks = self._bank.masks(adapters_B)
             sent = to_device([*masks.values()], self._model.device)
             self._rows.masks = {layout: mask[:, None] for layout, mask in zip(masks, sent, strict=True)}
             self._adapters_B = adapters_B
@@ -103,7 +105,7 @@ class BankedModel:
         Without an adapter in the bank, a layer that the engine adapts computes as its base.
         """
         replaced = {name: self._bases[name] for name in self._adapted}
-        for group in self._bank.groups():
+        for group in self._bank.groups:
             replaced |= self._banked(group)
         for name, layer in replaced.items():
             parent, _, child = self._paths[name].rpartition(".")
