@@ -388,9 +388,7 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what does not go with training on the merge as a format rounds it."""
     merge_for: KeyPath = ("adapter", "merge_for")
-    adapter, got = config.adapter, f"got {config.adapter.merge_for}"
-    if adapter.experts:
-        yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
+    got = f"got {config.adapter.merge_for}"
     if config.model.quantization not in ("auto", "none"):
         rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
         yield merge_for, ("model", "quantization"), f"{got}, {rule}"
