@@ -21,6 +21,7 @@ from dualtune.config.values import (
     ON_POLICY,
     RULES,
     Alphas,
+    Arguments,
     Count,
     Factor,
     Fraction,
@@ -177,6 +178,9 @@ class TrainConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
     evaluations have none."""
+    router_aux_loss_coef: NotNegative | None = None
+    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training with
+    train.objective: sft; with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (
@@ -278,7 +282,10 @@ class RolloutsConfig(Section):
     """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, sql:SCRIPT, or a Python
     function as FILE.py:FUNCTION."""
     environment: Name | None = None
-    """A Python class as FILE.py:CLASS, with which the model holds a conversation; null: it answers once."""
+    """With what the model holds a conversation: a Python class as FILE.py:CLASS, or an environment of the package
+    verifiers as verifiers:NAME; null: it answers once."""
+    environment_args: Arguments = {}  # noqa: RUF012  pydantic copies it
+    """With which arguments the environment is made, such as {difficulty: 2}."""
     turns: Count = 8
     """The most answers of the model in a conversation with the environment."""
     weights: Numbers = ()

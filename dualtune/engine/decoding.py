@@ -132,11 +132,15 @@ class Decoding(Protocol):
     After an error of any method the rows are lost, and another Decoding begins with the same texts.
     """
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NextLogits:
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> NextLogits:  # fmt: skip
         """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
 
         `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
-        default each text is a row.
+        default each text is a row. `adapters`: where there is a bank, the number of each text's adapter in it, or
+        NO_ADAPTER, which is the default.
         """
         ...
 

@@ -25,6 +25,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
+from dualtune.engine.routing import experts_of_token
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
 from dualtune.model.beside import BesideAdapter, beside_of
@@ -193,6 +194,8 @@ def prepare(
         model_dir = with_new_tokens(model_dir, new_tokens)
         _check_length(settled, model_dir)
         _check_activation_cache(settled, start, model_dir)
+        if (coefficient := settled.train.router_aux_loss_coef) is not None:
+            experts_of_token(read_config(model_dir), coefficient)
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
         train, eval_ = sources.train_and_eval(tokenizer, show)
         _check_targets(settled, train, eval_)

@@ -37,6 +37,7 @@ from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.places import in_names_of
 from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
+from dualtune.train.fingerprints import PROMPTS
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.inference import fit, fits_in, load_model
 from dualtune.train.recovery import Recovery
@@ -51,6 +52,8 @@ Says = Callable[[Batch, int], tuple[np.ndarray, np.ndarray]]
 class Teacher(Protocol):
     identity: str
     """What tells it from others, for a run that is resumed."""
+    probe: np.ndarray | None
+    """ln q of the tokens of fixed texts, where nothing else tells its weights from others; None until it starts."""
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
         """Be ready to answer. `student`: the engine of the run, which is new; `spec`: what it trains."""
@@ -73,6 +76,8 @@ def said_by(engine: Engine) -> Says:
 
 class ModelTeacher:
     """Another model, loaded beside the student."""
+
+    probe: np.ndarray | None = None
 
     def __init__(self, backend: Backend, settings: DistillConfig, tokenizer: Tokenizer) -> None:
         """ConfigError for another tokenizer, or an adapter that is not there."""
@@ -108,6 +113,8 @@ class ModelTeacher:
 
 class OwnTeacher:
     """The student's engine: without its adapter, with another one, or as it is."""
+
+    probe: np.ndarray | None = None
 
     def __init__(self, settings: DistillConfig, model_dir: Path) -> None:
         self._is_self = settings.teacher == SELF_TEACHER
@@ -183,7 +190,7 @@ def configured_teaching(
     if settings.teacher is None:
         return None
     if settings.is_served:
-        teacher = ServedTeacher(settings)
+        teacher = ServedTeacher(settings, [tokenizer.encode(text, special=True) for text in PROMPTS])
     elif settings.teacher in (BASE_TEACHER, SELF_TEACHER):
         teacher = OwnTeacher(settings, model_dir)
     else:

@@ -104,8 +104,12 @@ def test_a_step_is_recorded_the_second_time_and_replayed_with_new_numbers(monkey
 
 def test_what_cannot_be_recorded_is_refused(engine):
     kernels, plain = engine._kernels, engine.model
-    with pytest.raises(ConfigError, match=r"model.kernels: got graph, but adapter.method: full"):
-        graphs.check_recordable(kernels, replace(SPEC, method="full"), plain, moves_weights=False)
+    for changes, message in (
+        ({"method": "full"}, "adapter.method: full"),
+        ({"merge_for": "q4_0", "experts": True}, "adapter.merge_for rounds the merges of experts"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but {message}"):
+            graphs.check_recordable(kernels, replace(SPEC, **changes), plain, moves_weights=False)
     stack = PackedStack([torch.nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match=r"packed experts are unpacked for the tokens"):
         graphs.check_recordable(kernels, SPEC, torch.nn.Sequential(stack), moves_weights=False)

@@ -11,7 +11,8 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.environments import Objects, environment_of, turns_of
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.train.environments import Episodes, Objects, environment_of, turns_of
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -105,6 +106,39 @@ def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of):
     )
 
 
+def test_a_run_that_dies_between_two_answers_on_mlx_goes_on_on_torch(
+    open_backend, tiny_llama, make_config, write_rows, tmp_path, rows_of, monkeypatch
+):
+    """With the conversations, the rewards and the losses of a run on torch alone."""
+    (tmp_path / "games.py").write_text(SOURCE)
+    data, torch, mlx = write_rows(ROWS, "asked.jsonl"), open_backend("torch"), open_backend("mlx")
+    options = {key.replace("__", "."): value for key, value in RL.items()}
+    options |= {"rollouts.environment": f"{tmp_path / 'games.py'}:Game", "rollouts.temperature": 0.7}
+    options |= {"train.steps": 2, "data.eval": 0, "rollouts.turns": 2}
+
+    def config(name):
+        return make_config(data, {**options, "model.dtype": "float32", "run.dir": tmp_path / name}, tiny_llama)
+
+    straight, answer = run(config("straight"), torch), Episodes._answer
+
+    def dying(self, episode, asked, drawn):
+        if asked.numbers[0] == 1 and episode.drawn:  # in the second step, before a second answer is judged
+            raise KeyboardInterrupt
+        return answer(self, episode, asked, drawn)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Episodes, "_answer", dying)
+        run(config("moved"), mlx)
+    assert {row["step"] for row in rows_kept(tmp_path / "moved")} == {1}
+    moved = run(config("moved"), torch)
+    ours, theirs = (rows_kept(each.run_dir) for each in (moved, straight))
+    told = ("step", "row", "sample", "prompt", "completion", "reward", "tokens")
+    assert [[row[key] for key in told] for row in ours] == [[row[key] for key in told] for row in theirs]
+    assert max(row["completion"].count("<|im_start|>user") for row in ours) > 0
+    losses = ([row["loss"] for row in rows_of(each.run_dir)[0]] for each in (moved, straight))
+    assert next(losses) == pytest.approx(next(losses), abs=RESUMED_LOSS)
+
+
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 def test_an_environment_that_fails_costs_its_conversation(game_lab):
     """One that raises, says nonsense or ends its process; the others go on as if nothing had happened."""
@@ -169,7 +203,7 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path, monkeypatch, name
     monkeypatch.chdir(tmp_path)
     (tmp_path / "games.py").write_text(SOURCE + "\nSOURCE = 1\n")
     with pytest.raises(ConfigError) as error:
-        environment_of(name)
+        environment_of(name, {})
     wording(str(error.value))
 
 
@@ -204,4 +238,26 @@ def test_what_follows_an_answer_is_what_training_has_there(tiny_softmax):
     drawn = tokenizer.encode("two", special=False)
     whole = tokenizer.encode_chat([ask, answer, *reply])
     assert [*beginning, *drawn, *between] == whole.tolist()
+    assert tokenizer.encode_continuation([ask, answer, *reply], 1).tolist() == between.tolist()
     assert between[0] == tokenizer.end_id and between.tolist().count(tokenizer.end_id) == 2
+
+
+def test_what_a_template_writes_anew_continues_nothing(tiny_softmax):
+    """Qwen 3 leaves out the thoughts of an answer when another question follows, but not when a tool has answered."""
+    tokenizer = Tokenizer(tiny_softmax, template="qwen-3")
+    ask, thought = Message("user", "one?"), Message("assistant", "<think>\nhm\n</think>\n\ntwo")
+    assert tokenizer.encode_continuation([ask, thought, Message("tool", "2")], 1) is not None
+    assert (
+        tokenizer.encode_continuation([ask, thought, Message("user", "three?"), thought, Message("user", "?")], 3)
+        is None
+    )
+
+
+def test_arguments_make_the_object_of_an_environment(tmp_path, wording):
+    (tmp_path / "games.py").write_text("class Game:\n    def __init__(self, size): self.size = size\n"
+                                       "    def reset(self, row): ...\n    def step(self, text): ...\n")  # fmt: skip
+    name = f"{tmp_path}/games.py:Game"
+    assert environment_of(name, {"size": 3})().size == 3
+    with pytest.raises(ConfigError) as error:
+        environment_of(name, {"width": 3})
+    wording(str(error.value).replace(str(tmp_path), "DIR"))

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariable
 from dualtune.engine.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
 from dualtune.engine.capabilities import BACKEND_KEYS
 from dualtune.engine.decoding import GenerationCache
-from dualtune.engine.testing import conformance_beside, conformance_state, tolerances
+from dualtune.engine.testing import conformance_beside, conformance_decoding, conformance_state, tolerances
 from dualtune.engine.testing.conformance_case import (
     DECAY,
     Case,
@@ -662,6 +662,6 @@ def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
     return [check for name, check in part.items() if name.startswith("check_")]
 
 
-_PARTS = (globals(), vars(conformance_state), vars(conformance_beside))
-CHECKS = [check for part in _PARTS for check in _checks_in(part)]
+_PARTS = tuple(map(vars, (conformance_state, conformance_decoding, conformance_beside)))
+CHECKS = [check for part in (globals(), *_PARTS) for check in _checks_in(part)]
 PACKING_CHECKS = conformance_state.PACKING_CHECKS

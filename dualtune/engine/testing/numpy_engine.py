@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnkn
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.world import Alone
+from dualtune.engine.adapter_bank import AdapterBank, adapters_of, check_base_alone, kept_ranks
 from dualtune.engine.backend import (
     CLIP_EPS,
     Batch,
@@ -355,8 +356,24 @@ class NumpyEngine:
             yield token
             last = token
 
-    def decoding(self) -> NumpyDecoding:
-        return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
+    def decoding(self, bank: AdapterBank | None = None) -> NumpyDecoding:
+        if bank is None:
+            return NumpyDecoding(lambda tokens_B, adapters_B: self._forward(tokens_B)["logp"])
+        check_base_alone(self._request.adapter, self._shapes)
+        bank.check_fits({module: self._weights[f"{module}.weight"].shape for module in ("mixer", "head")})
+        return NumpyDecoding(partial(self._logits_of, bank))
+
+    def _logits_of(self, bank: AdapterBank, tokens_B: np.ndarray, adapters_B: np.ndarray) -> np.ndarray:
+        """Return the logits after tokens, each computed with an adapter of a bank in place of the engine's own."""
+
+        def linear(module: str, x_BI: np.ndarray) -> np.ndarray:
+            y_BO = x_BI @ self._weights[f"{module}.weight"].T
+            if module not in bank.ranks:
+                return y_BO
+            A_SI, B_OS = (factor.astype(np.float64) for factor in bank.factors(module))
+            return y_BO + np.where(kept_ranks(bank.layout([module]), adapters_B), x_BI @ A_SI.T, 0) @ B_OS.T
+
+        return linear("head", np.tanh(linear("mixer", self._weights["embedding.weight"][tokens_B])))
 
     def save_merged(self, path: Path) -> None:
         merged = {name: self._weight(name.removesuffix(".weight")).copy() for name in self._weights}
@@ -382,25 +399,30 @@ def _trained_beside(request: LoadRequest, weights: Tensors, adapted: Collection[
 class NumpyDecoding:
     """See `dualtune.engine.decoding.Decoding`. The next token depends on the last one alone: nothing is cached."""
 
-    def __init__(self, logprobs: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._logprobs = logprobs
-        self._num_rows = 0
+    def __init__(self, logits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+        """`logits`: after tokens (int32 [B]) by the adapters of their rows."""
+        self._logits = logits
+        self._adapters_B = np.zeros(0, np.int32)
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NumpyNextLogits:
-        texts = texts if text_of is None else [texts[i] for i in text_of]
-        self._num_rows += len(texts)
-        return self._after([text[-1] for text in texts])
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> NumpyNextLogits:  # fmt: skip
+        rows = [*range(len(texts))] if text_of is None else [*text_of]
+        adapters_B = adapters_of(texts, adapters)[rows]
+        self._adapters_B = np.concatenate([self._adapters_B, adapters_B])
+        return self._after(np.array([texts[row][-1] for row in rows]), adapters_B)
 
     def advance(self, tokens_B: np.ndarray) -> NumpyNextLogits:
-        if len(tokens_B) != self._num_rows:
-            raise ValueError(f"got {len(tokens_B)} tokens for {self._num_rows} rows")
-        return self._after(tokens_B)
+        if len(tokens_B) != len(self._adapters_B):
+            raise ValueError(f"got {len(tokens_B)} tokens for {len(self._adapters_B)} rows")
+        return self._after(tokens_B, self._adapters_B)
 
     def leave(self, staying: Sequence[int]) -> None:
-        self._num_rows = len(staying)
+        self._adapters_B = self._adapters_B[list(staying)]
 
-    def _after(self, tokens: Sequence[int] | np.ndarray) -> NumpyNextLogits:
-        return NumpyNextLogits(self._logprobs(np.asarray(tokens)).astype(np.float32))
+    def _after(self, tokens_B: np.ndarray, adapters_B: np.ndarray) -> NumpyNextLogits:
+        return NumpyNextLogits(self._logits(tokens_B, adapters_B).astype(np.float32))
 
 
 class NumpyNextLogits:
