@@ -757,10 +757,7 @@ def test_a_state_of_another_model_or_adapter_or_that_was_changed_is_refused(open
     assert "sha256" in str(error.value)
 
 
-def test_a_run_of_a_client_is_an_ordinary_run_directory(
-    open_host, dualtune_main, tmp_path, make_config, write_rows, qa_rows
-):
-    """Verified, asked, listed, trained on from its adapter, by the ordinary commands."""
+def test_train_starts_from_the_adapter_of_a_run_or_a_state(open_host, tmp_path, make_config, write_rows, qa_rows):
     host = open_host("torch")
     trained(host, "run", steps=3)
     host.save_state("run", "s")
@@ -768,11 +765,6 @@ def test_a_run_of_a_client_is_an_ordinary_run_directory(
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["num_targets"] > 0 for row in rows)
-    assert dualtune_main("verify", run, "--platform", "cpu").returncode == 0
-    shown = dualtune_main("generate", "--adapter", run, "--prompt", "1 plus", "--max-tokens", "3", "--platform", "cpu")
-    assert shown.returncode == 0, shown.stderr
-    (summary,) = json.loads(dualtune_main("runs", tmp_path / "runs", "--json").stdout)
-    assert (summary["state"], summary["step"], summary["model"]) == ("done", 3, host.base)
     targets = json.loads((run / "adapter" / "adapter_config.json").read_text())["target_modules"]
     for start in (run, run / "weights" / "s"):
         own = {"adapter.init_from": start, "adapter.rank": 4, "adapter.alpha": 32, "adapter.targets": targets}
