@@ -56,8 +56,7 @@ def main() -> None:
     name = f"{args.model}, {args.tokens} tokens, {'compiled' if args.compiled else 'uncompiled'}"
     origin = record.origin()  # now, because the code may change while this runs
     case = origin | {"rounds": args.rounds, "variants": measure(args)}
-    path = record.RESULTS / "checkpointing_mlx.json"
-    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases = record.runs("checkpointing_mlx", "cases")
     cases[name] = case
     print(json.dumps(case, indent=2), record.write("checkpointing_mlx", {"cases": cases}), sep="\n")
 

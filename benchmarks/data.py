@@ -71,8 +71,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
     args.shared = args.shared.resolve()
-    path = record.RESULTS / "data.json"
-    parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts = record.runs("data", "parts")
     for name in args.parts.split(","):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["DUALTUNE_CACHE"] = f"{folder}/cache"

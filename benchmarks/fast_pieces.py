@@ -48,8 +48,7 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", default=VARIANTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    path = record.RESULTS / "fast_pieces.json"
-    parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts = record.runs("fast_pieces", "parts")
     with tempfile.TemporaryDirectory() as folder:
         parts[f"{args.shape}, {args.threads} threads"] = record.origin() | measure(args, Path(folder))
     print(json.dumps(parts, indent=2), record.write("fast_pieces", {"parts": parts}), sep="\n")

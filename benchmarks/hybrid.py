@@ -79,7 +79,7 @@ def main() -> None:
                 tell=lambda what: print(what, file=sys.stderr, flush=True),
             )  # fmt: skip
         result = {**origin, "settings": settings, "table": as_table(found), **found.as_json()}
-        print(record.write("hybrid", {"cases": recorded() | {case: result}}))
+        print(record.write("hybrid", {"cases": record.runs("hybrid", "cases") | {case: result}}))
         (record.RESULTS / f"hybrid_{case}.svg").write_text(plot(found), encoding="utf-8")
     return None
 
@@ -97,21 +97,11 @@ def corpora(folder: Path, shared: Path, real: Path) -> dict[str, dict[str, Any]]
     return {"gsm8k": gsm8k, "wikisql": {**gsm8k, "data": data}, "sql": sql}
 
 
-def recorded() -> dict[str, Any]:
-    """Return the cases, each with the origin of its figures; older ones have that of the file."""
-    path = record.RESULTS / "hybrid.json"
-    if not path.is_file():
-        return {}
-    result = read("hybrid")
-    origin = {key: result[key] for key in ("date", "commit", "machine", "versions")}
-    return {name: origin | case for name, case in result["cases"].items()}
-
-
 def recorded_tables() -> dict[str, str]:
     """Return the tables of the page, of each case that is recorded, with that of hybrid_calibration.py."""
     from hybrid_calibration import table
 
-    cases = {case.replace("-", "_"): result["table"] for case, result in recorded().items()}
+    cases = {case.replace("-", "_"): result["table"] for case, result in record.runs("hybrid", "cases").items()}
     return cases | {"calibration": table(read("hybrid_calibration"))}
 
 

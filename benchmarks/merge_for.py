@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
     if args.table:
-        return print(page_tables.write(PAGE, {"merge_for": table(recorded())}))
+        return print(page_tables.write(PAGE, {"merge_for": table(record.runs("merge_for"))}))
     args.shared, args.envs, args.again = args.shared.resolve(), Path(), False
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     forms = args.formats.split(",")
@@ -86,14 +86,8 @@ def main() -> None:
             bench = quality.Bench(args, "wikisql", Path(name))
             for arm in (PLAIN, *forms):
                 figures = measure(bench, arm, seed, forms if arm == PLAIN else [arm])
-                runs = recorded() | {f"{arm}/{seed}": record.origin() | figures}
-                record.write("merge_for", {"steps": quality.STEPS, "runs": runs})
+                record.add_run("merge_for", f"{arm}/{seed}", figures, steps=quality.STEPS)
     return None
-
-
-def recorded() -> dict[str, Any]:
-    path = record.RESULTS / "merge_for.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:

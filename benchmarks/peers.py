@@ -312,8 +312,7 @@ def main() -> None:
             make_env(peer, args.envs, args.platform)
         return
     name = result_name(args.platform)
-    path = record.RESULTS / f"{name}.json"
-    parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() and args.record else {}
+    parts = record.runs(name, "parts") if args.record else {}
     measured: dict[str, Any] = {}
     for workload in args.workloads:
         bench = Bench(args, workload)

@@ -1,8 +1,8 @@
 """What preference training does on a real model: SmolLM2-135M-Instruct, right against corrupted WikiSQL queries.
 
     python benchmarks/preference.py [--shared ../shared] [--arms dpo,orpo,kto] [--seeds 1 2 3] [--threads 1]
-    python benchmarks/preference.py --cost [--pairs 7]    # the time of a step of dpo over one of sft on the same tokens
-    python benchmarks/preference.py --beside-trl [--envs build/peers] [--pairs 5]    # and beside TRL's DPOTrainer
+    python benchmarks/preference.py --cost [--pairs 4]    # the time of a step of dpo over one of sft on the same tokens
+    python benchmarks/preference.py --beside-trl [--envs build/peers] [--pairs 4]    # and beside TRL's DPOTrainer
     python benchmarks/preference.py --table    # writes the table of docs/objectives.md from the recorded result
 
 Each seed first learns the task by sft; the other arms start from that adapter, which is also the reference of dpo and
@@ -53,7 +53,10 @@ from dualtune.train.step import TrainingStep
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "objectives.md"
 SIDES = Path(__file__).with_name("peers_sides.py")
-SFT_STEPS, STEPS, ROWS, HELD_OUT, TIMED_STEPS = 40, 30, 4, 60, 6
+SFT_STEPS, STEPS, ROWS, HELD_OUT = 40, 30, 4, 60
+TIMED_STEPS = 4  # of a run beside TRL's
+TIMED = {"dpo": ("long pairs", 2), "kto": ("labelled", 4)}  # the rows of steps by themselves, and how many a step has
+AT_MOST = {"dpo": 1.6, "prompts once": 1.25}  # times sft on the same tokens; times the share of tokens that are left
 START = "sft"
 # Of an arm, what its config has besides the common settings. A rate for each kind of objective, found on seed 0.
 ARMS: dict[str, dict[str, Any]] = {
@@ -134,6 +137,11 @@ class Bench:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return path
 
+    def _first(self, name: str, count: int) -> Path:
+        """Write the first rows of a file alone: a reference is computed for all rows of the data."""
+        lines = self.files[name].read_text(encoding="utf-8").splitlines()
+        return self._write(f"first {name}", [json.loads(line) for line in lines[:count]])
+
     def config(self, arm: str, seed: int) -> dict[str, Any]:
         kind = "labelled" if arm == "kto" else "pairs"
         common: dict[str, dict[str, Any]] = {
@@ -191,18 +199,18 @@ class Bench:
     def cost(self, rounds: int) -> dict[str, Any]:
         """Return the time of a step of an objective with a cached reference over that of sft on both answers.
 
-        By the same engine, in turns; the first round does not count. The prompts of dpo have solved examples before
-        them, so that they are about four times as long as an answer. `ratios`: of micro-batches with the prompt in each
-        answer; `once`: of those with each prompt once, over sft on the same and on the others; and the tokens of both.
+        By the same engine, in turns, in processor seconds; the first round does not count. The prompts of dpo have
+        solved examples before them, so that they are about four times as long as an answer. `ratios`: of micro-batches
+        with the prompt in each answer, the same tokens for both; `once`: of those with each prompt once, over sft on
+        the same and on the others; the share of tokens that are left; and, `per token`, the share of the time by it.
         """
         settings = self.config("dpo", 0) | {"adapter": {"dropout": 0.0}}
         ratios: dict[str, Any] = {}
-        for objective in ("dpo", "kto"):
-            own = self.config(objective, 0)["data"] | {"max_length": 512}
-            own |= {"train": str(self.files["long pairs"])} if objective == "dpo" else {}
-            config = load_config(
-                settings | {"data": own, "train": {"objective": objective, "documents_per_step": ROWS}}
-            )
+        for objective, (name, per_step) in TIMED.items():
+            own = self.config(objective, 0)["data"] | {"max_length": 512, "eval": 0}
+            own |= {"train": str(self._first(name, (1 + rounds) * per_step))}
+            step_of = {"objective": objective, "documents_per_step": per_step}
+            config = load_config(settings | {"data": own, "train": step_of})
             prepared = prepare(config, self.backend)
             engine = load_engine(prepared)
             compared = load_comparison(prepared, engine)
@@ -217,24 +225,29 @@ class Bench:
                     batches = prepared.batches(step)
                     tokens[shares] += sum(batch.num_computed for batch in batches) if name == objective else 0
                     comparison = None if name == "sft" else compared
-                    start = time.perf_counter()
+                    start = time.process_time()
                     taken = TrainingStep(prepared, engine, step, lambda _: batches, comparison=comparison)  # noqa: B023
                     taken.add_gradients()
                     taken.update()
-                    seconds[name, shares].append(time.perf_counter() - start)
+                    seconds[name, shares].append(time.process_time() - start)
 
             def over(kind: tuple[str, bool], other: tuple[str, bool]) -> dict[str, Any]:
                 pairs = [b / a for a, b in zip(seconds[other][1:], seconds[kind][1:], strict=True)]  # noqa: B023
                 return {"ratios": pairs, "median": median(pairs)}
 
-            once = (objective, True)
+            once, share = (objective, True), tokens[True] / tokens[False]
+            twice = over(once, (objective, False))
             ratios[objective] = over((objective, False), ("sft", False)) | {
                 "dtype": engine.description.dtype,
                 "once": {
                     "over sft on the same": over(once, ("sft", True)), "over sft": over(once, ("sft", False)),
-                    "over prompts twice": over(once, (objective, False)), "tokens": tokens[True] / tokens[False],
+                    "over prompts twice": twice, "tokens": share, "per token": twice["median"] / share,
                 },
             }  # fmt: skip
+            print(objective, f"{ratios[objective]['median']:.2f}x sft per token (at most {AT_MOST['dpo']}),",
+                  f"prompts once: {share:.0%} of the tokens in {twice['median']:.0%} of the time,",
+                  f"{twice['median'] / share:.2f}x (at most {AT_MOST['prompts once']})",
+                  file=sys.stderr, flush=True)  # fmt: skip
         return ratios
 
     def beside_trl(self, python: Path, rounds: int) -> dict[str, Any]:
@@ -245,7 +258,8 @@ class Bench:
         """
         start = save_adapter(self.folder / "start", json.loads((self.model / "config.json").read_text()), 1)
         settings = self.config("dpo", 1) | {"adapter": {"init_from": str(start), "dropout": 0.0}}
-        settings["data"] |= {"eval": 0}
+        pairs = self._first("pairs", TIMED_STEPS * ROWS)
+        settings["data"] |= {"train": str(pairs), "eval": 0}
         settings["train"] = {
             "objective": "dpo", "steps": TIMED_STEPS, "documents_per_step": ROWS, "learning_rate": OPTIMIZER["lr"],
             "schedule": "constant", "warmup": 0.0, "weight_decay": OPTIMIZER["weight_decay"],
@@ -257,7 +271,7 @@ class Bench:
         order = [int(i) // 2 for step in range(TIMED_STEPS) for i in prepared.data.order.step(step).documents[::2]]
         job.write_text(json.dumps({
             "model": str(self.model), "adapter": settings["adapter"]["init_from"], "order": order,
-            "documents": str(self.files["pairs"]), "documents_per_step": ROWS, "steps": TIMED_STEPS, "seed": 1,
+            "documents": str(pairs), "documents_per_step": ROWS, "steps": TIMED_STEPS, "seed": 1,
             "optimizer": OPTIMIZER, "quantization": "none", "device": "cpu", "scratch": str(self.folder),
             "result": str(self.folder / "trl.json"),
             "settings": {"model": {"dtype": "float32"}, "arguments": {"bf16": False, "gradient_checkpointing": False}},
@@ -317,25 +331,27 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure the time of steps instead")
     parser.add_argument("--beside-trl", action="store_true", help="measure the time of TRL's steps too")
     parser.add_argument("--envs", type=Path, default=ROOT / "build" / "peers", help="environments of peers.py")
-    parser.add_argument("--pairs", type=int, default=7, help="steps of each kind, in turns")
+    parser.add_argument("--pairs", type=int, default=4, help="steps of each kind, in turns; with TRL runs")
     parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
     if args.table:
-        return print(page_tables.write(PAGE, {"preference": table(recorded())}))
+        return print(page_tables.write(PAGE, {"preference": table(record.runs("preference"))}))
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(args, Path(name))
         if args.cost:
-            return note("cost", bench.cost(args.pairs))
+            note("cost", bench.cost(args.pairs))
         if args.beside_trl:
             python = python_of("trl", args.envs.resolve())
             if python is None:
                 raise SystemExit("trl is not installed; to create its environment: peers.py --make-envs --peers trl")
-            return note("beside-trl", bench.beside_trl(Path(python), args.pairs))
+            note("beside-trl", bench.beside_trl(Path(python), args.pairs))
+        if args.cost or args.beside_trl:
+            return None
         if args.rate:
             for arm in ARMS:
                 ARMS[arm]["train"]["learning_rate"] = args.rate
-        elif "base" not in recorded():
+        elif "base" not in record.runs("preference"):
             note("base", bench.measure(None))
         for seed in args.seeds:
             figures = bench.run(START, seed)  # the adapter that the other arms need, recorded or not
@@ -343,7 +359,7 @@ def main() -> None:
             if not args.rate:
                 note(f"{START}/{seed}", figures)
             for arm in args.arms.split(","):
-                if args.rate or f"{arm}/{seed}" not in recorded():
+                if args.rate or f"{arm}/{seed}" not in record.runs("preference"):
                     figures = bench.run(arm, seed)
                     print(arm, seed, args.rate or "", _shown(figures), file=sys.stderr, flush=True)
                     if not args.rate:
@@ -356,14 +372,7 @@ def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note(key: str, figures: Mapping[str, Any]) -> None:
-    """Record a measurement beside those that are there, with its own date and commit."""
-    runs = recorded() | {key: record.origin() | dict(figures)}
-    record.write("preference", {"steps": STEPS, "rows_a_step": ROWS, "runs": runs})
-
-
-def recorded() -> dict[str, Any]:
-    path = record.RESULTS / "preference.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+    record.add_run("preference", key, dict(figures), steps=STEPS, rows_a_step=ROWS)
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:

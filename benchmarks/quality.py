@@ -69,6 +69,17 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "lora-3e-4": {"train": {"learning_rate": 3e-4}},
     "lora-3e-3": {"train": {"learning_rate": 3e-3}},
     "full-3e-4": {"adapter": {"method": "full"}, "train": {"learning_rate": 3e-4}},
+    # Computed in bfloat16, with its masters in float32 and without.
+    "full-bf16": {
+        "adapter": {"method": "full", "master_weights": "bfloat16"},
+        "model": {"dtype": "bfloat16"},
+        "train": {"learning_rate": 1e-4},
+    },
+    "full-bf16-masters": {
+        "adapter": {"method": "full"},
+        "model": {"dtype": "bfloat16"},
+        "train": {"learning_rate": 1e-4},
+    },
     # As many weights as seven modules of rank 16 have.
     "attention": {"adapter": {"rank": 42, "alpha": 84, "targets": list(ATTENTION)}},
     "rank-4": {"adapter": {"rank": 4, "alpha": 8}},
@@ -256,7 +267,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables of the recorded result")
     args = parser.parse_args()
     if args.table:
-        return print(page_tables.write(PAGE, tables(recorded())))
+        return print(page_tables.write(PAGE, tables(record.runs("quality"))))
     args.shared, args.envs = args.shared.resolve(), args.envs.resolve()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for task in args.tasks.split(","):
@@ -279,17 +290,11 @@ def run_all(bench: Bench) -> None:
 
 def note(key: str, measure: Callable[[], dict[str, Any]], again: bool) -> None:
     """Record a measurement beside those that are there, with its own date and commit."""
-    if key in recorded() and not again:
+    if key in record.runs("quality") and not again:
         return
     figures = measure()
     print(key, figures["loss"], figures["right"], file=sys.stderr, flush=True)
-    record.write("quality", {"steps": STEPS, "documents_per_step": DOCUMENTS,
-                             "runs": recorded() | {key: record.origin() | figures}})  # fmt: skip
-
-
-def recorded() -> dict[str, Any]:
-    path = record.RESULTS / "quality.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+    record.add_run("quality", key, figures, steps=STEPS, documents_per_step=DOCUMENTS)
 
 
 def tables(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

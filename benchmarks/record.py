@@ -27,15 +27,15 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     return path
 
 
-def runs(name: str) -> dict[str, Any]:
-    """The runs that results/<name>.json has, by key."""
+def runs(name: str, under: str = "runs") -> dict[str, Any]:
+    """The runs that results/<name>.json has, by key; older files have them under another name."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else {}
+    return json.loads(path.read_text(encoding="utf-8"))[under] if path.is_file() else {}
 
 
-def add_run(name: str, key: str, figures: dict[str, Any]) -> Path:
-    """Write a run beside those that are there, with its own origin."""
-    return write(name, {"runs": runs(name) | {key: origin() | figures}})
+def add_run(name: str, key: str, figures: dict[str, Any], **settings: Any) -> Path:
+    """Write a run beside those that are there, with its own origin; `settings` are those of all runs."""
+    return write(name, {**settings, "runs": runs(name) | {key: origin() | figures}})
 
 
 def origin() -> dict[str, Any]:

@@ -55,8 +55,7 @@ def main() -> None:
     origin = record.origin()  # now, because the code may change while this runs
     with tempfile.TemporaryDirectory() as folder:
         figures = limited(Path(folder)) if args.limited else streamed(Path(folder), args)
-    path = record.RESULTS / "streaming_mlx.json"
-    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases = record.runs("streaming_mlx", "cases")
     cases["limited" if args.limited else "streamed"] = origin | figures
     print(json.dumps(figures, indent=2), record.write("streaming_mlx", {"cases": cases}), sep="\n")
 

@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
     path = record.RESULTS / "utilisation.json"
-    parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts = record.runs("utilisation", "parts")
     for variant in args.variants:
         parts[variant] = record.origin() | measure(variant, args.shared.resolve(), args.work.resolve(), args.rounds)
         print(row(variant, parts[variant]), flush=True)

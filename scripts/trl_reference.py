@@ -2,8 +2,9 @@
 
     python scripts/trl_reference.py tests/train/data      (where trl==1.16.0 and torch are installed)
 
-trl_losses.json has those of preference training, trl_divergences.json the generalized JSD of distillation, and
-trl_policy.json those of GRPO's variants and RLOO on the same samples. It calls TRL's own code, the loss methods of its
+trl_losses.json has those of preference training, trl_divergences.json the generalized JSD of distillation,
+trl_policy.json those of GRPO's variants and RLOO on the same samples, and trl_tempered.json GRPO from the logits of
+samples that were drawn at a temperature. It calls TRL's own code, the loss methods of its
 trainers. Around them stand a trainer that has only settings, and a model that answers with given log-probabilities.
 Those of the tokens of an answer to compare are equal, so that the gradient with respect to their sum is all there is.
 """
@@ -21,6 +22,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.trainer.utils import _ChunkedLogProbFunction, selective_log_softmax
 
 NUM_UNITS, LONGEST = 6, 9
 METRICS = ("rewards/", "logps/", "kl", "nll_loss", "log_odds_chosen")  # those that come from the scores alone
@@ -217,6 +219,27 @@ POLICY_CASES = [
 ]
 
 
+def policy_loss(kind, settings, mask_NT, logps_NT, old_NT, reference_NT, advantages_N):
+    """The loss of samples with these log-probabilities by a trainer's own method, and its metrics."""
+    options = {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token", **settings}
+    trainer = trainer_with(
+        **options, args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=12,
+        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps_NT, torch.zeros_like(logps_NT), None),
+    )  # fmt: skip
+    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, **_: x
+    inputs = {
+        "prompt_ids": torch.ones(len(mask_NT), 1, dtype=torch.long), "prompt_mask": torch.ones(len(mask_NT), 1),
+        "completion_ids": mask_NT.long(), "completion_mask": mask_NT.double(),
+        "advantages": torch.tensor(advantages_N), "old_per_token_logps": old_NT,
+        "ref_per_token_logps": reference_NT, "num_items_in_batch": mask_NT.double().sum(),
+        "old_logps": (old_NT * mask_NT).sum(1),
+    }  # fmt: skip
+    loss = kind._compute_loss(trainer, trainer.model, inputs)
+    return loss, {key: values[0] for key, values in trainer._metrics["train"].items()}
+
+
 def record_policy(name, settings):
     """The loss of six samples with up to nine tokens, each with a ratio of its own, and its slopes by token."""
     random = np.random.default_rng(5)
@@ -227,23 +250,9 @@ def record_policy(name, settings):
     advantages_N = random.normal(0, 1, NUM_UNITS).round(4)
     mask_NT = torch.arange(LONGEST) < torch.tensor(lengths_N)[:, None]
     logps = torch.tensor(logps_NT, requires_grad=True)
-    options = {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token", **settings}
-    trainer = trainer_with(
-        **options, args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, max_completion_length=12,
-        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
-    )  # fmt: skip
-    trainer.accelerator.num_processes, trainer.accelerator.reduce = 1, lambda x, **_: x
-    inputs = {
-        "prompt_ids": torch.ones(NUM_UNITS, 1, dtype=torch.long), "prompt_mask": torch.ones(NUM_UNITS, 1),
-        "completion_ids": mask_NT.long(), "completion_mask": mask_NT.double(),
-        "advantages": torch.tensor(advantages_N), "old_per_token_logps": torch.tensor(old_NT),
-        "ref_per_token_logps": torch.tensor(reference_NT), "num_items_in_batch": torch.tensor(float(lengths_N.sum())),
-        "old_logps": (torch.tensor(old_NT) * mask_NT).sum(1),
-    }  # fmt: skip
     kind = RLOOTrainer if name == "rloo" else GRPOTrainer
-    loss = kind._compute_loss(trainer, trainer.model, inputs)
+    others = torch.tensor(old_NT), torch.tensor(reference_NT), advantages_N
+    loss, metrics = policy_loss(kind, settings, mask_NT, logps, *others)
     loss.backward()
 
     def flat(values_NT):
@@ -252,8 +261,41 @@ def record_policy(name, settings):
     return {
         "objective": name, "settings": settings, "lengths": lengths_N.tolist(), "advantages": advantages_N.tolist(),
         "logps": flat(logps_NT), "old": flat(old_NT), "reference": flat(reference_NT), "max_tokens": 12,
-        "value": loss.item(), "slopes": flat(logps.grad),
-        "metrics": {key: values[0] for key, values in trainer._metrics["train"].items()},
+        "value": loss.item(), "slopes": flat(logps.grad), "metrics": metrics,
+    }  # fmt: skip
+
+
+def record_tempered(temperature, cap):
+    """GRPO of three samples from the logits now, when they were drawn, and of the reference, [M, 7] each.
+
+    TRL's fused head, which computes in float32, must say the same: with the identity its products are the logits.
+    """
+    random, lengths_N, vocab = np.random.default_rng(11), np.array([4, 2, 3]), 7
+    mask_NT = torch.arange(4) < torch.tensor(lengths_N)[:, None]
+    advantages_N, tokens_M = random.normal(0, 1, 3).round(4), random.integers(0, vocab, 9)
+    now_MV = random.normal(0, 1.5, (9, vocab)).round(4)
+    old_MV, reference_MV = (now_MV + random.normal(0, scale, now_MV.shape).round(4) for scale in (0.1, 0.4))
+
+    def logps_of(logits_MV):
+        tokens = torch.tensor(tokens_M)
+        capped_MV = logits_MV if cap is None else cap * torch.tanh(logits_MV / cap)
+        logps_M = selective_log_softmax(capped_MV, tokens, temperature=temperature)
+        fused_M, *_ = _ChunkedLogProbFunction.apply(
+            logits_MV.float(), torch.eye(vocab), None, tokens, temperature, 4, cap
+        )
+        torch.testing.assert_close(fused_M.double(), logps_M, rtol=0, atol=1e-5)
+        return torch.zeros(mask_NT.shape, dtype=torch.float64).masked_scatter(mask_NT, logps_M)
+
+    leaf_MV = torch.tensor(now_MV, requires_grad=True)
+    logps, old, reference = (logps_of(x) for x in (leaf_MV, torch.tensor(old_MV), torch.tensor(reference_MV)))
+    settings = {"loss_type": "grpo", "beta": 0.3}
+    loss, metrics = policy_loss(GRPOTrainer, settings, mask_NT, logps, old, reference, advantages_N)
+    loss.backward()
+    return {
+        "temperature": temperature, "cap": cap, "settings": settings, "lengths": lengths_N.tolist(),
+        "advantages": advantages_N.tolist(), "tokens": tokens_M.tolist(), "now": now_MV.tolist(),
+        "old": old_MV.tolist(), "reference": reference_MV.tolist(), "logps": logps[mask_NT].tolist(),
+        "value": loss.item(), "kl": metrics["kl"], "gradient": leaf_MV.grad.tolist(),
     }  # fmt: skip
 
 
@@ -274,6 +316,7 @@ def main():
     write(args.directory / "trl_losses.json", cases)
     write(args.directory / "trl_divergences.json", [record_divergence(beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)])
     write(args.directory / "trl_policy.json", [record_policy(*case) for case in POLICY_CASES])
+    write(args.directory / "trl_tempered.json", [record_tempered(*case) for case in ((0.7, None), (1.6, 3.0))])
 
 
 if __name__ == "__main__":

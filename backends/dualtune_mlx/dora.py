@@ -6,10 +6,9 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
-from mlx import nn
 
 from dualtune.model.methods.dora import LEAST_NORM, LEAST_SHARE
 from dualtune_mlx.lora import LoRALinear
@@ -22,9 +21,8 @@ class DoRALinear(LoRALinear):
     h is small in training, so that it keeps its digits where y is computed in 16 bits.
     """
 
-    def __init__(self, base: nn.Module, *of_lora: Any) -> None:
-        super().__init__(base, *of_lora)
-        self._squares_O = mx.square(weight_of(base)).sum(axis=1)  # ‖W‖² of each row
+    def read_base(self) -> None:
+        self._squares_O = mx.square(weight_of(self.base)).sum(axis=1)  # ‖W‖² of each row
         mx.eval(self._squares_O)  # now, so that one unpacked weight is in memory at a time
 
     def __call__(self, x_BTI: mx.array) -> mx.array:

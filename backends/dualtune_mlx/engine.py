@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from dualtune.engine.adapter_bank import AdapterBank, check_base_alone
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
@@ -39,6 +40,7 @@ from dualtune.model.adapter import AdapterSpec, Tensors, rank_axis
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.experts import gathered, layer_of, members, shapes_apart, shapes_of
+from dualtune.model.formats.naming import canonical_name
 from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
@@ -49,6 +51,7 @@ from dualtune_mlx.beside import train_beside
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.experts import expert_places, role_of
+from dualtune_mlx.host.adapter_bank import BankedModel
 from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.places import find_places
@@ -67,6 +70,7 @@ from dualtune_mlx.methods import (
 from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.optimizer import Arrays, FlatLayout, FlatOptimizer, clip, clip_in_place, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
+from dualtune_mlx.routing import Routing, find_routers
 from dualtune_mlx.streaming import Residency, Streaming
 
 DERIVED = "derived of "  # among the inputs of a function: what a layer derives from its parameters, by its path
@@ -79,15 +83,16 @@ class MlxEngine:
         self.model = model
         self._request = request
         weights, resident = request.base_weights(), request.resident_layers
-        residency = Residency(model, weights.files, resident) if weights and resident else None
+        self._residency = residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._is_full = request.adapter.trains_model
         whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths = adaptable_layers(model)
+        paths, routers = adaptable_layers(model), find_routers(model)
         places = find_places(model, weights, paths) if weights is not None and whole is None else {}
         names = canonical_names(places)
+        self._paths = {names.get(path, canonical_name(path)): path for path in paths}
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
             takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
@@ -105,6 +110,9 @@ class MlxEngine:
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
         if weights is not None:
             check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
+        for layer in self._layers.values():
+            layer.moves = residency is not None
+            self._readable(layer).read_base()
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
         shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
@@ -131,6 +139,11 @@ class MlxEngine:
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
+        self._routing: Routing | None = None
+        self._routed: Arrays = {}  # what it has added up since the last update
+        if (coefficient := request.router_aux_loss_coef) is not None:
+            self._routing = Routing(model, routers, read_config(request.model_dir), coefficient, self._loss_scale)
+            self._routed = self._routing.nothing()
         self._adapter = whole or AdaptedLayers(self._layers, request.adapter, self._dropout_seeds, self._beside)
         self._derived: Arrays = {}
         self._bind_anew()
@@ -181,18 +194,20 @@ class MlxEngine:
         return LossSum(loss, batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
-        self._grads, self._loss = self.traced(batch, divisor=divisor)
-        mx.async_eval(self._grads, self._loss)
+        self._grads, self._loss, self._routed = self.traced(batch, divisor=divisor)
+        mx.async_eval(self._grads, self._loss, self._routed)
 
-    def traced(self, batch: Batch, *, divisor: float) -> tuple[mx.array, mx.array]:
+    def traced(self, batch: Batch, *, divisor: float) -> tuple[mx.array, mx.array, Arrays]:
         """Return what `forward_backward` evaluates: the sums of gradients and losses with those of the micro-batch."""
         inputs = self._inputs(batch, dropout=True) | self._derived
+        if self._routing is not None:
+            inputs |= self._routing.inputs(batch, divisor) | self._routed
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
                 if self._is_full:
-                    slopes, loss = self._accumulate(self._params, self._start, self._loss, inputs, factor)
-                    return self._with_slopes(slopes), loss
+                    slopes, loss, routed = self._accumulate(self._params, self._start, self._loss, inputs, factor)
+                    return self._with_slopes(slopes), loss, routed
                 return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
         finally:
             self._bind()  # the function above bound its own arguments
@@ -220,10 +235,8 @@ class MlxEngine:
         inputs = self._inputs(batch, dropout=dropout)
         with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
-                return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
-            body, head = self._kernels.loss
-            hidden_BTH = self._apply(body, inputs)
-            found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                return np.array(target_logprobs(self._logits(inputs), inputs["labels_BT"]))
+            found_N = cross_entropy.target_logprobs(*self._at_targets(self._kernels.loss, inputs))
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
@@ -233,11 +246,9 @@ class MlxEngine:
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
                 where = np.flatnonzero(batch.is_target_BT)
-                top = cross_entropy.top_of_logits(self._apply(self.model, inputs).flatten(0, 1), k)
+                top = cross_entropy.top_of_logits(self._logits(inputs).flatten(0, 1), k)
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                top = cross_entropy.top_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head, k)
+                top = cross_entropy.top_logprobs(*self._at_targets(self._kernels.loss, inputs), k)
         tokens_Nk, logprobs_Nk = map(np.array, top)
         return most_probable_first(tokens_Nk[where].astype(np.int32), logprobs_Nk[where])
 
@@ -245,11 +256,9 @@ class MlxEngine:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
-                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+                found_N = self._logits(inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
-                body, head = self._kernels.loss
-                hidden_BTH = self._apply(body, inputs)
-                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+                found_N = cross_entropy.most_probable(*self._at_targets(self._kernels.loss, inputs))
         tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
         tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return tokens_BT
@@ -265,6 +274,10 @@ class MlxEngine:
         numbers = (mx.array(np.asarray(number, np.float32)) for number in (rates, shrink, max_norm))
         state = (self._params, self._slots, self._step)
         loss, self._loss = added_up(self._loss), mx.array(0.0)
+        metrics: dict[str, mx.array] = {}
+        if self._routing is not None:
+            sums, self._routed = {name: added_up(x) for name, x in self._routed.items()}, self._routing.nothing()
+            metrics = self._routing.metrics(sums)
         if isinstance(self._adapter, WholeModel):
             self._adapter.release()
         try:
@@ -273,8 +286,8 @@ class MlxEngine:
         finally:
             self._bind_anew()
         self._grads = mx.zeros(self._params.size)
-        mx.async_eval(*state, self._grads, loss, norm)
-        return StepOutput(loss, norm)
+        mx.async_eval(*state, self._grads, loss, norm, metrics)
+        return StepOutput(loss, norm, metrics)
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
@@ -288,6 +301,7 @@ class MlxEngine:
 
     def discard(self) -> None:
         self._grads, self._loss = mx.zeros(self._params.size), mx.array(0.0)
+        self._routed = self._routing.nothing() if self._routing else {}
         self._adapter.forget()
         mx.clear_cache()
 
@@ -322,7 +336,7 @@ class MlxEngine:
         self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
+        logits_BTV = self._logits(self._inputs(batch)).astype(mx.float32)
         return np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
 
     def generate(
@@ -330,8 +344,12 @@ class MlxEngine:
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
-    def decoding(self) -> MlxDecoding:
-        return MlxDecoding(self.model)
+    def decoding(self, bank: AdapterBank | None = None) -> MlxDecoding:
+        if bank is None:
+            return MlxDecoding(self.model)
+        moves = self._request.resident_layers is not None
+        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+        return MlxDecoding(self.model, BankedModel(self.model, self._paths, self._layers, bank, self._dtype))
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -342,7 +360,7 @@ class MlxEngine:
 
         def delta(module: str) -> np.ndarray:
             layer, number = layer_of(self._layers, module)
-            return np.array(layer.delta(number))
+            return np.array(self._readable(layer).delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
 
@@ -357,15 +375,16 @@ class MlxEngine:
 
     def _add_gradient(
         self, params: mx.array, start: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
-        slopes, loss = self._slopes(params, start, loss, inputs, factor)
-        return grads + self._layout.flat(slopes), loss
+    ) -> tuple[mx.array, mx.array, Arrays]:
+        """Return (gradients, loss, routing) with those of a micro-batch added, with its loss sum multiplied by
+        `factor`."""
+        slopes, loss, routed = self._slopes(params, start, loss, inputs, factor)
+        return grads + self._layout.flat(slopes), loss, routed
 
     def _slopes(
         self, params: mx.array, start: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
-    ) -> tuple[Arrays, mx.array]:
-        """Return the gradients of a micro-batch by name, and the loss with that of the micro-batch added."""
+    ) -> tuple[Arrays, mx.array, Arrays]:
+        """Return the gradients of a micro-batch by name; the loss, and what routers do, with those of it added."""
         self._adapter.start = self._start_layout.named(start)
 
         def scaled_loss(params: Arrays) -> mx.array:
@@ -374,9 +393,13 @@ class MlxEngine:
 
         self._bind_derived(inputs)
         named = self._computing(params)
-        with self._dropout(inputs), self._replaced(inputs):
+        with self._dropout(inputs), self._replaced(inputs), self._watching(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
-        return slopes, loss + added / self._loss_scale
+        return slopes, loss + added / self._loss_scale, self._routing.added(inputs) if self._routing else {}
+
+    def _watching(self, inputs: Arrays) -> AbstractContextManager[None]:
+        """Watch the routers in a micro-batch, if they are to be balanced."""
+        return self._routing.watching(inputs) if self._routing else nullcontext()
 
     def _computing(self, params: mx.array) -> Arrays:
         """Return what the model computes with, by name.
@@ -429,13 +452,22 @@ class MlxEngine:
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         smoothing = self._request.label_smoothing if slopes else 0.0  # an evaluation has none
         if self._kernels.loss is None:
-            logits_BTV = self._apply(self.model, inputs)
-            return loss_sum(logits_BTV, inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
-        body, head = self._kernels.loss
+            return loss_sum(self._logits(inputs), inputs["labels_BT"], inputs.get("weights_BT"), smoothing)
         return cross_entropy.target_loss(
-            self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
+            *self._at_targets(self._kernels.loss, inputs),
             weights_N=inputs.get("weights_N"), smoothing=smoothing, slopes=slopes,
         )  # fmt: skip
+
+    def _at_targets(
+        self, parts: tuple[Callable[..., mx.array], cross_entropy.Head], inputs: Arrays
+    ) -> tuple[mx.array, mx.array, mx.array, cross_entropy.Head]:
+        """Return what the fast loss is computed of: hidden states [B, T, H], targets, labels and the head."""
+        body, head = parts
+        return self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head.at(inputs.get("temperature"))
+
+    def _logits(self, inputs: Arrays) -> mx.array:
+        logits_BTV = self._apply(self.model, inputs)
+        return logits_BTV.astype(mx.float32) / inputs["temperature"] if "temperature" in inputs else logits_BTV
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
@@ -470,6 +502,8 @@ class MlxEngine:
                 weights = weights_BT.reshape(-1, *weights_BT.shape[2:])[inputs["index_N"]]
                 weights[batch.num_targets :] = 0
                 inputs["weights_N"] = weights
+        if batch.temperature != 1:
+            inputs["temperature"] = np.array(batch.temperature, np.float32)
         if dropout and (self._request.adapter.dropout or self._request.adapter.merge_for != "none"):
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         arrays = {name: mx.array(values) for name, values in inputs.items()}
@@ -518,7 +552,13 @@ class MlxEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         layer, number = layer_of(self._layers, path)
-        return np.array(layer.frozen(number))
+        return np.array(self._readable(layer).frozen(number))
+
+    def _readable(self, layer: AdaptedLayer) -> AdaptedLayer:
+        """Return a layer whose frozen weight is in memory until another one's is asked for."""
+        if self._residency is not None:
+            self._residency.bring(layer.base)
+        return layer
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:

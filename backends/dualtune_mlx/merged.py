@@ -18,9 +18,11 @@ from dualtune_mlx.methods import times_weight, weight_of
 
 
 class Merge:
-    """The rounded merge of a layer. Not a Module, so that the model's parameters are only the base's."""
+    """The rounded merge of a layer, or what it is made of where the base moves. Not a Module, so that the model's
+    parameters are only the base's."""
 
     rounded_OI: mx.array
+    factors: tuple[mx.array, mx.array]  # A and B in float32: in a pass those of the compute dtype are bound
 
 
 class MergedLoRALinear(LoRALinear):
@@ -41,7 +43,7 @@ class MergedLoRALinear(LoRALinear):
         seeds = self.shared.dropout_seeds
         if seeds.seeds_BT is None and not seeds.is_evaluated:
             return super().__call__(x_BTI)
-        y_BTO = x_BTI @ self._merge.rounded_OI.T
+        y_BTO = x_BTI @ (self._rounded_now(x_BTI.dtype) if self.moves else self._merge.rounded_OI).T
         if "bias" in self.base:
             y_BTO = y_BTO + cast(mx.array, self.base.bias)
         if not seeds.is_evaluated:
@@ -60,8 +62,22 @@ class MergedLoRALinear(LoRALinear):
         u_BTr = self.scale * (x_BTI @ A_rI.T.astype(x_BTI.dtype))
         return (u_BTr.flatten(0, -2) @ B_Or.T.astype(x_BTI.dtype)).reshape(*x_BTI.shape[:-1], -1)
 
-    def derived(self, dtype: mx.Dtype) -> mx.array:
-        """Return the rounded merge [O, I]."""
+    def derived(self, dtype: mx.Dtype) -> mx.array | None:
+        """Return the rounded merge [O, I]; None where the base moves, which is rounded in each pass."""
+        if not self.moves:
+            return self._rounded(dtype)
+        self._merge.factors = self.weights.lora_A_rI, self.weights.lora_B_Or
+        return None
+
+    def _rounded_now(self, dtype: mx.Dtype) -> mx.array:
+        weights = self.weights
+        bound, (weights.lora_A_rI, weights.lora_B_Or) = (weights.lora_A_rI, weights.lora_B_Or), self._merge.factors
+        try:
+            return mx.stop_gradient(self._rounded(dtype))
+        finally:
+            weights.lora_A_rI, weights.lora_B_Or = bound
+
+    def _rounded(self, dtype: mx.Dtype) -> mx.array:
         return self._round(weight_of(self.base) + self.delta(), mx).astype(dtype)
 
     def bind_derived(self, derived: mx.array) -> None:

@@ -51,6 +51,7 @@ class AdaptedLayer(nn.Module):
     base: nn.Module
     shared: Any  # what it shares with later layers
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
+    moves: bool = False  # whether its frozen weight is there only while it computes, so that nothing as large may stay
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,6 +66,9 @@ class AdaptedLayer(nn.Module):
         """Return the number of frozen weights and their bytes in memory, scales included."""
         parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first
         return math.prod(self.shape), sum(self.base[part].nbytes for part in parts if part in self.base)
+
+    def read_base(self) -> None:
+        """Compute what it keeps of the frozen weight, whose numbers can be read now."""
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
         """Compute with these values of the trainable parameters, by part."""

@@ -55,15 +55,10 @@ def check_streamable(request: LoadRequest, quantization: str, *, is_stored: bool
     problem = f"{KEY}: got {request.resident_layers}, but "
     if request.init == "random":
         raise ConfigError(f"{problem}with model.init: random the weights are in no file to read from. Set {KEY}: all")
-    if request.adapter.reads_base:
+    if request.adapter.trains_model:
         raise ConfigError(
-            f"{problem}adapter.method: {request.adapter.method} needs weights of the base that stay in memory. "
+            f"{problem}adapter.method: full trains the base, and only a frozen one is read from files. "
             f"Set adapter.method: lora, or {KEY}: all"
-        )
-    if request.adapter.keeps_start:
-        raise ConfigError(
-            f"{problem}adapter.init: {request.adapter.init} is made of weights of the base, which are not in memory. "
-            f"Set adapter.init: kaiming, or {KEY}: all"
         )
     if quantization == "none" or is_stored:
         return
@@ -105,6 +100,12 @@ class Residency:
         mx.eval(self._resident[number].arrays)
         if following is not None and self.most > 1:
             self._start(following)
+
+    def bring(self, part: nn.Module) -> None:
+        """Have the layer that has this part in memory, so that its weights can be read."""
+        for number, weights in enumerate(self._weights):
+            if any(weight.module is part for weight in weights):
+                self.use(number)
 
     def _start(self, number: int) -> None:
         """Start to read a layer, unless it is in memory."""

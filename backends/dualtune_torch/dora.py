@@ -15,7 +15,7 @@ from dualtune.model.adapter import AdapterSpec
 from dualtune.model.methods.dora import LEAST_NORM, LEAST_SHARE
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import DropoutSeeds
-from dualtune_torch.weights.frozen import FrozenLinear, weight_of
+from dualtune_torch.weights.frozen import FrozenLinear, shape_of, weight_of
 
 
 class DoRALinear(LoRALinear):
@@ -29,11 +29,14 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         super().__init__(base, module, spec, seeds)
-        weight_OI = weight_of(base, torch.float32)
-        self.register_buffer("squares_O", _norms(weight_OI).square_(), persistent=False)
-        self.lora_m = nn.Parameter(torch.empty_like(self.squares_O))
-        self.register_buffer("norms_O", torch.empty_like(self.squares_O), persistent=False)
+        rows_O = torch.empty(shape_of(base)[0], device=base.weight.device)
+        self.register_buffer("squares_O", rows_O, persistent=False)
+        self.lora_m = nn.Parameter(torch.empty_like(rows_O))
+        self.register_buffer("norms_O", torch.empty_like(rows_O), persistent=False)
         self._is_stale = True
+
+    def read_base(self) -> None:
+        self.squares_O.copy_(_norms(weight_of(self.base, torch.float32)).square_())
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         return self.scaled(super().forward(x_BTI), self.bias)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dualtune.engine.adapter_bank import AdapterBank, check_base_alone
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
@@ -38,6 +39,7 @@ from dualtune.engine.backend import (
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.decoding import GenerationCache, continue_prompt
 from dualtune.engine.documents import branches_of
+from dualtune.engine.routing import document_shares
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.beside import check_resident, sizes_of
 from dualtune.model.config_file import position_table_size, read_config
@@ -52,6 +54,7 @@ from dualtune_torch.beside import TrainedBeside, train_beside
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.documents import SeparateDocuments
+from dualtune_torch.host.adapter_bank import BankedModel
 from dualtune_torch.host.generation import TextContinuation, TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device
@@ -67,7 +70,8 @@ from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_log
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
-from dualtune_torch.sharding import check_whole, is_split, whole
+from dualtune_torch.routing import Routing
+from dualtune_torch.sharding import check_whole, group_of, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 from dualtune_torch.weights.places import expert_places, find_places, write_trained
 
@@ -98,7 +102,7 @@ class TorchEngine:
             masters = DTYPES[request.adapter.master_weights]
             self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters)
         else:
-            self._layers, self._places = _placed_layers(model, request, self._dropout_seeds)
+            self._layers, self._places, self._paths = _placed_layers(model, request, self._dropout_seeds)
             self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
             if request.resident_layers is not None:
                 check_resident(request.adapter.beside)
@@ -108,6 +112,10 @@ class TorchEngine:
             starts = request.adapter.keeps_start
             self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside, starts=starts)
         self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
+        for layer in self._layers.values():
+            layer.moves = self._streamed is not None or is_split(model)
+            with self._reading(layer):
+                layer.read_base()
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))
@@ -122,6 +130,9 @@ class TorchEngine:
         self._frozen_layers = FrozenLayers(model, [*self._layers.values(), *self._beside.modules])
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
+        self._routing: Routing | None = None
+        if (coefficient := request.router_aux_loss_coef) is not None:
+            self._routing = Routing(model, read_config(request.model_dir), coefficient, self._loss_scale)
         if request.kernels == "graph":
             moves_weights = self._streamed is not None or is_split(model)
             check_recordable(self._kernels, request.adapter, model, moves_weights=moves_weights)
@@ -175,13 +186,17 @@ class TorchEngine:
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         if self._graphs is None or batch.hidden_BTD is not None:
-            with self._frozen_layers.replaced(batch.hidden_BTD):
+            with self._frozen_layers.replaced(batch.hidden_BTD), self._watching(batch, divisor):
                 self._micro_step(self._inputs(batch), divisor)
             return
         if batch.parents_BT is not None:
             self._check_sharing()
         arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
         self._graphs.run(arrays, self._recordable_step)
+
+    def _watching(self, batch: Batch, divisor: float) -> AbstractContextManager[None]:
+        """Watch the routers in a micro-batch, if they are to be balanced."""
+        return self._routing.watching(document_shares(batch, divisor)) if self._routing else nullcontext()
 
     def _recordable_step(self, sent: Mapping[str, Tensor]) -> None:
         """Do a micro-step that launches the same for all arrays of these shapes."""
@@ -200,7 +215,7 @@ class TorchEngine:
         self._loss += loss.detach()
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
-        if self._graphs is not None:  # which record a step as a whole
+        if self._graphs is not None or self._routing is not None:  # which need the whole step, or all weights, first
             return weighed_in_two_passes(self, batch, weigh, divisor)
         inputs = self._inputs(batch)
         with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
@@ -235,7 +250,7 @@ class TorchEngine:
         hidden_MD = self._target_states(output, chosen)
         with whole(head):
             logprobs_M = cross_entropy.LinearLogprobs.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, chosen.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, chosen.labels_M, self._scaling(chosen),
                 self._kernels.maybe_compile,
             )  # fmt: skip
         return logprobs_M, may_BT
@@ -265,7 +280,7 @@ class TorchEngine:
         hidden_MD = self._target_states(output, inputs)
         with whole(head):
             found_M = cross_entropy.target_logprobs(
-                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, self._kernels.rows,
             )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
@@ -291,7 +306,7 @@ class TorchEngine:
             hidden_MD, kernels = self._target_states(self._output(inputs), inputs), self._kernels
             with whole(head):
                 weight_VD = weight_of(head, hidden_MD.dtype)
-                return by_rows(function, hidden_MD, weight_VD, head.bias, kernels.cap, kernels.rows)
+                return by_rows(function, hidden_MD, weight_VD, head.bias, self._scaling(inputs), kernels.rows)
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -303,13 +318,13 @@ class TorchEngine:
         assert flat.grad is not None
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
-        add_up([flat.grad, self._loss])
+        add_up([flat.grad, self._loss, *(self._routing.sums() if self._routing else ())])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss = self._loss.clone()
         self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._refresh()
-        return StepOutput(loss, norm)
+        return StepOutput(loss, norm, self._routing.metrics() if self._routing else {})
 
     def set_hyperparameters(self, changes: Settings) -> None:
         spec = replace(self._request.optimizer, changes=changes)
@@ -334,6 +349,8 @@ class TorchEngine:
         assert self._adapter.flat.grad is not None
         self._adapter.flat.grad.zero_()
         self._loss.zero_()
+        if self._routing is not None:
+            self._routing.forget()
         if self._graphs is not None:
             self._graphs.forget()
         forget_outputs(self._layers.values())
@@ -394,9 +411,14 @@ class TorchEngine:
     def _continuation(self) -> TextContinuation:
         return TextContinuation(self.model, self._generating)
 
-    def decoding(self) -> TorchDecoding:
+    def decoding(self, bank: AdapterBank | None = None) -> TorchDecoding:
         self._continuation.check_batchable()
-        return TorchDecoding(self.model, self._generating)
+        return TorchDecoding(self.model, self._generating, None if bank is None else self._banked(bank))
+
+    def _banked(self, bank: AdapterBank) -> BankedModel:
+        moves = self._streamed is not None or is_split(self.model)
+        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+        return BankedModel(self.model, self._paths, self._layers, bank)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -410,7 +432,8 @@ class TorchEngine:
 
         def delta(module: str) -> np.ndarray:
             layer, number = layer_of(self._layers, module)
-            return _numpy(layer.delta(number))
+            with self._reading(layer):
+                return _numpy(layer.delta(number))
 
         write_merged(base, path, self._places, delta, dtype, edits)
 
@@ -473,10 +496,16 @@ class TorchEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         layer, number = layer_of(self._layers, path)
+        with self._reading(layer):
+            return _numpy(layer.frozen(number, torch.float32).float())
+
+    @contextmanager
+    def _reading(self, layer: AdaptedLayer) -> Iterator[None]:
+        """Have the frozen weight of a layer on the device, to read its numbers without calling the layer."""
         if self._streamed:
             self._streamed.bring(layer.base)
-        with self._together(), whole(layer.base):
-            return _numpy(layer.frozen(number, torch.float32).float())
+        with self._together(), whole(group_of(self.model, layer.base)):
+            yield
 
     def _loss_sum(self, inputs: Inputs, smoothing: float = 0.0) -> Tensor:
         """Σ −w·log p(label) over the targets, float32; with `smoothing` as in `losses.loss_sum`."""
@@ -490,7 +519,7 @@ class TorchEngine:
         hidden_MD, rows = self._target_states(output, inputs), self._kernels.rows
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, inputs.weights_M, self._head_gradient, smoothing, *(rows or ()),
             )  # fmt: skip
 
@@ -505,7 +534,11 @@ class TorchEngine:
         return self._run(self.model.base_model, inputs).last_hidden_state
 
     def _logits(self, inputs: Inputs) -> Tensor:
-        return self._run(self.model, inputs).logits
+        logits_BTV = self._run(self.model, inputs).logits
+        return logits_BTV if inputs.temperature is None else logits_BTV.float() / inputs.temperature
+
+    def _scaling(self, inputs: Inputs) -> cross_entropy.Scaling:
+        return cross_entropy.Scaling(self._kernels.cap, inputs.temperature)
 
     def _run(self, model: nn.Module, inputs: Inputs) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""
@@ -532,8 +565,11 @@ def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Map
 
 def _placed_layers(
     model: PreTrainedModel, request: LoadRequest, seeds: DropoutSeeds
-) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace]]:
-    """Wrap the adapted layers, named after the base's files; return them, and their places in the files."""
+) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace], dict[str, str]]:
+    """Wrap the adapted layers, named after the base's files.
+
+    Return them, their places in the files, and the paths of all layers that could be adapted, by name.
+    """
     weights = request.base_weights()
     shapes = {path: shape_of(layer) for path, layer in adaptable_layers(model).items()}
     places = find_places(model, weights, shapes) if weights is not None else {}
@@ -548,7 +584,7 @@ def _placed_layers(
     if weights is not None:
         found = {path for path in layers if path in placed or path in names.values()}
         check_places(layers, found, "transformers")
-    return layers, placed
+    return layers, placed, {names.get(path, path): path for path in shapes}
 
 
 def _labels_at(batch: Batch, is_BT: np.ndarray) -> np.ndarray:
@@ -557,4 +593,5 @@ def _labels_at(batch: Batch, is_BT: np.ndarray) -> np.ndarray:
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    # Copied before NumPy sees it: torch frees no storage that NumPy has seen, and a gathered weight has to be freed.
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualtune.engine.backend import IGNORE_INDEX
 from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
-from dualtune_torch.kernels.attention import capped
+from dualtune_torch.kernels.cross_entropy import Scaling
 
 
 def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
@@ -46,10 +46,10 @@ def by_rows(
     hidden_MD: Tensor,
     head_VD: Tensor,
     bias_V: Tensor | None,
-    cap: float | None,
+    scaling: Scaling,
     own: Rows | None = None,
 ) -> Tensor:
-    """function(capped(hidden · headᵀ + bias)) of float32 logits, [M, …]; the logits of a few rows at a time.
+    """function(scaling of (hidden · headᵀ + bias)) of float32 logits, [M, …]; the logits of a few rows at a time.
 
     `own`: rows of the head that are trained.
     """
@@ -58,7 +58,7 @@ def by_rows(
         logits_RV = F.linear(hidden_RD, head_VD, bias_V)
         if own is not None:
             own.write_logits(logits_RV, hidden_RD, bias_V)
-        found.append(function(capped(logits_RV.float(), cap)))
+        found.append(function(scaling.of(logits_RV)))
     return torch.cat(found)
 
 

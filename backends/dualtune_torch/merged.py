@@ -33,7 +33,8 @@ class MergedLoRALinear(LoRALinear):
         check_plain(module, is_plain=base.weight.is_floating_point())
         super().__init__(base, module, spec, seeds)
         self._round = ROUNDINGS[spec.merge_for]
-        self._merged_OI: Tensor | None = None
+        self._merged_OI: Tensor | None = None  # in one place, which graphs read
+        self._is_rounded = False
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         if self.dropout_seeds.seeds_BT is None and not self.dropout_seeds.is_evaluated:
@@ -54,16 +55,26 @@ class MergedLoRALinear(LoRALinear):
         return self.update(x_BTI)
 
     def merged(self, dtype: torch.dtype) -> Tensor:
-        """Return the rounded merge [O, I]. It is computed once after each change of the adapter."""
-        if self._merged_OI is None:
-            with torch.no_grad():
-                weight_OI = weight_of(self.base, torch.float32).float() + self.delta()
-                self._merged_OI = cast(Tensor, self._round(weight_OI, torch)).to(dtype)
+        """Return the rounded merge [O, I], computed once after each change of the adapter; in each pass if the base
+        moves."""
+        if self._is_rounded and self._merged_OI is not None:
+            return self._merged_OI
+        with torch.no_grad():
+            weight_OI = weight_of(self.base, torch.float32).float() + self.delta()
+            merged_OI = cast(Tensor, self._round(weight_OI, torch)).to(dtype)
+            if self.moves:
+                return merged_OI
+            self._merged_OI = merged_OI if self._merged_OI is None else self._merged_OI.copy_(merged_OI)
+        self._is_rounded = True
         return self._merged_OI
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        super().prepare(dtype)
+        self.merged(dtype)
 
     def refresh(self) -> None:
         super().refresh()
-        self._merged_OI = None
+        self._is_rounded = False
 
 
 class MergedDoRALinear(MergedLoRALinear, DoRALinear):

@@ -36,6 +36,7 @@ class AdaptedLayer(nn.Module):
     grouped: bool = False  # whether `kernels.lora` may compute it
     start: tuple[Tensor, Tensor] | None = None  # A and B of a start that is kept beside what is trained, float32
     count: int | None = None  # how many experts it is a stack of; None: it is one layer
+    moves: bool = False  # whether its frozen weight is there only while it computes, so that nothing as large may stay
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,6 +60,9 @@ class AdaptedLayer(nn.Module):
         """Return A and B, with a start that is kept."""
         A, B = self.trainable()["A"], self.trainable()["B"]
         return (A, B) if self.start is None else (torch.cat([A, self.start[0]], -2), torch.cat([B, self.start[1]], -1))
+
+    def read_base(self) -> None:
+        """Compute what it keeps of the frozen weight, whose numbers can be read now."""
 
     def refresh(self) -> None:
         """Drop what was computed from the trainable parameters: they have changed."""

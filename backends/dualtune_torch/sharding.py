@@ -27,7 +27,6 @@ from dualtune.base.errors import ConfigError, PeerLost
 from dualtune.base.world import wait_limit_s
 from dualtune.engine.backend import EngineDescription, LoadRequest
 from dualtune.model.copies import staged
-from dualtune.model.methods import INITS
 from dualtune_torch.distributed import gone, joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer
@@ -54,13 +53,6 @@ def decide(
         return "none", f"parameters of the base are trained: {beside.keys}"
     if request.sharding == "none":
         return "none", "as configured"
-    adapter = request.adapter
-    if adapter.reads_base or adapter.keeps_start:
-        key, other = ("method", "lora") if adapter.reads_base else ("init", INITS[0])
-        why = f"adapter.{key}: {getattr(adapter, key)} starts from whole weights"
-        if request.sharding == "full":
-            raise ConfigError(f"memory.sharding: got full, but {why}; allowed: auto, none, or adapter.{key}: {other}")
-        return "none", why
     if request.resident_layers is not None:
         if request.sharding == "full":
             raise ConfigError(
@@ -140,6 +132,12 @@ def whole(layer: nn.Module) -> Generator[None]:
         yield
     finally:
         layer.reshard()
+
+
+def group_of(model: PreTrainedModel, part: nn.Module) -> nn.Module:
+    """Return the module that is gathered when this part of a model computes; the part itself if nothing is."""
+    groups = (module for module in model.modules() if isinstance(module, FSDPModule) and module is not model.base_model)
+    return next((group for group in groups if any(module is part for module in group.modules())), part)
 
 
 def is_split(model: PreTrainedModel) -> bool:

@@ -30,6 +30,13 @@ _received: signal.Signals | None = None
 _handling = False
 
 
+class _Polling(threading.local):
+    check: Callable[[], object] | None = None  # what `poll` does in this thread
+
+
+_polling = _Polling()
+
+
 @contextlib.contextmanager
 def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None) -> Generator[None]:
     """Let the signals set the flag. Do nothing inside another such block or outside the main thread.
@@ -127,10 +134,27 @@ def requested() -> bool:
     return _received is not None
 
 
+@contextlib.contextmanager
+def polled_by(check: Callable[[], object]) -> Generator[None]:
+    """Let `poll` call this in the block, in this thread: processes that stop together must ask each other first."""
+    _polling.check = check
+    try:
+        yield
+    finally:
+        _polling.check = None
+
+
 def poll() -> None:
     """Raise Preempted if a signal has asked to stop."""
-    if _received is not None:
-        raise Preempted(f"Stopped by {_received.name}")
+    if _polling.check is not None:
+        _polling.check()
+    elif (stop := stopped()) is not None:
+        raise stop
+
+
+def stopped() -> Preempted | None:
+    """Return the error of a signal that has asked to stop."""
+    return None if _received is None else Preempted(f"Stopped by {_received.name}")
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

@@ -167,7 +167,7 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPla
     ConfigError for a machine whose limits are not known, EnvironmentFault where there is no formula.
     """
     from dualtune.doctor.bench.measure import limits_here
-    from dualtune.doctor.check_config import plan_config
+    from dualtune.doctor.check_config import plan_config, teacher_of
     from dualtune.doctor.check_config_data import look_at_data, typical_step
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect
@@ -181,7 +181,8 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryPla
     limits = limits or limits_here(choice, machine, memory.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    time = predict(memory.decoder, memory.ask, typical_step(settings, look_at_data(settings)), limits)
+    documents = typical_step(settings, look_at_data(settings))
+    time = predict(memory.decoder, memory.ask, documents, limits, teacher_of(settings, memory))
     return memory, time, limits
 
 

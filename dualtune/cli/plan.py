@@ -44,13 +44,13 @@ def command(
     If the run does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
     from dualtune.doctor.bench.measure import limits_here
-    from dualtune.doctor.check_config import plan_config
+    from dualtune.doctor.check_config import plan_config, teacher_of
     from dualtune.doctor.check_config_data import look_at_data, steps_of_run, typical_step, with_lengths_of
     from dualtune.engine.choose import choose
     from dualtune.engine.detect import detect, load_average
     from dualtune.engine.machines import named, published
     from dualtune.engine.step_time import predict
-    from dualtune.train.sampling_cost import sampling_cost
+    from dualtune.train.sampling_cost import samples_of, sampling_cost
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
@@ -69,11 +69,11 @@ def command(
         time: StepTime | str = UNKNOWN_RATE
         if limits is not None:
             try:
-                time = predict(plan.decoder, plan.ask, documents, limits)
+                time = predict(plan.decoder, plan.ask, documents, limits, teacher_of(settings, plan))
             except EnvironmentFault as error:
                 time = str(error)
     num_steps = steps_of_run(settings, samples)
-    cost = sampling_cost(settings, plan, len(documents.lengths), limits)
+    cost = sampling_cost(settings, plan, len(documents.lengths) // max(1, samples_of(settings)), limits)
     if as_json:
         say_json({**_as_json(plan, limits, time, num_steps, load), "samples": cost and asdict(cost)})
     else:

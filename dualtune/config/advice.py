@@ -114,6 +114,7 @@ FOREIGN_KEYS = {
         "train.optimizer": "optim optimizers",
         "train.lora_plus_ratio": "lora_plus loraplus_lr_ratio loraplus_ratio",
         "train.label_smoothing": "label_smoothing_factor",
+        "train.router_aux_loss_coef": "aux_loss_coef moe_aux_loss_coef",
         "train.weight_decay": "wd",
         "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clipping max_norm",
         "train.objective": "dpo kto orpo pref_loss rl rl_type simpo train_mode",

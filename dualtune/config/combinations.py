@@ -170,6 +170,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     yield from engine_conflicts(config)
     yield from _impossible_rates(config)
     yield from _impossible_smoothing(config)
+    yield from _impossible_balance(config)
     if train.policy != "auto" and config.hybrid.enabled:
         rule = "but hybrid.enabled chooses that of predictive training; allowed: auto, or hybrid.enabled: false"
         yield ("train", "policy"), ("hybrid", "enabled"), f"got {train.policy}, {rule}"
@@ -199,6 +200,25 @@ def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
     if config.hybrid.enabled:
         rule = "but predictive training compares the losses of training and evaluation; allowed: 0"
         yield smoothing, ("hybrid", "enabled"), f"got {got:g}, {rule}"
+
+
+def _impossible_balance(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what has no documents whose experts could be balanced, or does not compute all layers in one pass."""
+    key: KeyPath = ("train", "router_aux_loss_coef")
+    if (coefficient := config.train.router_aux_loss_coef) is None:
+        return
+    got = f"got {coefficient:g}"
+    if (name := config.train.objective) != "sft":
+        yield key, ("train", "objective"), f"{got}, but only sft has this loss, not {name}; allowed: null"
+    if config.train.activation_cache != "none":
+        rule = "but train.activation_cache skips the layers below the adapter, whose routers count too; allowed: null"
+        yield key, ("train", "activation_cache"), f"{got}, {rule}"
+    if config.model.kernels == "graph":
+        rule = "but a step that is recorded as a whole watches no routers; allowed: null, or model.kernels: auto"
+        yield key, ("model", "kernels"), f"{got}, {rule}"
+    if config.memory.resident_layers != "all":
+        rule = "but routers of layers that are streamed are not watched; allowed: null, or memory.resident_layers: all"
+        yield key, ("memory", "resident_layers"), f"{got}, {rule}"
 
 
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -260,9 +280,12 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
     if name == ON_POLICY and distill.sft_weight:
         rule = "but the model's own samples are no answers to learn; allowed: 0"
         yield ("distill", "sft_weight"), objective, f"got {distill.sft_weight:g}, {rule}"
-    is_estimate = name == ON_POLICY and config.divergence == "reverse_kl" and distill.temperature == 1
-    if distill.top_k == 0 and not is_estimate:
-        rule = f"but the sampled token alone estimates reverse_kl of {ON_POLICY} alone, at temperature 1; allowed: >= 1"
+    is_plain = distill.temperature == config.rollouts.temperature == 1
+    if distill.top_k == 0 and not (name == ON_POLICY and config.divergence == "reverse_kl" and is_plain):
+        rule = (
+            f"but the sampled token alone estimates reverse_kl of {ON_POLICY} alone, with distill.temperature and "
+            "rollouts.temperature 1; allowed: >= 1"
+        )
         yield ("distill", "top_k"), ("distill", "divergence"), f"got 0, {rule}"
     if distill.teacher is not None or name == ON_POLICY:
         yield from _impossible_teacher(config)
@@ -364,17 +387,12 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what does not go with training on the merge as a format rounds it."""
     merge_for: KeyPath = ("adapter", "merge_for")
-    adapter, memory, got = config.adapter, config.memory, f"got {config.adapter.merge_for}"
+    adapter, got = config.adapter, f"got {config.adapter.merge_for}"
     if adapter.experts:
         yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
     if config.model.quantization not in ("auto", "none"):
         rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
         yield merge_for, ("model", "quantization"), f"{got}, {rule}"
-    if config.model.kernels == "graph":
-        yield merge_for, ("model", "kernels"), f"{got}, but a recorded step cannot round a merge; allowed: auto"
-    if memory.resident_layers != "all":
-        rule = "but layers that are streamed keep no merge; allowed: all"
-        yield merge_for, ("memory", "resident_layers"), f"{got}, {rule}"
 
 
 def _impossible_masters(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

@@ -177,6 +177,9 @@ class TrainConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
     evaluations have none."""
+    router_aux_loss_coef: NotNegative | None = None
+    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training with
+    train.objective: sft; with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (
@@ -290,7 +293,7 @@ class RolloutsConfig(Section):
     max_tokens: Count = 256
     """The maximum number of tokens per answer."""
     temperature: Positive = 1.0
-    """The temperature of the sampling; training computes log-probabilities at 1."""
+    """The temperature at which answers are drawn, and at which an objective with rewards trains the model."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most probable tokens whose probabilities add up to this; 1 is all tokens."""
     stop: StopTexts = ()

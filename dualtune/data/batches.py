@@ -309,9 +309,14 @@ class Ahead(Generic[Result]):
 
 
 def step_documents(
-    lengths: np.ndarray, layout: SequenceLayout, source: str, target_share: float = 1.0
-) -> StepDocuments:
-    """Lay the documents of a step out as training does, to predict its time. `source`: where the lengths come from."""
-    groups = plan(RowSizes(lengths), range(len(lengths)), layout)
-    rows = tuple(tuple(tuple(int(lengths[i]) for i in row) for row in group) for group in groups)
-    return StepDocuments(lengths, rows, target_share, source)
+    lengths: np.ndarray, layout: SequenceLayout, source: str, target_share: float = 1.0,
+    shared: np.ndarray | None = None,
+) -> StepDocuments:  # fmt: skip
+    """Lay the documents of a step out as training does, to predict its time.
+
+    `source`: where the lengths come from. `shared`: of `RowSizes`.
+    """
+    sizes = RowSizes(lengths, shared)
+    groups = plan(sizes, range(len(lengths)), layout)
+    rows = tuple(tuple(tuple(sizes.added(row)) for row in group) for group in groups)
+    return StepDocuments(lengths, rows, target_share, source, shared)

@@ -15,6 +15,7 @@ from dualtune.config import Config, load_config
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import far_rate, usual_rate
 from dualtune.config.schema import AdapterConfig
+from dualtune.config.values import BASE_TEACHER, SELF_TEACHER
 from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
@@ -23,6 +24,7 @@ from dualtune.doctor.check_config_model import (
     find_model,
     length_row,
     load_tokenizer,
+    router_rows,
     shape_of,
     stop_rows,
     targets_rows,
@@ -36,16 +38,17 @@ from dualtune.engine.detect import detect
 from dualtune.engine.machine import Machine, budget, within
 from dualtune.engine.machines import MachineLimits, named, published
 from dualtune.engine.memory.counted import Shape
-from dualtune.engine.memory.estimate import num_beside, num_trained
+from dualtune.engine.memory.estimate import Ask, ask_of, num_beside, num_trained
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
+from dualtune.train.memory import as_teacher
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
-from dualtune.train.sampling_cost import sampling_cost
+from dualtune.train.sampling_cost import samples_of, sampling_cost
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 
@@ -152,6 +155,7 @@ def check_config(
     # The memory estimate checks the targets itself; without a shape the names in the files are all there is.
     decoder, reason = shape_of(model, config.model.name, choice.backend) if choice else (None, "")
     report.checks += activation_cache_rows(config, decoder)
+    report.checks += router_rows(config, model)
     if decoder is None:
         report.checks += targets_rows(config, model)
     # Of a config that the backend refuses, no number would be true.
@@ -167,8 +171,10 @@ def check_config(
         if report.memory is not None:
             limits = published(machine)
             documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
-            report.checks.append(_time_row(report.memory, documents, num_steps, limits))
-            if (cost := sampling_cost(config, report.memory, len(documents.lengths), limits)) is not None:
+            teacher = teacher_of(config, report.memory)
+            report.checks.append(_time_row(report.memory, documents, num_steps, limits, teacher))
+            prompts = len(documents.lengths) // max(1, samples_of(config))
+            if (cost := sampling_cost(config, report.memory, prompts, limits)) is not None:
                 report.checks.append(Check("samples", "ok" if cost.fits else "advice", str(cost)))
     # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
@@ -286,11 +292,32 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
 # --- memory and disk -------------------------------------------------------------------------------------------------
 
 
-def _time_row(plan: MemoryPlan, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None) -> Check:
+def teacher_of(config: Config, plan: MemoryPlan) -> tuple[Shape, Ask] | None:
+    """Return the shape of a teacher that answers on the run's device, as it is loaded; None without one.
+
+    And for a model whose shape is not known here.
+    """
+    settings, ask = config.distill, plan.ask
+    if settings.teacher is None or settings.is_served:
+        return None
+    if settings.teacher in (BASE_TEACHER, SELF_TEACHER):
+        return plan.decoder, replace(ask, compares=False, kernels="auto")
+    loaded = as_teacher(config)
+    decoder, _ = shape_of(find_model(loaded)[0], loaded.model.name, ask.backend)
+    try:
+        return None if decoder is None else (decoder, ask_of(loaded, decoder, ask.backend, ask.device))
+    except ConfigError:
+        return None
+
+
+def _time_row(
+    plan: MemoryPlan, documents: StepDocuments, num_steps: int | None, limits: MachineLimits | None,
+    teacher: tuple[Shape, Ask] | None,
+) -> Check:  # fmt: skip
     if limits is None:
         return Check("time", "skipped", "no limits are known for this machine; dualtune bench measures a step")
     try:
-        time = predict(plan.decoder, plan.ask, documents, limits)
+        time = predict(plan.decoder, plan.ask, documents, limits, teacher)
         return Check("time", "ok", f"{time.of_run(num_steps)}; {time.describe()}")
     except EnvironmentFault as error:
         return Check("time", "skipped", str(error))

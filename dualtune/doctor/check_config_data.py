@@ -23,12 +23,14 @@ from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_o
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of
 from dualtune.data.sources.rows import BadRow, RawRow, Tie
+from dualtune.data.tokens.store import common_beginning
 from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.check_config_model import failure, find_model, load_tokenizer
 from dualtune.engine.step_time import StepDocuments
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import largest_micro_batch, with_real_lengths
+from dualtune.train.sampling_cost import samples_of
 
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
@@ -45,6 +47,7 @@ class SourceSample:
     weight: float
     num_rows: int | None = None  # two for a pair from which kto learns; None: not counted
     lengths: tuple[int, ...] = ()  # tokens of its first documents
+    shared: tuple[int, ...] = ()  # of each, how many tokens the first answer of its row begins with, too
     targets: int = 0  # in these
     longest: int | None = None  # tokens of its longest document; None: not known
     answers: int = 1  # documents of a row: 2 if answers are compared
@@ -107,7 +110,12 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     targets = sum(int(mask[1:].sum()) for _, mask in documents)
     answers = max((row.answers for row in tokenized), default=1)
     num_units = num_rows and num_rows * len(first) // max(1, num_first)
-    sample = SourceSample(source.weight, num_units, tuple(len(ids) for ids, _ in documents), targets, longest, answers)
+    lengths = tuple(len(ids) for ids, _ in documents)
+    shared = tuple(
+        common_beginning(row.documents[0], other) if i and row.answers > 1 else 0
+        for row in tokenized for i, other in enumerate(row.documents)
+    )  # fmt: skip
+    sample = SourceSample(source.weight, num_units, lengths, shared, targets, longest, answers)
     # One bad row ends a run, unless the config says otherwise; only good rows have tokens to speak of.
     if bad and config.data.on_bad_row == "error":
         text = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {num_first} rows" if len(bad) > 1 else "")
@@ -241,22 +249,42 @@ def typical_step(config: Config, samples: list[SourceSample]) -> StepDocuments:
     """Return the documents of a step of usual size, as if all rows were like the first ones; else the longest allowed.
 
     It stands for every step of the run, so it is the one, of the first steps, whose tokens are nearest to their mean.
+    Samples that it draws are as long as they may be.
     """
     order, lengths = _estimated(config, samples)
-    layout, longest = layout_of(config), config.data.max_length
+    longest = config.data.max_length
     samples = [sample for sample in samples if not sample.is_evaluated]
     num_known = sum(len(sample.lengths) for sample in samples)
     if order is None or not num_known:
         tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
         number = (config.train.documents_per_step or 0) * answers_in(samples) or max(1, tokens // longest)
         source = f"data.max_length, {longest} tokens for every document, because the data are not known"
-        return step_documents(np.full(number, longest), layout, source)
+        return _laid_out(config, np.full(number, longest), None, source, 0.0 if samples_of(config) else 1.0)
     steps = [order.step(index).documents for index in range(min(order.num_steps, SEEN_STEPS))]
     tokens = np.array([lengths[ids].sum() for ids in steps])
     ids = steps[int(np.argmin(abs(tokens - tokens.mean())))]
     all_targets = sum(length - 1 for sample in samples for length in sample.lengths)
     share = sum(sample.targets for sample in samples) / max(1, all_targets)
-    return step_documents(lengths[ids], layout, f"the first {_counted(num_known, 'document')} of the data", share)
+    shared = np.resize([number for sample in samples for number in sample.shared] or [0], len(lengths))
+    source = f"the first {_counted(num_known, 'document')} of the data"
+    return _laid_out(config, lengths[ids], shared[ids] if shared.any() else None, source, share)
+
+
+def _laid_out(
+    config: Config, lengths: np.ndarray, shared: np.ndarray | None, source: str, share: float
+) -> StepDocuments:
+    """Return these documents of a step, or its samples of their prompts. `share`: of their tokens, that are targets."""
+    if samples := samples_of(config):
+        prompts = np.maximum(np.round(lengths - share * (lengths - 1)), 1).astype(np.int64)
+        longest = prompts + config.rollouts.max_tokens
+        if config.rollouts.environment is not None:  # a conversation goes on up to that length
+            longest = np.maximum(prompts + 1, config.data.max_length)
+        lengths, share = np.repeat(longest, samples), float((longest - prompts).sum() / (longest - 1).sum())
+        # The last token of a prompt is computed for each of its samples: it predicts another one in each.
+        shared = np.where(np.arange(len(lengths)) % samples, np.repeat(prompts - 1, samples), 0)
+    if not config.data.packing or config.model.kernels not in ("auto", "fused"):
+        shared = None
+    return step_documents(lengths, layout_of(config), source, share, shared)
 
 
 def steps_of_run(config: Config, samples: list[SourceSample]) -> int | None:

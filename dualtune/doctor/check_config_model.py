@@ -19,6 +19,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.storage import local_model, missing_files
 from dualtune.engine.memory.counted import Shape, shape_from
 from dualtune.engine.memory.shapes import UnknownShape, published
+from dualtune.engine.routing import experts_of_token
 from dualtune.model.base_model import is_here, resolve_model
 from dualtune.model.config_file import ignored_code, longest_text, position_table_size, read_config
 from dualtune.model.embeddings import untied_head, untrained_rows
@@ -189,6 +190,17 @@ def activation_cache_rows(config: Config, decoder: Shape | None) -> list[Check]:
         return [failure(name, error)]
     text = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
     return [Check(name, "ok", text)]
+
+
+def router_rows(config: Config, model: BaseModel) -> list[Check]:
+    """Say whether train.router_aux_loss_coef has routers to balance; no row where it is not asked for."""
+    if (coefficient := config.train.router_aux_loss_coef) is None or model.config is None:
+        return []
+    try:
+        each = experts_of_token(model.config, coefficient)
+    except DualtuneError as error:
+        return [failure("routers", error)]
+    return [Check("routers", "ok", f"a token goes to {each} experts; train.router_aux_loss_coef is {coefficient:g}")]
 
 
 def targets_rows(config: Config, model: BaseModel) -> list[Check]:

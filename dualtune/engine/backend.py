@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
 from dualtune.base.world import World
+from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
 from dualtune.engine.decoding import Decoding, GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors
@@ -75,6 +76,8 @@ class Batch:
     documents: tuple[tuple[int, ...], ...] = ()
     # int32, the segment of the token's parent, which has no parent itself; 0: it has none. None: no document has one.
     parents_BT: np.ndarray | None = None
+    # Every log p of these tokens, and so their loss, is that of softmax(logits / temperature).
+    temperature: float = 1.0
 
     @property
     def is_target_BT(self) -> np.ndarray:
@@ -156,6 +159,7 @@ class StepOutput:
 
     loss: SupportsFloat  # Σ −w·log p of the step, divided by the `divisor` passed to `forward_backward`
     grad_norm: SupportsFloat  # global L2 norm before clipping
+    metrics: Mapping[str, SupportsFloat] = field(default_factory=lambda: {})  # others, for the row of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,7 @@ CONFIG_KEYS = {
     "dtype": "model.dtype", "quantization": "model.quantization", "init": "model.init", "kernels": "model.kernels",
     "seed": "run.seed", "deterministic": "run.deterministic", "sharding": "memory.sharding",
     "resident_layers": "memory.resident_layers_or_none", "memory_limit_bytes": "memory.limit_bytes",
-    "label_smoothing": "train.label_smoothing",
+    "label_smoothing": "train.label_smoothing", "router_aux_loss_coef": "train.router_aux_loss_coef",
 }  # fmt: skip
 
 
@@ -259,6 +263,7 @@ class LoadRequest:
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     label_smoothing: float = 0.0  # in training, the share of −log p averaged over the vocabulary in a target's loss
+    router_aux_loss_coef: float | None = None  # of the loss of `dualtune.engine.routing`; None: routers are not watched
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
     shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own
@@ -436,8 +441,13 @@ class Engine(Protocol):
         """
         ...
 
-    def decoding(self) -> Decoding:
-        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text."""
+    def decoding(self, bank: AdapterBank | None = None) -> Decoding:
+        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text.
+
+        With a bank each row computes with one of its adapters, or with none, and the present one takes no part.
+        CannotBatch if they do not fit the model, or if this engine cannot leave its own out. The bank's numbers are on
+        the device from the first row on, as long as the Decoding is referred to.
+        """
         ...
 
     def save_merged(self, path: Path) -> None:

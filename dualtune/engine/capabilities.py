@@ -35,6 +35,7 @@ BACKEND_KEYS = (
     "train.embedding_learning_rate",
     "train.lora_plus_ratio",
     "train.label_smoothing",
+    "train.router_aux_loss_coef",
     "train.activation_cache",
     "memory.checkpointing",
     "memory.offload",
@@ -47,7 +48,7 @@ BACKEND_KEYS = (
 # The value that is no number.
 WITH_NUMBERS = {
     "memory.resident_layers": "all", "train.lora_plus_ratio": None, "train.embedding_learning_rate": None,
-    "train.label_smoothing": 0.0,
+    "train.label_smoothing": 0.0, "train.router_aux_loss_coef": None,
 }  # fmt: skip
 WITH_NAMES = ("adapter.train_modules", "adapter.train_rows")  # whose default is none
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.

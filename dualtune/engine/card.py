@@ -95,6 +95,7 @@ BY_BOTH: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),
         "train.label_smoothing": (0.0, NUMBER),
+        "train.router_aux_loss_coef": (None, NUMBER),
         "train.embedding_learning_rate": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "memory.checkpointing": ("auto", "none", "adapter_inputs", "full", LAYERS),

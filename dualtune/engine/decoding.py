@@ -88,6 +88,13 @@ class LikelyRow:
     log_sum: float  # log Σ exp(logit) over the vocabulary: log p = logit - log_sum
     tempered_sum: float  # log Σ exp((logit - largest logit) / temperature)
 
+    def logprobs(self, logits: np.ndarray, temperature: float | None = None) -> np.ndarray:
+        """Return log p of tokens with these logits, float64; with the row's temperature, of what it draws from."""
+        logits = logits.astype(np.float64)
+        if temperature is None:
+            return logits - self.log_sum
+        return (logits - float(self.logits_K[0])) / temperature - self.tempered_sum
+
 
 def likely_rows(
     tokens_BK: np.ndarray, logits_BK: np.ndarray, log_sums_B: np.ndarray, tempered_sums_B: np.ndarray
@@ -125,11 +132,15 @@ class Decoding(Protocol):
     After an error of any method the rows are lost, and another Decoding begins with the same texts.
     """
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NextLogits:
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> NextLogits:  # fmt: skip
         """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
 
         `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
-        default each text is a row.
+        default each text is a row. `adapters`: where there is a bank, the number of each text's adapter in it, or
+        NO_ADAPTER, which is the default.
         """
         ...
 

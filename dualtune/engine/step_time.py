@@ -47,11 +47,19 @@ class StepDocuments:
     rows: tuple[tuple[tuple[int, ...], ...], ...]  # micro-batch -> row -> lengths of its documents in tokens
     target_share: float  # how many of the tokens are targets
     source: str  # where the lengths come from
+    # Tokens at the beginning of each document that are computed with another one, int [documents]; None: of none. Rows
+    # have what is computed.
+    shared: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
-        """Tokens of documents, without padding."""
+        """Tokens of documents, without padding; those that documents share count for each."""
         return int(self.lengths.sum())
+
+    @cached_property
+    def computed(self) -> np.ndarray:
+        """The tokens of each document that are computed for it, int [documents]."""
+        return self.lengths if self.shared is None else self.lengths - self.shared
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -66,14 +74,14 @@ class StepDocuments:
     @property
     def targets(self) -> tuple[int, ...]:
         """The targets of each micro-batch: the first token of a document is none."""
-        return tuple(
-            round(self.target_share * sum(length - 1 for row in group for length in row)) for group in self.rows
-        )
+        share = self.target_share * float((self.lengths - 1).sum() / max(1, (self.computed - 1).sum()))
+        return tuple(round(share * sum(length - 1 for row in group for length in row)) for group in self.rows)
 
     @property
     def seen(self) -> int:
         """The number of pairs of a token and one that it sees, itself included."""
-        return int((self.lengths * (self.lengths + 1) // 2).sum())
+        seen = self.lengths * (self.lengths + 1) // 2
+        return int((seen if self.shared is None else seen - self.shared * (self.shared + 1) // 2).sum())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,9 +100,10 @@ ROTARY, ACTIVATION, DROPOUT, UNPACKING, SCALING = "rotary", "activation", "dropo
 HEAD, OPTIMIZER, REST = "head and loss", "optimizer", "rest"
 RECOMPUTATION, TRANSFERS = "recomputation", "transfers"
 ANSWERS = "answers"  # the forward pass before a step that compares answers
+TEACHER = "teacher"  # the forward pass of one that answers while the run trains
 IN_LAYERS = (BASE, LORA, ATTENTION, NORMS, ROTARY, ACTIVATION, DROPOUT, UNPACKING, SCALING)
 RECOMPUTED_INPUTS = (NORMS, DROPOUT)  # what memory.checkpointing: adapter_inputs computes again
-PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS, ANSWERS)
+PARTS = (*IN_LAYERS, HEAD, OPTIMIZER, REST, RECOMPUTATION, TRANSFERS, ANSWERS, TEACHER)
 
 NF4_BYTES = 4.127 / 8  # of a weight, with its share of the scales: Dettmers et al., QLoRA, arXiv 2305.14314, section 3
 GRADIENT_AND_WEIGHT = 5  # passes of an update over them: norm, clipping (2), update (2, and the gradient is zeroed)
@@ -135,10 +144,13 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
     ]  # fmt: skip
     pieces += [*_recomputed(step, pieces), *_transfers(step)]
     if ask.compares:
-        pieces += [
-            piece.times(1.0, ANSWERS) for piece in pieces if not piece.is_backward and piece.part in (*IN_LAYERS, HEAD)
-        ]
+        pieces += _forward_of(pieces, ANSWERS)
     return _recorded(pieces, step.micro_batches) if ask.kernels == "graph" else pieces
+
+
+def _forward_of(pieces: list[Piece], part: str) -> list[Piece]:
+    """Return the forward pass of a step, as a part of its own."""
+    return [piece.times(1.0, part) for piece in pieces if not piece.is_backward and piece.part in (*IN_LAYERS, HEAD)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +209,12 @@ def units(step: _Step) -> Counts:
     # (queries, keys) of each block of equal size: the keys after a block are skipped. FlashAttention skips more.
     by_row, at_most = step.costs.attention == "rows", step.costs.attention_block
     rows = [width for width, group in zip(step.documents.widths, step.documents.rows, strict=True) for _ in group]
-    lengths = rows if by_row else step.documents.lengths.tolist()
-    sizes = [(length, -(-length // -(-length // at_most))) for length in lengths]
+    lengths = rows if by_row else step.documents.computed.tolist()
+    before = [0] * len(lengths) if by_row or step.documents.shared is None else step.documents.shared.tolist()
+    sizes = [(length, -(-length // -(-length // at_most)), seen) for length, seen in zip(lengths, before, strict=True)]
     blocks = [
-        (min(size, length - start), min(start + size, length))
-        for length, size in sizes
+        (min(size, length - start), seen + min(start + size, length))
+        for length, size, seen in sizes
         for start in range(0, length, size)
     ]
     pairs = step.documents.seen if step.costs.attention == "flash" else sum(q * k for q, k in blocks)
@@ -484,8 +497,13 @@ class StepTime:
         return {"what": SAID, **{name: getattr(self, name) for name in derived}, **own}
 
 
-def predict(decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineLimits) -> StepTime:
-    """Predict a step. EnvironmentFault if the backend does not say what its step takes, or for the plain kernels."""
+def predict(
+    decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineLimits, teacher: tuple[Shape, Ask] | None = None
+) -> StepTime:
+    """Predict a step. EnvironmentFault if the backend does not say what its step takes, or for the plain kernels.
+
+    `teacher`: of a model on the same device that says something of each token, as it is loaded.
+    """
     costs = card_of(ask.backend).costs.get(ask.device)
     if costs is None:
         raise EnvironmentFault(f"the backend '{ask.backend}' does not say what its step takes on {ask.device}")
@@ -504,6 +522,9 @@ def predict(decoder: Shape, ask: Ask, documents: StepDocuments, limits: MachineL
         known = ", ".join(limits.product_flops)
         raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {known}")
     pieces = pieces_of(decoder, ask, costs, documents)
+    if teacher is not None and isinstance(teacher[0], Decoder):
+        of_teacher = pieces_of(teacher[0], teacher[1], costs, documents)
+        pieces += [replace(piece, dtype=teacher[1].dtype) for piece in _forward_of(of_teacher, TEACHER)]
     parts = [_part(name, [piece for piece in pieces if piece.part == name], ask.dtype, limits) for name in PARTS]
     launches, waits = sum(piece.launches for piece in pieces), (costs.waits + ask.compares) * len(documents.rows)
     peak_flops = limits.product_flops[ask.dtype]
@@ -571,5 +592,6 @@ def _side_share(side: float, shares: Mapping[int, float]) -> float:
 
 def _model_flops(decoder: Shape, ask: Ask, documents: StepDocuments) -> float:
     """Operations that the model requires, without recomputation. A token sees half of a document of `length`."""
-    length = 2 * documents.seen / documents.tokens - 1
-    return documents.tokens * flops_per_token(decoder, replace(ask, max_length=round(length)))
+    tokens = int(documents.computed.sum())
+    length = 2 * documents.seen / tokens - 1
+    return tokens * flops_per_token(decoder, replace(ask, max_length=round(length)))

@@ -166,11 +166,6 @@ class AdapterSpec:
         return METHODS[self.method]
 
     @property
-    def reads_base(self) -> bool:
-        """Whether layers compute with the numbers of the base's weights themselves: see `Method`."""
-        return self.trains_model or self.method_spec.reads_base or self.merge_for != "none"
-
-    @property
     def layer(self) -> str:
         """The name of the module of a backend that has the adapted layer."""
         return self.method if self.merge_for == "none" else "merged"

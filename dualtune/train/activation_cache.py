@@ -201,12 +201,13 @@ def _computed(engine: Engine, documents: Documents) -> Iterator[tuple[int, np.nd
             yield document, states_BTD[b, : documents.lengths[document]]
 
 
-def each_alone(documents: Documents) -> Iterator[Batch]:
+def each_alone(documents: Documents, ids: Iterable[int] | None = None) -> Iterator[Batch]:
     """Yield the micro-batches in which what is cached is computed: each document is alone in its row.
 
-    Answers that share a beginning have a row for themselves.
+    Answers that share a beginning have a row for themselves. `ids`: only of these documents.
     """
-    for rows in plan(sizes_of(documents), range(len(documents)), SequenceLayout(TOKENS_AT_ONCE)):
+    ids = range(len(documents)) if ids is None else ids
+    for rows in plan(sizes_of(documents), ids, SequenceLayout(TOKENS_AT_ONCE)):
         interrupt.poll()
         yield make_batch(documents, rows, seed=0, step=0)
 

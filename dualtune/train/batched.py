@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from dualtune.base import interrupt
+from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank
 from dualtune.engine.backend import NOISE, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
@@ -25,7 +27,7 @@ from dualtune.train.token_logprobs import TokenLogprobs, TopTokens, token_logpro
 MOST_ROWS = 64
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
 TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
-_checked: WeakSet[Engine] = WeakSet()
+_checked: WeakKeyDictionary[Engine, set[frozenset[str]]] = WeakKeyDictionary()  # and the layers of which banks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class PromptedRow:
     has_ended: bool = False
     is_whole: bool = False  # the model ended it
     sample: int = 0  # of those of the prompt
+    adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
 
     @property
     def is_greedy(self) -> bool:
@@ -120,11 +123,16 @@ class Completion:
     prompt: int  # its index
     number: int  # of the samples of the prompt
     tokens: np.ndarray  # int32 [T], with the stop token if one has ended it
-    logprobs: np.ndarray  # float32 [T]: log p of the model for each, whatever was left out at whatever temperature
+    logprobs: np.ndarray  # float32 [T]: log p of each, whatever was left out; `Sampling` says at which temperature
     text: str  # of the tokens, but for what ends a turn
     is_whole: bool  # the model ended it; otherwise the limit of tokens did
     top: TopTokens | None = None  # in the place of each token, if they were asked for
     of_prompt: TokenLogprobs | None = None  # the same of the prompt's tokens, if it was asked for
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Completion:
+        """Return that of another process, from its fields."""
+        return cls(**record)
 
 
 def sample_all(
@@ -242,20 +250,25 @@ def _continued(
 
 def ended_rows(
     engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
-    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object], bank: AdapterBank | None = None,
 ) -> Iterator[PromptedRow]:  # fmt: skip
-    """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
+    """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device.
+
+    With a bank each row has its own adapter. CannotBatch, before the first row, if the engine cannot do that.
+    """
     yield from (row for row in rows if row.has_ended)
     rows = [row for row in rows if not row.has_ended]
     if not rows:
         return
     try:
-        check_decoding(engine, [row.prompt for row in rows[:2]])
+        check_decoding(engine, [row.prompt for row in rows[:2]], bank)
     except CannotBatch as reason:
+        if bank is not None:
+            raise
         if len(rows) > 1:
             tell(f"answers one by one: {reason}")
     else:
-        yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
+        yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell, bank)
         return
     for row in rows:
         for token in engine.generate(row.prompt, choose=row.choose):
@@ -268,13 +281,13 @@ def ended_rows(
 
 def _together(
     engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
-    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object], bank: AdapterBank | None,
 ) -> Iterator[PromptedRow]:  # fmt: skip
     """Yield the rows that have ended, after each token.
 
     Rows that enter get their first token while the others wait. A row can enter again, with the tokens that it has.
     """
-    decoding, waiting = engine.decoding(), deque(rows)
+    decoding, waiting = _decoding(engine, bank), deque(rows)
     active: list[PromptedRow] = []
     while waiting or active:
         interrupt.poll()
@@ -294,7 +307,7 @@ def _together(
             del decoding
             active = []
             engine.discard()
-            decoding = engine.decoding()
+            decoding = _decoding(engine, bank)
             continue
         # Rows that have ended leave the cache before the caller, who may take long, gets them.
         for row, token in zip(entering or active, chosen, strict=True):
@@ -318,7 +331,7 @@ def _step(
 ) -> list[int | None]:
     """Return the next token of each row that enters, or of each active one if none does; None where the row ends."""
     if entering:
-        logits = _enter(decoding, [np.array([*row.prompt, *row.tokens], np.int32) for row in entering])
+        logits = _enter(decoding, entering)
     else:
         logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
     if stop_ids is None:
@@ -328,37 +341,70 @@ def _step(
     return [None if token in stop_ids else token for token in tokens_B.tolist()]
 
 
-def _enter(decoding: Decoding, texts: Sequence[np.ndarray]) -> NextLogits:
-    """Enter texts, of which those that are alike are computed once."""
-    number_of = dict[bytes, int]()
-    text_of = [number_of.setdefault(text.tobytes(), len(number_of)) for text in texts]
-    if len(number_of) == len(texts):
-        return decoding.enter(texts)
-    return decoding.enter([texts[text_of.index(number)] for number in range(len(number_of))], text_of)
+def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
+    """Enter rows, of which those with the same text and adapter are computed once."""
+    number_of, text_of = dict[tuple[int, bytes], int](), list[int]()
+    texts, adapters = list[np.ndarray](), list[int]()
+    for row in rows:
+        text = np.array([*row.prompt, *row.tokens], np.int32)
+        number = number_of.setdefault((row.adapter, text.tobytes()), len(texts))
+        if number == len(texts):
+            texts.append(text)
+            adapters.append(row.adapter)
+        text_of.append(number)
+    options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
+    return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 
-def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
+def _decoding(engine: Engine, bank: AdapterBank | None) -> Decoding:
+    return engine.decoding() if bank is None else engine.decoding(bank)
+
+
+def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterBank | None = None) -> None:
     """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
-    Not every model family keeps the rows of a batch apart, and none says so. An engine that passed is not asked again.
+    Not every model family keeps the rows of a batch apart, and none says so. With a bank, also unless it does so with
+    two adapters of the same layers. What an engine has passed it is not asked again.
     """
-    if engine in _checked:
-        return
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
-    decoding = engine.decoding()
+    passed = _checked.setdefault(engine, set())
+    if frozenset() not in passed:
+        found = _in_batch(engine.decoding(), texts)
+        _check_close(engine, found, [engine.logprobs(plain_batch(text))[0, -1] for text, _ in found])
+        passed.add(frozenset())
+    if bank is None:
+        return
+    engine.decoding(bank)  # tells whether these adapters fit
+    if (layers := frozenset(bank.shapes)) not in passed:
+        decoding, numbers = engine.decoding(AdapterBank.random(bank.shapes)), [0, 1]
+        found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
+        for (text, _), number in zip(found, 2 * numbers, strict=True):
+            decoding.leave([])
+            alone.append(decoding.enter([text], adapters=[number]).rows()[0])
+        _check_close(engine, found, alone)
+        passed.add(layers)
+
+
+def _in_batch(decoding: Decoding, texts: Sequence[np.ndarray], **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return texts, and each with a token more, with the logits [V] that they have in a batch."""
+    longer = [np.append(text, text[-1]) for text in texts]
     try:
-        entered_BV = decoding.enter(texts).rows()
+        entered_BV = decoding.enter(texts, **options).rows()
         advanced_BV = decoding.advance(np.array([text[-1] for text in texts], np.int32)).rows()
     except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError, AssertionError) as error:
         raise CannotBatch(f"{type(error).__name__}: {error}") from error
-    pairs = [*zip(texts, entered_BV, strict=True)]
-    pairs += [(np.append(text, text[-1]), logits_V) for text, logits_V in zip(texts, advanced_BV, strict=True)]
-    for text, single_V in pairs:
-        logits_V, alone_V = single_V.astype(np.float64), engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
+    return [*zip(texts, entered_BV, strict=True), *zip(longer, advanced_BV, strict=True)]
+
+
+def _check_close(engine: Engine, found: Sequence[tuple[np.ndarray, np.ndarray]], alone: Sequence[np.ndarray]) -> None:
+    """Raise CannotBatch unless texts have the probabilities that each has alone. Both are given as logits [V]."""
+    for (_, logits_V), alone_V in zip(found, alone, strict=True):
         top = np.argsort(-alone_V)[:TOP_K]
-        shifted_V = logits_V - logits_V.max()
-        together_V = shifted_V[top] - np.log(np.exp(shifted_V).sum())
-        gap = float(np.abs(together_V - alone_V[top]).mean())
+        gap = float(np.abs(_log_softmax(logits_V)[top] - _log_softmax(alone_V)[top]).mean())
         if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
             raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
-    _checked.add(engine)
+
+
+def _log_softmax(logits_V: np.ndarray) -> np.ndarray:
+    shifted_V = logits_V.astype(np.float64) - float(logits_V.max())
+    return shifted_V - np.log(np.exp(shifted_V).sum())

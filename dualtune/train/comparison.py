@@ -74,6 +74,13 @@ def at_targets(values_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
     return {document: values_BT[b, targets_T] for document, b, targets_T in _targets(batch)}
 
 
+def from_all(team: Team, values: Mapping[int, np.ndarray], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
+    """Return the values of each document, of which every process has some. `counts`: how many values each has."""
+    mine = [values.get(document, np.zeros(count)) for document, count in counts.items()]
+    ends = np.cumsum(list(counts.values()))[:-1]
+    return dict(zip(counts, np.split(team.totals(np.concatenate(mine)), ends), strict=True))
+
+
 def with_slopes(batch: Batch, slopes: Mapping[int, float | np.ndarray]) -> Batch:
     """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight.
 
@@ -106,12 +113,12 @@ class AnswerComparison:
     eval: np.ndarray | None
 
     def scores(
-        self, documents: Documents, ids: Sequence[int], sums: Sequence[float], reference: np.ndarray | None
+        self, documents: Documents, ids: Sequence[int], sums: np.ndarray, reference: np.ndarray | None
     ) -> Scores:
         """Return the scores of the units whose documents are `ids`, side by side; `sums`: Σ w·log p of each."""
         shape = (-1, self.objective.answers)
         return Scores(
-            np.array(sums, np.float64).reshape(shape),
+            sums.reshape(shape),
             documents.targets[ids].reshape(shape),
             None if reference is None else reference[ids].reshape(shape),
             documents.labels[ids].reshape(shape)[:, 0],

@@ -320,9 +320,12 @@ class Distillation:
     def evaluate(
         self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
         show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *,
-        said: Said,
+        said: Said, before: Callable[[], bool] = lambda: True,
     ) -> EvalRecord:  # fmt: skip
-        """Return the loss of sft over all evaluation data, and the divergence; the options are those of `evaluate`."""
+        """Return the loss of sft over all evaluation data, and the divergence; the options are those of `evaluate`.
+
+        `before`: called before they are measured, also again because memory ran out; False if it ran out in this.
+        """
         team, sums = team or Team(), np.zeros(4)
 
         def measure(batch: Batch) -> None:
@@ -332,9 +335,9 @@ class Distillation:
             losses = weights_N @ np.stack([-logp_NK[:, 0], values_N, np.ones_like(values_N)], axis=-1)
             sums[:] += [*losses, len(weights_N)]
 
-        while not measure_share(documents, recovery, measure, step, show, team):
+        while not (before() and measure_share(documents, recovery, measure, step, show, team)):
             sums[:] = 0
-        loss, divergence, weight, num_targets = team.total(*sums)
+        loss, divergence, weight, num_targets = team.totals(sums).tolist()
         metrics = {"eval_divergence": divergence / weight}
         return EvalRecord(step=step, eval_loss=loss / weight, eval_targets=int(num_targets), metrics=metrics)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dualtune.config import Config
+from dualtune.config.values import POLICY_OBJECTIVES
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
@@ -42,7 +43,11 @@ class Drawing:
     @classmethod
     def of(cls, config: Config, backend: Backend, tokenizer: Tokenizer, positions: int | None) -> Drawing:
         rollouts = config.rollouts
-        sampling = Sampling(rollouts.max_tokens, rollouts.temperature, rollouts.top_p, config.run.seed)
+        # What learns from its samples learns the distribution that they are drawn from: that at the temperature.
+        sampling = Sampling(
+            rollouts.max_tokens, rollouts.temperature, rollouts.top_p, config.run.seed,
+            tempered_logprobs=config.train.objective in POLICY_OBJECTIVES,
+        )  # fmt: skip
         return cls(backend, tokenizer, positions, sampling, rollouts.samples, rollouts.stop)
 
     def samples(

@@ -74,6 +74,14 @@ class Episode:
         """The answers of the model."""
         return [each.text for each in self.drawn]
 
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Episode:
+        """Return that of another process, from its fields."""
+        episode = cls(**record)
+        episode.parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
+        episode.drawn = [Completion.read(each) for each in record["drawn"]]
+        return episode
+
     def end(self, *, is_whole: bool = True, problem: str = "") -> None:
         self.has_ended, self.is_whole, self.problem = True, is_whole, problem
 

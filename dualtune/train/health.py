@@ -77,7 +77,7 @@ BOTH_FALL = 0.1  # the part of its log-probability that a chosen answer may lose
 
 Word = Literal[
     "learning", "still falling", "flat", "diverged", "overfitting", "too few steps", "both fall", "length", "far away",
-    "rewards failed", "constant reward", "gamed", "collapsed",
+    "rewards failed", "constant reward", "gamed", "collapsed", "few experts",
 ]  # fmt: skip
 
 

@@ -270,13 +270,18 @@ def plan_memory(
     return replace(memory, watched_bytes=(config.memory.limit_bytes or 0) - reserve)
 
 
-def _bytes_of_teacher(config: Config, backend: Backend, device: str, directory: Path) -> int:
-    """Return what the weights of the teacher take; 0 where there is no formula for them."""
+def as_teacher(config: Config) -> Config:
+    """Return the config of the teacher as it is loaded: another model, without an adapter of the run."""
     settings = config.distill
-    model = {"dtype": settings.teacher_dtype, "quantization": settings.teacher_quantization}
-    loaded = config.model_copy(update={
+    model = {"dtype": settings.teacher_dtype, "quantization": settings.teacher_quantization, "name": settings.teacher}
+    return config.model_copy(update={
         "model": config.model.model_copy(update=model), "adapter": AdapterConfig(), "memory": MemoryConfig(),
     })  # fmt: skip
+
+
+def _bytes_of_teacher(config: Config, backend: Backend, device: str, directory: Path) -> int:
+    """Return what the weights of the teacher take; 0 where there is no formula for them."""
+    loaded = as_teacher(config)
     try:
         decoder = shape_from(read_config(directory), backend.name)
         parts = estimate(decoder, ask_of(loaded, decoder, backend.name, device)).parts

@@ -38,6 +38,7 @@ class TaughtSamples:
     drawn: Sequence[Completion]
     prompts: Sequence[Mapping[str, Any]]  # of each sample, what rollouts.jsonl says of where it comes from
     failures: Sequence[str] = ()
+    temperature: float = 1.0  # of their log-probabilities: the divergence is one of the models as they are
     _values: dict[int, float] = field(default_factory=dict[int, float])  # the mean divergence of each sample
     _gaps: dict[int, float] = field(default_factory=dict[int, float])  # Σ |log p − log p when it was sampled|
 
@@ -53,6 +54,12 @@ class TaughtSamples:
             self._values[document] = float(values_T.mean())
         for document, logp_T in _by_document(learned.logp_N, batch).items():
             self._gaps[document] = float(np.abs(logp_T - self.drawn[document].logprobs).sum())
+
+    def settle(self, team: Team) -> None:
+        """Learn what the other processes have noted."""
+        for noted in (self._values, self._gaps):
+            of_all = team.totals([noted.get(n, 0.0) for n in self.trained])
+            noted.update(zip(self.trained, map(float, of_all), strict=True))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -100,28 +107,33 @@ class OnPolicy:
     def close(self) -> None:
         """Nothing of it outlives a run."""
 
-    def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> TaughtSamples:
-        """Draw the samples of a step. `ids`: its prompts, by their documents."""
-        return self._drawn(engine, data, self._teaching.train, ids, step, step + 1)
+    def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int, team: Team) -> TaughtSamples:
+        """Draw the samples of a step. `ids`: its prompts, by their documents, of which each process has a share."""
+        return self._drawn(engine, data, self._teaching.train, ids, step, step + 1, team)
 
     def _drawn(
-        self, engine: Engine, data: Documents, read: Documents, ids: Sequence[int], number: int, step: int
+        self, engine: Engine, data: Documents, read: Documents, ids: Sequence[int], number: int, step: int, team: Team
     ) -> TaughtSamples:
         questions = [question_of(data[i]) for i in ids]
-        drawn = self._drawing.samples(engine, [prompt for prompt, _ in questions], [(number, i) for i in ids])
+        prompts, numbers, share = [prompt for prompt, _ in questions], [(number, i) for i in ids], team.share
+        with team.apart():
+            mine = self._drawing.samples(engine, prompts[share], numbers[share])
+        places = range(len(ids))[share]
+        drawn = team.collect([replace(each, prompt=places[each.prompt]) for each in mine], Completion.read)
+        drawn.sort(key=lambda each: (each.prompt, each.number))
         theirs = questions if read is data else [question_of(read[i]) for i in ids]
         documents = units_in_memory(
             [answered(questions[place][0], each.tokens) for each in drawn if each.prompt == place]
             for place in range(len(ids))
         )
         documents.shares = data.shares
-        prompts = [
+        rows = [
             {"step": step, "row": data[i].where, "prompt": self._tokenizer.decode(prompt.tolist())}
             for i, (prompt, _) in zip(ids, questions, strict=True)
         ]
         return TaughtSamples(
             documents, in_memory([answered(theirs[each.prompt][0], each.tokens) for each in drawn]), drawn,
-            [prompts[each.prompt] for each in drawn],
+            [rows[each.prompt] for each in drawn],
         )  # fmt: skip
 
     def evaluate(
@@ -132,7 +144,8 @@ class OnPolicy:
 
         The same random numbers in each evaluation, so that two differ by what was learned.
         """
-        samples = self._drawn(engine, documents, self._teaching.eval, range(len(documents)), EVALUATIONS, step)
+        team, ids = team or Team(), range(len(documents))
+        samples = self._drawn(engine, documents, self._teaching.eval, ids, EVALUATIONS, step, team)
         read = self._teaching.teacher, samples.read
         record = evaluate_taught(self._distillation, *read, engine, samples.documents, recovery, step, show, team)
         metrics = {f"eval_{name}": value for name, value in _of_samples(samples.drawn).items()}

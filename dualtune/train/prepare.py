@@ -25,6 +25,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.memory.shapes import UnknownShape, decoder_of
+from dualtune.engine.routing import experts_of_token
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
 from dualtune.model.beside import BesideAdapter, beside_of
@@ -193,6 +194,8 @@ def prepare(
         model_dir = with_new_tokens(model_dir, new_tokens)
         _check_length(settled, model_dir)
         _check_activation_cache(settled, start, model_dir)
+        if (coefficient := settled.train.router_aux_loss_coef) is not None:
+            experts_of_token(read_config(model_dir), coefficient)
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
         train, eval_ = sources.train_and_eval(tokenizer, show)
         _check_targets(settled, train, eval_)
@@ -200,7 +203,6 @@ def prepare(
         check_answers(objective, train, eval_)
         distillation = configured_distillation(settled, train, eval_, tokenizer)
         policy_loss = policy_objective(settled)
-        check_one_process(settled, team, draws=policy_loss is not None)
         system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
         positions = position_table_size(read_config(model_dir))
         check_samples(settled.run.sample_prompts, tokenizer, positions, len(eval_), system)
@@ -246,21 +248,6 @@ def prepare(
         planned, backend, team, model, data, spec, start, start_state, make_policy, objective, distillation, teaching,
         rollouts, resumed, fingerprints, memory, system,
     )  # fmt: skip
-
-
-def check_one_process(config: Config, team: Team, *, draws: bool) -> None:
-    """Raise ConfigError if several processes would draw samples (`draws`: those of rewards) or ask a teacher."""
-    if team.size == 1:
-        return
-    if draws or config.train.objective == ON_POLICY:
-        raise ConfigError(
-            f"train.objective: {config.train.objective} trains in one process, and this run has {team.size}. Start one"
-        )
-    if config.distill.teacher is not None:
-        raise ConfigError(
-            f"distill.teacher: a teacher answers one process, and this run has {team.size}. Start one, or record what "
-            "it says with `dualtune distill record`"
-        )
 
 
 def _check_sharding(config: Config, team: Team) -> None:

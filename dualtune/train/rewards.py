@@ -181,6 +181,20 @@ class JudgedAnswers:
         values_NR = np.column_stack([self.values_NR, values_N])
         return JudgedAnswers(values_NR, self.totals_N + values_N, (*self.failures, *failures))
 
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> JudgedAnswers:
+        """Return those of another process, from their fields."""
+        return cls(record["values_NR"], record["totals_N"], tuple(record["failures"]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[JudgedAnswers], order: Sequence[int]) -> JudgedAnswers:
+        """Return those of parts, one after another, in this order."""
+        return cls(
+            np.concatenate([part.values_NR for part in parts])[order],
+            np.concatenate([part.totals_N for part in parts])[order],
+            tuple(failure for part in parts for failure in part.failures),
+        )
+
 
 class Rewards:
     """The rewards that a config names, each with its weight. Close it: it may have processes."""

@@ -27,7 +27,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
 from dualtune.train.activation_cache import each_alone
 from dualtune.train.batched import Completion
-from dualtune.train.comparison import at_targets
+from dualtune.train.comparison import at_targets, from_all
 from dualtune.train.drawing import Drawing, answered, question_of
 from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
@@ -65,6 +65,7 @@ class StepSamples:
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]]  # of rollouts.jsonl
     failures: Sequence[str]  # of rewards
+    temperature: float  # at which they were drawn, as their log-probabilities are
 
     @property
     def trained(self) -> list[int]:
@@ -138,22 +139,27 @@ class Rollouts:
         if self._episodes is not None:
             self._episodes.close()
 
-    def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int) -> StepSamples:
-        """Draw and reward the samples of a step. `ids`: its prompts, by their documents."""
-        asked = _Asked.of(data, ids, self._tokenizer, self._rows)
-        numbers = [(step, i) for i in ids]
-        if self._episodes is None:
-            drawn = self._drawing.samples(engine, asked.prompts, numbers)
-        else:
-            drawn = self._episodes.draw(engine, asked.with_numbers(numbers))
-        judged = self._judged(asked, drawn)
+    def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int, team: Team) -> StepSamples:
+        """Draw and reward the samples of a step. `ids`: its prompts, by their documents.
+
+        Each process draws and rewards those of its share of the prompts, and gets those of all.
+        """
+        numbers, share = [(step, i) for i in ids], team.share
+        with team.apart():
+            asked = _Asked.of(data, ids, self._tokenizer, self._rows)
+            if self._episodes is None:
+                drawn = self._drawing.samples(engine, asked.prompts[share], numbers[share])
+            else:
+                drawn = self._episodes.draw(engine, asked.with_numbers(numbers)[share])
+            drawn, judged = self._judged(asked, drawn, share)
+        drawn, judged = self._of_all(drawn, judged, team)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         documents = units_in_memory(
             [_document(asked.prompts[place], each) for each in drawn if each.prompt == place]
             for place in range(len(ids))
         )
         documents.shares = data.shares
-        reference = self._reference(engine, documents) if self.objective.kl else None
+        reference = self._reference(engine, documents, team) if self.objective.kl else None
         metrics = self._metrics(judged, drawn)
         if reference is not None and self.objective.kl_in_reward:
             moved_N = np.array([(each.logprobs - reference[n]).sum() for n, each in enumerate(drawn)])
@@ -173,6 +179,7 @@ class Rollouts:
         return StepSamples(
             documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
             {**metrics, "equal_groups": float((np.ptp(rewards_PG, axis=1) == 0).mean())}, rows, judged.failures,
+            self._drawing.sampling.temperature,
         )  # fmt: skip
 
     def evaluate(
@@ -180,31 +187,47 @@ class Rollouts:
         show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None,
     ) -> EvalRecord:  # fmt: skip
         """Return −reward of greedy answers to the prompts of evaluation data; the options are those of `evaluate`."""
-        asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
-        drawn = list[Sample]()
-        if self._episodes is None:
-            for each in self._drawing.greedy(engine, asked.prompts):
-                drawn.append(each)
-                show(len(drawn), len(documents))
-        else:
-            drawn += self._episodes.greedy(engine, asked.with_numbers([(n,) for n in range(len(documents))]))
-            show(len(drawn), len(documents))
-        metrics = self._metrics(self._judged(asked, drawn), drawn)
+        team, drawn = team or Team(), list[Sample]()
+        numbers = [(n,) for n in range(len(documents))]
+        with team.apart():
+            asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
+            prompts = asked.prompts[team.share]
+            if self._episodes is None:
+                for each in self._drawing.greedy(engine, prompts):
+                    drawn.append(each)
+                    show(len(drawn), len(prompts))
+            else:
+                drawn += self._episodes.greedy(engine, asked.with_numbers(numbers)[team.share])
+                show(len(drawn), len(prompts))
+            drawn, judged = self._judged(asked, drawn, team.share)
+        drawn, judged = self._of_all(drawn, judged, team)
+        metrics = self._metrics(judged, drawn)
         return EvalRecord(
             step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()},
         )  # fmt: skip
 
-    def _judged(self, asked: _Asked, drawn: Sequence[Sample]) -> JudgedAnswers:
+    def _judged(self, asked: _Asked, drawn: Sequence[Sample], share: slice) -> tuple[list[Sample], JudgedAnswers]:
+        """Return the samples of a share of the prompts with the places of these among all, and what they get."""
+        places = range(len(asked.prompts))[share]
+        drawn = [replace(each, prompt=places[each.prompt]) for each in drawn]
         judged = self._rewards.judge([
             JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
             for each in drawn for n in (each.prompt,)
         ])  # fmt: skip
         held = [each for each in drawn if isinstance(each, Episode)]
-        if not held:
-            return judged
-        values_N = np.array([math.nan if each.problem else each.reward for each in held])
-        return judged.beside(values_N, [f"{self.names[-1]}: {each.problem}" for each in held if each.problem])
+        if self._episodes is not None:
+            values_N = np.array([math.nan if each.problem else each.reward for each in held])
+            failures = [f"{self.names[-1]}: {each.problem}" for each in held if each.problem]
+            judged = judged.beside(values_N, failures)
+        return drawn, judged
+
+    def _of_all(self, drawn: Sequence[Sample], judged: JudgedAnswers, team: Team) -> tuple[list[Sample], JudgedAnswers]:
+        """Return the samples of all processes, those of a prompt together, and what they got."""
+        found = team.collect(drawn, Completion.read if self._episodes is None else Episode.read)
+        order = sorted(range(len(found)), key=lambda n: (found[n].prompt, found[n].number))
+        parts = team.collect([judged], JudgedAnswers.read)
+        return [found[n] for n in order], JudgedAnswers.joined(parts, order)
 
     def _told(self, asked: _Asked, sample: Sample) -> dict[str, str]:
         """Return prompt and completion as text; of a conversation, all that was said after its start."""
@@ -214,7 +237,7 @@ class Rollouts:
         return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
-        """`entropy` is an estimate, that of a token: the mean of −log p where the temperature is 1."""
+        """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
             "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
@@ -228,13 +251,15 @@ class Rollouts:
                     metrics[f"reward_{short_name(name)}"] = float(values_N[np.isfinite(values_N)].mean())
         return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
 
-    def _reference(self, engine: Engine, documents: Documents) -> dict[int, np.ndarray]:
+    def _reference(self, engine: Engine, documents: Documents, team: Team) -> dict[int, np.ndarray]:
         """Return log p of the tokens of each sample by the base without its adapter."""
         logps = dict[int, np.ndarray]()
-        with using(engine, engine.neutral_state()):
-            for batch in each_alone(documents):
+        mine = np.arange(len(documents)).reshape(-1, documents.answers)[team.share].ravel().tolist()
+        with team.apart(), using(engine, engine.neutral_state()):
+            for plain in each_alone(documents, mine):
+                batch = replace(plain, temperature=self._drawing.sampling.temperature)
                 logps |= at_targets(engine.target_logprobs(batch).astype(np.float64), batch)
-        return logps
+        return from_all(team, logps, {n: int(documents.targets[n]) for n in range(len(documents))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +277,7 @@ class _Asked:
         """Return those of these documents. `rows`: their fields; None: no one asks for them."""
         documents = [data[i] for i in ids]
         parts = [question_of(document) for document in documents]
-        texts, expected = ([tokenizer.decode(tokens.tolist()) for tokens in each] for each in zip(*parts, strict=True))
+        texts, expected = ([tokenizer.decode(pair[half].tolist()) for pair in parts] for half in (0, 1))
         wheres = [document.where for document in documents]
         fields: list[Mapping[str, Any]] = [{} if rows is None else rows[where] for where in wheres]
         return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields)

@@ -139,6 +139,9 @@ def execute(
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
         engine = load_engine(prepared, shared_base)
+    if prepared.rollouts is not None:
+        smaller = "make it smaller with model.quantization, so that it fits each device"
+        check_not_sharded(engine, f"train.objective: {config.train.objective}", smaller)
     # What the reference says is asked of the engine as it starts, before a checkpoint is restored in it.
     comparison = load_comparison(prepared, engine, show)
     if (begun := saved or prepared.start_state) is not None:
@@ -206,7 +209,8 @@ class Job:
         self.recovery = recovery_of(prepared, engine, self.log)
         self.saver = Saver(self)
         self.samples = _samples(prepared, engine, run_dir.path / SAMPLES, self.first_step)
-        self.rollouts = RolloutFile(run_dir.path / ROLLOUTS, self.first_step) if prepared.rollouts else None
+        writes = prepared.rollouts is not None and prepared.team.is_first
+        self.rollouts = RolloutFile(run_dir.path / ROLLOUTS, self.first_step) if writes else None
         # The micro-batches of a step, counted from 0.
         self.batches: Callable[[int], list[Batch]] = self.data_batches
 
@@ -287,11 +291,8 @@ def _take_step(job: Job, step: int) -> int:
         job.saver.save(_settle(job, step))
         team.check()
         raise
-    except TeacherLost:
-        job.saver.save(_settle(job, step))
-        raise
-    except (OutOfMemory, PeerFailed) as error:
-        if error.exit_code == OutOfMemory.exit_code:
+    except (OutOfMemory, TeacherLost, PeerFailed) as error:
+        if error.exit_code in (OutOfMemory.exit_code, TeacherLost.exit_code):
             job.saver.save(_settle(job, step))
         raise
     faults.reach("step")

@@ -38,6 +38,9 @@ class Sampling:
     seed: int = 0
     top_k: int = 0
     min_p: float = 0.0
+    tempered_logprobs: bool = False
+    """Whether log-probabilities that are kept are those at the temperature: what is drawn from, before anything is left
+    out. By default those of the model, and so of greedy answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Chooser:
         self._u: float | None = None  # drawn for the next token, which is not chosen yet
         self._produced = 0
         self.stopped_by: int | None = None  # the token that ended it
-        # Of each token and of the one that ended it: log p of the model, whatever was left out at whatever temperature.
+        # Of each token and of the one that ended it: log p, whatever was left out; see `Sampling.tempered_logprobs`.
         self.logprobs: list[float] | None = [] if keeps_logprobs else None
         self.top, self._keeps_top = list[tuple[np.ndarray, np.ndarray]](), keeps_top  # tokens and log p, [k] each
 
@@ -94,8 +97,9 @@ class Chooser:
             logits_V = np.where(np.isin(np.arange(len(logits_V)), allowed), logits_V, -np.inf)
         token = int(np.argmax(logits_V)) if self.sampling.temperature == 0 else self._sampled(logits_V)
         self._begins = [text_ids[1:] for text_ids in self._begins if text_ids[0] == token] if allowed else ()
-        logprob = math.nan if self.logprobs is None else float(raw_V[token]) - _log_sum(raw_V.astype(np.float64))
-        return self._taken(token, logprob, likely_of(raw_V, 1.0) if self._keeps_top else None)
+        if self.logprobs is None and not self._keeps_top:
+            return self._taken(token, math.nan, None)
+        return self._taken_of(likely_of(raw_V, self.sampling.temperature or 1.0), token, raw_V[token])
 
     def _sampled(self, logits_V: np.ndarray) -> int:
         likely = likely_of(logits_V, self.sampling.temperature)
@@ -121,7 +125,13 @@ class Chooser:
         return self._taken_of(likely, token, logits_V[token])
 
     def _taken_of(self, likely: LikelyRow, token: int, logit: SupportsFloat) -> int | None:
-        return self._taken(token, float(logit) - likely.log_sum, likely)
+        return self._taken(token, float(likely.logprobs(np.asarray(logit), self._own_temperature)), likely)
+
+    @property
+    def _own_temperature(self) -> float | None:
+        """The temperature of the log-probabilities that are kept; None: 1."""
+        temperature = self.sampling.temperature
+        return temperature if self.sampling.tempered_logprobs and temperature not in (0, 1) else None
 
     def _taken(self, token: int, logprob: float, likely: LikelyRow | None) -> int | None:
         self._produced += 1
@@ -131,7 +141,8 @@ class Chooser:
             self.logprobs.append(logprob)
         if likely is not None and self._keeps_top:
             most = slice(self._keeps_top)
-            self.top.append((likely.tokens_K[most], likely.logits_K[most] - np.float32(likely.log_sum)))
+            logprobs_k = likely.logprobs(likely.logits_K[most], self._own_temperature)
+            self.top.append((likely.tokens_K[most], logprobs_k.astype(np.float32)))
         if token in self._stop_ids:
             self.stopped_by = token
             return None

@@ -39,10 +39,15 @@ class SamplingCost:
         return f"{text}; at least {in_short_time(self.least_s)} where each has {self.max_tokens} tokens"
 
 
+def samples_of(config: Config) -> int:
+    """Return how many answers to each prompt a step draws; 0 for a run that learns from its data."""
+    return config.rollouts.samples if config.train.objective in (*POLICY_OBJECTIVES, ON_POLICY) else 0
+
+
 def sampling_cost(config: Config, plan: MemoryPlan, prompts: int, limits: MachineLimits | None) -> SamplingCost | None:
     """Return what a step with so many prompts draws; None if it draws nothing, or for a model without a formula."""
     decoder, ask, rollouts = plan.decoder, plan.ask, config.rollouts
-    if config.train.objective not in (*POLICY_OBJECTIVES, ON_POLICY) or not isinstance(decoder, Decoder):
+    if not samples_of(config) or not isinstance(decoder, Decoder):
         return None
     longest = ask.max_length + rollouts.max_tokens
     answers = prompts * rollouts.samples

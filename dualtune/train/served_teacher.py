@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 import urllib.error
@@ -28,6 +29,7 @@ KEY = "DUALTUNE_TEACHER_KEY"  # the environment variable with the key of the ser
 AT_ONCE = 8  # requests
 TIMEOUT_S, PAUSES_S = 120.0, (1.0, 4.0, 16.0)
 MAX_ANSWER = 1 << 28  # bytes
+MOST_GAP = 0.05  # nats a token, on average: a server rounds otherwise in another batch or on another GPU
 
 
 class TeacherLost(EnvironmentFault):
@@ -37,13 +39,17 @@ class TeacherLost(EnvironmentFault):
 class ServedTeacher:
     """A model behind an address such as http://127.0.0.1:8000/v1."""
 
-    def __init__(self, settings: DistillConfig) -> None:
+    probe: np.ndarray | None = None
+
+    def __init__(self, settings: DistillConfig, texts: Sequence[np.ndarray] = ()) -> None:
+        """`texts`: token ids (int32 [T]), for the probe."""
         assert settings.teacher is not None
+        self._texts = texts
         self._address, self._model = settings.teacher.rstrip("/"), settings.served_as or ""
         self.identity = f"served, {settings.served_as or 'by its only name'}"
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
-        """Ask for the names of its models. ConfigError if which one is meant is not clear."""
+        """Ask for the names of its models, and for the probe. ConfigError if which model is meant is not clear."""
         listed = self._asked("/models").get("data")
         names = [str(each["id"]) for each in cast("list[dict[str, Any]]", listed)] if isinstance(listed, list) else []
         if not self._model and len(names) == 1:
@@ -52,12 +58,16 @@ class ServedTeacher:
             raise ConfigError(
                 f"distill.served_as: got {self._model or 'null'}, {self._address} has: {', '.join(names) or 'nothing'}"
             )
+        if self._texts:
+            self.probe = np.concatenate([self._scored(text.tolist(), 0)[1][1:, 0] for text in self._texts])
 
     def answering(self, student: Engine) -> contextlib.AbstractContextManager[ServedTeacher]:
         return contextlib.nullcontext(self)
 
     def __call__(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and ln q of the targets, [M, k], or those of the labels, [M, 1]: see `teachers.Says`."""
+        if not batch.num_targets:  # it fills a gap
+            return np.zeros((0, max(k, 1)), np.int32), np.zeros((0, max(k, 1)), np.float32)
         lengths = [int((row_T > 0).sum()) for row_T in batch.segments_BT]
         texts = [tokens_T[:length].tolist() for tokens_T, length in zip(batch.tokens_BT, lengths, strict=True)]
         with ThreadPoolExecutor(AT_ONCE, "dualtune-teacher") as pool:
@@ -114,6 +124,24 @@ class ServedTeacher:
             f"distill.teacher: {self._address}{path} does not answer: {reason}. The run resumes when it does; a key is "
             f"read from {KEY}"
         )
+
+
+def same_teacher(before: str | None, probe: np.ndarray) -> str:
+    """Return what checkpoints keep of a probe: that of the run's first start. ConfigError for another teacher.
+
+    `before`: what the checkpoint that is resumed has kept; None: nothing.
+    """
+    if before is None:
+        return " ".join(f"{logprob:.4f}" for logprob in probe)
+    kept = np.array(before.split(), np.float32)
+    gap = float(np.abs(kept - probe).mean()) if kept.shape == probe.shape else math.inf
+    if not gap <= MOST_GAP:  # it may be NaN
+        raise ConfigError(
+            "distill.teacher: the server has another model under this name than when the run began: of fixed texts "
+            f"its log-probabilities differ by {gap:.3g} nats a token, allowed: {MOST_GAP:g}. Serve the previous one, "
+            "or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
+        )
+    return before
 
 
 def _rows(said: Mapping[str, Any], text: Sequence[int], k: int) -> list[list[tuple[int, float]]]:

@@ -21,11 +21,13 @@ from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.prepare import Prepared
+from dualtune.train.served_teacher import same_teacher
 from dualtune.train.state.checkpoint import set_aside
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.records import environment, start
-from dualtune.train.state.resume import table
+from dualtune.train.state.resume import TEACHER_PROBE, table
 from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, RunDir
+from dualtune.train.teachers import Teacher
 
 
 def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:
@@ -58,8 +60,16 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
     if config.data.packing:  # after the cache, which holds whole documents
         share_beginnings(engine, prepared)
     if prepared.teaching is not None:
-        prepared.teaching.teacher.start(engine, prepared.spec)
+        _start_teacher(prepared.teaching.teacher, engine, prepared)
     return engine
+
+
+def _start_teacher(teacher: Teacher, engine: Engine, prepared: Prepared) -> None:
+    """Let the teacher be ready. ConfigError if it is another one than that of the checkpoint which is resumed."""
+    teacher.start(engine, prepared.spec)
+    if teacher.probe is not None:
+        before: dict[str, str] = prepared.resumed.checkpoint.state.get("fingerprints", {}) if prepared.resumed else {}
+        prepared.fingerprints[TEACHER_PROBE] = same_teacher(before.get(TEACHER_PROBE), teacher.probe)
 
 
 def share_beginnings(engine: Engine, prepared: Prepared) -> None:

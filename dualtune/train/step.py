@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ import numpy as np
 from dualtune.data.batches import micro_batches
 from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.model.adapter import Tensors
-from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, with_slopes
+from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, from_all, with_slopes
 from dualtune.train.distillation import Distillation, Said
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
@@ -64,7 +65,7 @@ class TrainingStep:
         self._comparison = comparison
         self._loss: Loss | PolicyLoss | None = None  # of the comparison, or of the samples
         self._samples: StepSamples | TaughtSamples | None = None  # drawn on first use; kept if memory runs out after it
-        self._said: Said | None = None  # what a teacher says of the step's documents, likewise
+        self._said = dict[int, tuple[np.ndarray, np.ndarray]]()  # what a teacher says of its documents, likewise
         self._distilled = 0.0  # the loss of a distillation, less what the engine knows of it, in this process
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
@@ -88,14 +89,15 @@ class TrainingStep:
         if self._samples is None and rollouts is not None:
             ids: list[int] = self._prepared.data.order.step(self.index).documents.tolist()
             with self._phase(SAMPLING):
-                self._samples = rollouts.draw(self.engine, self._prepared.data.train, ids, self.index)
+                self._samples = rollouts.draw(self.engine, self._prepared.data.train, ids, self.index, self._team)
         return self._samples
 
     def _batches_of(self, samples: StepSamples | TaughtSamples) -> list[Batch]:
-        return micro_batches(
+        batches = micro_batches(
             samples.documents, samples.trained, self._recovery.layout, seed=self._prepared.config.run.seed,
-            step=self.index,
+            step=self.index, rank=self._team.rank, size=self._team.size,
         )  # fmt: skip
+        return [replace(batch, temperature=samples.temperature) for batch in batches]
 
     @property
     def probe_documents(self) -> Sequence[int]:
@@ -163,6 +165,7 @@ class TrainingStep:
         if not self._attempt(self.batches, add):
             return None
         rollouts = cast(Rollouts, self._prepared.rollouts)
+        logps = from_all(self._team, logps, {n: len(samples.old[n]) for n in samples.trained})
         self._loss, slopes = samples.loss(logps, rollouts.objective, rollouts.max_tokens)
         return slopes
 
@@ -180,14 +183,16 @@ class TrainingStep:
         teaching = self._prepared.teaching
         if teaching is None:
             return distillation.train
-        if self._said is None:
-            samples = self.samples
-            read = samples.read if isinstance(samples, TaughtSamples) else teaching.train
-            ids = [document for batch in self.batches for row in batch.documents for document in row]
-            self._said = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index)
-            if self._said is None:
-                self._make_smaller()
-        return self._said
+        samples, said = self.samples, self._said
+        read = samples.read if isinstance(samples, TaughtSamples) else teaching.train
+        # Where memory has run out since, this process may have other documents than before.
+        ids = [i for batch in self.batches for row in batch.documents for i in row if i not in said]
+        asked = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index, self._team)
+        if asked is None:
+            self._make_smaller()
+            return None
+        said.update(asked)
+        return said
 
     def _add_distilled(self, distillation: Distillation, said: Said, weight: float, batch: Batch) -> None:
         learned = distillation.add_gradient(self.engine, batch, weight, said)
@@ -207,8 +212,10 @@ class TrainingStep:
         if (distillation := self._prepared.distillation) is not None:
             (rest,) = self._team.total(self._distilled)
             output = StepOutput(distillation.loss(output.loss, rest), output.grad_norm)
-            metrics = samples.metrics if isinstance(samples := self.samples, TaughtSamples) else {}
-            return Update(output, lr, num_targets, num_tokens, metrics)
+            if not isinstance(samples := self.samples, TaughtSamples):
+                return Update(output, lr, num_targets, num_tokens)
+            samples.settle(self._team)
+            return Update(output, lr, num_targets, num_tokens, samples.metrics)
         if self._loss is None:
             return Update(output, lr, num_targets, num_tokens)
         # The engine knows the loss as a sum of weighted log-probabilities, which has the gradient but not the value.
@@ -242,7 +249,7 @@ class TrainingStep:
                 pass
         if had_gradient and not self._has_gradient:  # it was discarded
             self.add_gradients()
-        return np.array(self._team.totals([losses.get(document, 0.0) for document in documents]))
+        return self._team.totals([losses.get(document, 0.0) for document in documents])
 
     def _losses_of(self, documents: Sequence[int]) -> dict[int, float] | None:
         """Return the losses of this process's share of the documents. None if memory ran out: try again, smaller."""

@@ -22,7 +22,7 @@ from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.schema import DistillConfig
 from dualtune.config.values import BASE_TEACHER, ON_POLICY, SELF_TEACHER
-from dualtune.data.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, make_batch, micro_batches, share, sizes_of
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents, in_memory, tokenize
@@ -37,6 +37,7 @@ from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.places import in_names_of
 from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
+from dualtune.train.fingerprints import PROMPTS
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.inference import fit, fits_in, load_model
 from dualtune.train.recovery import Recovery
@@ -51,6 +52,8 @@ Says = Callable[[Batch, int], tuple[np.ndarray, np.ndarray]]
 class Teacher(Protocol):
     identity: str
     """What tells it from others, for a run that is resumed."""
+    probe: np.ndarray | None
+    """ln q of the tokens of fixed texts, where nothing else tells its weights from others; None until it starts."""
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
         """Be ready to answer. `student`: the engine of the run, which is new; `spec`: what it trains."""
@@ -73,6 +76,8 @@ def said_by(engine: Engine) -> Says:
 
 class ModelTeacher:
     """Another model, loaded beside the student."""
+
+    probe: np.ndarray | None = None
 
     def __init__(self, backend: Backend, settings: DistillConfig, tokenizer: Tokenizer) -> None:
         """ConfigError for another tokenizer, or an adapter that is not there."""
@@ -108,6 +113,8 @@ class ModelTeacher:
 
 class OwnTeacher:
     """The student's engine: without its adapter, with another one, or as it is."""
+
+    probe: np.ndarray | None = None
 
     def __init__(self, settings: DistillConfig, model_dir: Path) -> None:
         self._is_self = settings.teacher == SELF_TEACHER
@@ -183,7 +190,7 @@ def configured_teaching(
     if settings.teacher is None:
         return None
     if settings.is_served:
-        teacher = ServedTeacher(settings)
+        teacher = ServedTeacher(settings, [tokenizer.encode(text, special=True) for text in PROMPTS])
     elif settings.teacher in (BASE_TEACHER, SELF_TEACHER):
         teacher = OwnTeacher(settings, model_dir)
     else:
@@ -215,21 +222,27 @@ def _check_positions(config: Config, teaching: Teaching, positions: int | None) 
 
 def ask(
     teacher: Teacher, student: Engine, documents: Documents, ids: Iterable[int], k: int, recovery: Recovery,
-    step: int = 0,
+    step: int = 0, team: Team | None = None,
 ) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:  # fmt: skip
     """Return what a teacher says of these documents, by index. None if memory ran out: try again, smaller.
 
-    `documents`: as the teacher reads them.
+    `documents`: as the teacher reads them. Each process asks of its own.
     """
     said = dict[int, tuple[np.ndarray, np.ndarray]]()
     # Each document has a row for itself: what a teacher can pack is not known.
     batches = micro_batches(documents, ids, SequenceLayout(recovery.layout.max_tokens), seed=0, step=step)
+    # All processes ask equally often, as they do of everything that may be sharded.
+    missing = (team or Team()).most(len(batches)) - len(batches)
+    batches += [make_batch(documents, [], seed=0, step=step)] * missing
+    if not batches:
+        return said
     with teacher.answering(student) as says:
 
         def add(batch: Batch) -> None:
             ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
             parts = (np.split(values_Mk, ends) for values_Mk in says(replace(batch, hidden_BTD=None), k))
-            said.update(zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True))
+            if batch.documents:
+                said.update(zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True))
 
         return said if recovery.attempt(step, batches, add) else None
 
@@ -240,10 +253,17 @@ def evaluate_taught(
     team: Team | None = None,
 ) -> EvalRecord:  # fmt: skip
     """Return what `Distillation.evaluate` does of what the teacher says now. `read`: the documents as it reads them."""
-    said = None
-    while said is None:
-        said = ask(teacher, engine, read, range(len(documents)), distillation.k, recovery, step)
-    return distillation.evaluate(engine, documents, recovery, step, show, team, said=said)
+    team, said = team or Team(), dict[int, tuple[np.ndarray, np.ndarray]]()
+
+    def asked() -> bool:
+        # Which documents this process measures depends on the layout, which a lack of memory changes.
+        mine = share(sizes_of(documents), range(len(documents)), recovery.layout, team.rank, team.size)
+        ids = [i for rows in mine for row in rows for i in row if i not in said]
+        new = ask(teacher, engine, read, ids, distillation.k, recovery, step, team)
+        said.update(new or {})
+        return new is not None
+
+    return distillation.evaluate(engine, documents, recovery, step, show, team, said=said, before=asked)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

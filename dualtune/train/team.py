@@ -1,19 +1,24 @@
 """Communication between the processes of a run: what one process learns, all act on.
 
-Every exchange is one fixed-size note from each process to all, whatever its topic. So a process that fails can report
-its failure in place of the next expected note, and all processes end together, with its error and its exit code.
+Every exchange begins with one fixed-size note from each process to all, whatever its topic. So a process that fails can
+report its failure in place of the next expected note, and all processes end together, with its error and its exit code.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
+import json
 import os
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.base.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
@@ -68,6 +73,9 @@ class Watchdog:
 # ----------------------------------------------------------------------------------------------------------------------
 _NOTE = struct.Struct("<?ddd")  # has this process failed; three numbers
 _TEXT_BYTES = 1024
+BY_ANOTHER = "Stopped: another process of the run was asked to stop"
+_DTYPE, _SHAPE, _BYTES = "dtype", "shape", "base64"  # of an array in JSON
+_NEWS_S = 2.0  # after which a process that works for itself says again that it does
 
 T = TypeVar("T")
 
@@ -88,6 +96,7 @@ class Team:
         self._watchdog = watchdog or Watchdog()
         self.rank, self.size = self._world.rank, self._world.size
         self._can_tell = True  # a failure
+        self._news_due = 0.0  # in `apart`, by the monotonic clock
 
     @property
     def is_first(self) -> bool:
@@ -109,8 +118,7 @@ class Team:
         """
         notes = [(False, stop, too_many)] if self.size == 1 else self._exchange(stop, too_many)
         if any(note[1] for note in notes):
-            interrupt.poll()
-            raise Preempted("Stopped: another process of the run was asked to stop")
+            raise interrupt.stopped() or Preempted(BY_ANOTHER)
         return max(int(note[2]) for note in notes)
 
     def total(self, *numbers: float) -> tuple[float, ...]:
@@ -120,9 +128,37 @@ class Team:
         notes = self._exchange(*numbers)
         return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of any number of numbers over all processes, which must give equally many."""
-        return [sum_ for start in range(0, len(numbers), 3) for sum_ in self.total(*numbers[start : start + 3])]
+    def totals(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return the sums of any number of numbers over all processes, float64, which must give equally many."""
+        values = np.asarray(numbers, np.float64)
+        return np.sum([np.frombuffer(part) for part in self.gather(values.tobytes())], axis=0)
+
+    def most(self, number: int) -> int:
+        """Return the largest of the numbers of all processes."""
+        return number if self.size == 1 else int(max(note[1] for note in self._exchange(number)))
+
+    @property
+    def share(self) -> slice:
+        """Which of a list of tasks this process does."""
+        return slice(self.rank, None, self.size)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every process, by rank, of whatever lengths."""
+        if self.size == 1:
+            return [data]
+        lengths = [int(note[1]) for note in self._exchange(len(data))]
+        if not max(lengths):
+            return [b""] * self.size
+        with self.waiting("the other processes"):
+            parts = self._world.gather(data.ljust(max(lengths), b"\0"))
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def collect(self, records: Sequence[T], read: Callable[[dict[str, Any]], T]) -> list[T]:
+        """Return the records of all processes, by rank: dataclasses of JSON values and arrays, which `read` makes."""
+        if self.size == 1:
+            return list(records)
+        parts = self.gather(json.dumps(records, default=_as_json).encode())
+        return [read(record) for part in parts for record in json.loads(part, object_hook=_from_json)]
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Return the first process's data in all processes; only the first must know its length."""
@@ -140,6 +176,34 @@ class Team:
         yield
         if self.is_first:
             self._exchange(watched=False)
+
+    @contextlib.contextmanager
+    def apart(self) -> Generator[None]:
+        """Let each process work for itself in the block, in which it polls for signals; all leave it together.
+
+        They hear of each other every few seconds, so that no one waits for a process that has failed or hangs, however
+        long the work of the others takes, and a signal to one stops all.
+        """
+        if self.size == 1:
+            yield
+            return
+        self._news_due = time.monotonic() + _NEWS_S
+        with interrupt.polled_by(self._tell_news):
+            yield
+        while not self._all_done(True):
+            pass
+
+    def _tell_news(self) -> None:
+        if interrupt.requested() or time.monotonic() >= self._news_due:
+            self._all_done(False)
+
+    def _all_done(self, is_done: bool) -> bool:
+        """Return whether the work of all processes is done. Raise Preempted if any has been asked to stop."""
+        notes = self._exchange(is_done, interrupt.requested())
+        if any(note[2] for note in notes):
+            raise interrupt.stopped() or Preempted(BY_ANOTHER)
+        self._news_due = time.monotonic() + _NEWS_S
+        return all(note[1] for note in notes)
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
@@ -173,8 +237,9 @@ class Team:
             return contextlib.nullcontext()
         return self._watchdog.waiting(f"{whom} (this is process {self.rank} of {self.size})")
 
-    def _exchange(self, *numbers: float, watched: bool = True) -> list[tuple[bool, float, float, float]]:
-        a, b, c = (*numbers, 0.0, 0.0, 0.0)[:3]
+    def _exchange(
+        self, a: float = 0.0, b: float = 0.0, c: float = 0.0, *, watched: bool = True
+    ) -> list[tuple[bool, float, float, float]]:
         with self.waiting("the other processes") if watched else contextlib.nullcontext():
             notes = [_NOTE.unpack(note) for note in self._world.gather(_NOTE.pack(False, a, b, c))]
             failed = next((rank for rank, note in enumerate(notes) if note[0]), None)
@@ -189,3 +254,17 @@ class Team:
         with self.waiting("the other processes"):
             self._world.gather(_NOTE.pack(True, code, 0.0, 0.0))
             self._world.gather(text.ljust(_TEXT_BYTES, b"\0"))
+
+
+def _as_json(value: Any) -> Any:
+    """Return what JSON can write of a record, or of an array."""
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray", value)
+        return {_DTYPE: array.dtype.str, _SHAPE: array.shape, _BYTES: base64.b64encode(array.tobytes()).decode()}
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    if _BYTES not in value:
+        return value
+    return np.frombuffer(base64.b64decode(value[_BYTES]), value[_DTYPE]).reshape(value[_SHAPE])

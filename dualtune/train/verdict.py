@@ -1,4 +1,4 @@
-"""The verdict on what a run has recorded: on its losses (`health.py`), and on the rewards of its samples.
+"""The verdict on what a run has recorded: on its losses (`health.py`), the rewards of its samples, and its routers.
 
 A reward gets what it asks for, and cannot say what it should have asked for. Seen here are a reward that fails, one
 that does not tell answers apart, one of several that falls while another rises, and answers that have become all alike
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dualtune.engine.routing import BUSIEST
 from dualtune.train.health import RunVerdict, judge
 from dualtune.train.state.metrics import History
 
@@ -20,6 +21,7 @@ EQUAL = 0.99  # share of the prompts whose samples all got the same
 FALL = 0.5  # of a reward's best: as much below it at the end is a fall
 RISE = 0.1  # of a reward's largest value
 COLLAPSED = 0.1  # of the entropy at the start
+NARROWED = 2.0  # times the share that a layer's busiest expert had at the start
 WINDOWS = 5  # of the steps, whose means are compared
 
 Steps = Mapping[str, Sequence[float]]  # a metric of the samples -> its value in each step; NaN where a row has none
@@ -28,7 +30,8 @@ Steps = Mapping[str, Sequence[float]]  # a metric of the samples -> its value in
 def verdict_of(history: History) -> RunVerdict:
     """Judge a run by what it has recorded so far."""
     evals = {step: record.eval_loss for step, record in history.evals.items()}
-    return judge(history.losses, evals, history.metrics, of_rewards(history.sampled, history.metrics))
+    against = of_rewards(history.measured, history.metrics) or of_routers(history.measured)
+    return judge(history.losses, evals, history.metrics, against)
 
 
 def of_rewards(steps: Steps, evals: Sequence[Mapping[str, float]]) -> RunVerdict | None:
@@ -36,6 +39,18 @@ def of_rewards(steps: Steps, evals: Sequence[Mapping[str, float]]) -> RunVerdict
     if len(steps.get("reward", ())) < LEAST_STEPS:
         return None
     return _failing(steps) or _constant(steps) or _gamed(_curves(steps, evals)) or _collapsed(steps)
+
+
+def of_routers(steps: Steps) -> RunVerdict | None:
+    """Return what the loss of a mixture does not show: its routers use ever fewer of the experts."""
+    busiest = _means(steps.get(BUSIEST, ()))
+    if len(busiest) < WINDOWS or busiest[-1] < NARROWED * busiest[0]:
+        return None
+    because = (
+        f"the busiest expert of a layer got {busiest[0]:.0%} of its tokens at the start, {busiest[-1]:.0%} at the end"
+    )
+    advice = "Raise train.router_aux_loss_coef, or lower train.learning_rate"
+    return RunVerdict("few experts", because, advice)
 
 
 def _failing(steps: Steps) -> RunVerdict | None:

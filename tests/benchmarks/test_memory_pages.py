@@ -46,7 +46,7 @@ def test_the_figures_beside_the_documents_are_ours(script):
 
 def test_the_quality_page_says_what_was_measured(script):
     module = script("quality")
-    runs, page = module.recorded(), module.PAGE.read_text(encoding="utf-8")
+    runs, page = script("record").runs("quality"), module.PAGE.read_text(encoding="utf-8")
     assert script("page_tables").filled(page, module.tables(runs)) == page
     for peer in (
         "trl",

@@ -119,6 +119,7 @@ def test_the_h100_config_has_the_values_that_were_asked_for():
         "train.micro_batch_tokens": 12288, "train.learning_rate": 2e-4, "train.schedule": "cosine",
         "train.warmup": 0.03, "train.optimizer": "adamw", "train.weight_decay": 0.01, "train.max_grad_norm": 0.3,
         "train.lora_plus_ratio": None, "train.embedding_learning_rate": None, "train.label_smoothing": 0.0,
+        "train.router_aux_loss_coef": None,
         "train.average": "none", "train.average_over": 0.4,
         "train.activation_cache": "none", "train.policy": "auto", "train.objective": "sft",
     }  # fmt: skip

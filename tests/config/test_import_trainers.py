@@ -111,6 +111,8 @@ def lost(imported):
          {"data.template_variables": {"enable_thinking": False}}),
         ("TRL", {"use_peft": False}, {"adapter.method": "full"}),
         ("TRL", {"label_smoothing_factor": 0.1}, {"train.label_smoothing": 0.1}),
+        ("TRL", {"router_aux_loss_coef": 0.01}, {"train.router_aux_loss_coef": 0.01}),
+        ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01}, {"train.router_aux_loss_coef": 0.01}),
         ("TRL", {"load_in_4bit": True, "use_bnb_nested_quant": True, "lora_target_modules": ["all-linear"]},
          {"model.quantization": "nf4", "adapter.targets": "all-linear"}),
         ("TRL", {"packing": True, "max_length": 512, "gradient_accumulation_steps": 2},
@@ -226,7 +228,18 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
         ("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}, "loss_weights: got a list"),
         ("TRL", {"loss_type": "hinge", "cpo_alpha": 1.0}, "loss_type: got 'hinge', of cpo, only sigmoid"),
         ("TRL", {"loss_type": "sigmoid", "beta": 0}, "preference.beta: got 0"),
-        ("TRL", {"rloo_k": 4}, "rloo_k: got 4, it belongs to rloo"),
+        ("TRL", {"rloo_k": 4}, "rloo_k: got 4, it belongs to ppo, an older rloo"),
+        (
+            "TRL",
+            {"loss_type": "rloo"},
+            "loss_type: got 'rloo', it belongs to grpo or rloo, but the file names no reward",
+        ),
+        ("TRL", {"reward_funcs": "f", "loss_type": "rloo", "scale_rewards": True}, "it belongs to grpo, but loss_type"),
+        (
+            "TRL",
+            {"reward_funcs": "f", "loss_type": "dapo", "normalize_advantages": True},
+            "loss_type: got 'dapo', of rloo",
+        ),
         ("TRL", {"reward_funcs": [3]}, "reward_funcs: got a list, must be the name of a Python function"),
         ("TRL", {"reward_funcs": ["a"], "loss_type": "sapo"}, "loss_type: got 'sapo', it cannot be translated"),
         ("Unsloth", {"training": {"training_type": "grpo"}}, "training.training_type: got 'grpo'"),
@@ -323,6 +336,14 @@ def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):
     }.items() <= values.items()  # fmt: skip
     values, _ = translate("TRL", {"reward_funcs": "f", "loss_type": "cispo", "epsilon_high": 5.0})
     assert (values["train.objective"], values["rollouts.clip_high"]) == ("cispo", 4.0)
+    rloo = {"train.objective": "rloo", "rollouts.samples": 2, "rollouts.max_tokens": 512, "rollouts.kl": 0.05,
+            "rollouts.clip_low": 0.2, "rollouts.clip_high": 0.2, "train.documents_per_step": 8}  # fmt: skip
+    for own in ({"loss_type": "rloo"}, {"reward_clip_range": [0, 1]}, {"normalize_advantages": True}):
+        more = {"reward_funcs": "f", "per_device_train_batch_size": 16, "activation_checkpointing": True, **own}
+        values, imported = translate("TRL", more)
+        assert rloo.items() <= values.items() and values["rollouts.advantage_scale"] == "auto"
+        assert values["memory.checkpointing"] == "full"
+        assert lost(imported) & own.keys() == own.keys() - {"loss_type"}
     grpo = {"train_mode": "grpo", "reward_functions": "a, b", "reward_functions_file": "mine.py",
             "importance_sampling_level": "sequence"}  # fmt: skip
     values, _ = translate("mlx-lm-lora", grpo)

@@ -63,6 +63,7 @@ DEFAULTS = {
         "embedding_learning_rate": None,
         "lora_plus_ratio": None,
         "label_smoothing": 0.0,
+        "router_aux_loss_coef": None,
         "average": "none",
         "average_over": 0.4,
         "activation_cache": "none",

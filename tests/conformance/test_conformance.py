@@ -14,9 +14,9 @@ from dualtune.base.errors import EnvironmentFault
 from dualtune.engine.backend import get_backend
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
+from dualtune.engine.testing.conformance_decoding import check_rows_together_compute_what_each_computes_alone
 from dualtune.engine.testing.conformance_state import (
     assert_same_state,
-    check_rows_together_compute_what_each_computes_alone,
     forward_backward_with_bad_weight,
     state_of,
     train,

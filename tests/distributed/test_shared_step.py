@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.engine.testing.conformance import random_adapter
 from dualtune.train.policies import Ordinary
 from dualtune.train.prepare import prepare
+from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.state import checkpoint
 from dualtune.train.state.run_dir import shared
@@ -55,6 +57,66 @@ def test_processes_that_share_a_step_agree_on_its_numbers(take):
         # Each engine has its share of the loss, divided by the targets of all.
         shares = [float(loss) for *_, loss in found]
         assert sum(shares) == pytest.approx(alone[3], rel=1e-12) and min(shares) > 0
+
+
+ASKED = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(12)]
+ENVIRONMENT = """
+class Again:
+    def reset(self, row):
+        self.left = 2
+    def step(self, text):
+        self.left -= 1
+        return "Again:", float(len(text)), not self.left
+"""
+OWN = {"adapter.dropout": 0.0, "data.eval": 0.4, "train.documents_per_step": 3, "train.micro_batch_tokens": 64,
+       "rollouts.samples": 2, "rollouts.max_tokens": 6}  # fmt: skip
+TAUGHT = {"train.objective": "on_policy_distill", "distill.teacher": "base", "distill.hint": "{expected}",
+          "distill.top_k": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [
+    {"train.objective": "grpo", "rollouts.rewards": ["brief:4"], "rollouts.kl": 0.1},
+    {"train.objective": "rloo", "rollouts.rewards": ["brief:4", "exact"], "rollouts.kl": 0.1},
+    TAUGHT, {**TAUGHT, "distill.divergence": "reverse_kl", "distill.top_k": 0},
+    pytest.param({"train.objective": "dapo", "rollouts.environment": "again.py:Again"}, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_processes_draw_together_what_one_draws(
+    changes, open_backend, make_config, write_rows, tiny_softmax, tmp_path, monkeypatch
+):
+    """Three prompts: of four processes, one draws nothing in training."""
+    (tmp_path / "again.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    config = make_config(write_rows(ASKED, "asked.jsonl"), OWN | changes, tiny_softmax)
+
+    def work(team):
+        prepared = prepare(config, open_backend("numpy"), team=team)
+        engine = load_engine(prepared)
+        engine.load_adapter_state(random_adapter(engine.adapter_state(), 1))
+        step = TrainingStep(prepared, engine, 0, prepared.batches)
+        recovery = Recovery(None, engine, prepared.data.layout, team=team)
+        evaluation = prepared.rollouts.evaluate(engine, prepared.data.eval, recovery, team=team)
+        step.add_gradients()
+        gradient, update = engine.gradient(), step.update()
+        prepared.rollouts.close()
+        return step.samples.rows, update.metrics, evaluation, gradient
+
+    (alone,) = threads.in_world(1, work)
+    texts = [row["completion"] for row in alone[0]]
+    assert len({*texts}) > 2 and max(row["reward"] for row in alone[0]) > min(row["reward"] for row in alone[0])
+    for size in (2, 4):
+        found = threads.in_world(size, work)
+        first = found[0]
+        assert all(each[:2] == first[:2] and each[2].metrics == first[2].metrics for each in found)
+        assert [row["completion"] for row in first[0]] == texts
+        for ours, theirs in zip(first[0], alone[0], strict=True):
+            assert ours["row"] == theirs["row"] and ours["sample"] == theirs["sample"]
+            assert ours["reward"] == pytest.approx(theirs["reward"], abs=1e-6)
+            assert ours["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
+        assert first[1] == pytest.approx(alone[1], abs=1e-6) and first[2].metrics == pytest.approx(alone[2].metrics)
+        assert first[2].eval_loss == pytest.approx(alone[2].eval_loss, abs=1e-6)
+        for name, gradient in alone[3].items():
+            together = sum(each[3][name] for each in found)
+            np.testing.assert_allclose(together, gradient, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("policy", [{}, {"average": np.arange(6, dtype=np.float32)}])

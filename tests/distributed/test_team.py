@@ -1,11 +1,16 @@
 """What the loop says to the other processes, in a world of threads; real processes are in the files beside this one."""
 
+import math
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from dualtune.base import interrupt
 from dualtune.base.errors import DataError, EnvironmentFault, Preempted
+from dualtune.train import team as team_module
+from dualtune.train.rewards import JudgedAnswers
 from dualtune.train.team import PeerFailed, Team, Watchdog
 
 
@@ -55,6 +60,68 @@ def test_totals_are_the_same_bits_everywhere():
     numbers = [0.1, 1e17, -1e17]
     totals = in_world(3, lambda team: team.total(numbers[team.rank], team.rank))
     assert totals == [(0.1 + 1e17 - 1e17, 3.0)] * 3
+
+
+def test_any_number_of_numbers_is_added_up():
+    totals = in_world(3, lambda team: team.totals(np.arange(5) + team.rank).tolist())
+    assert totals == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
+
+
+def test_all_have_the_bytes_of_each_of_whatever_length():
+    for lengths in ([3, 0, 70], [0, 0, 0]):
+        assert (
+            in_world(3, lambda team, n=lengths: team.gather(b"\0" * n[team.rank])) == [[b"\0" * n for n in lengths]] * 3
+        )
+    assert in_world(3, lambda team: team.most(team.rank)) == [2, 2, 2]
+
+
+def test_records_of_all_are_the_same_in_each():
+    """Also numbers that JSON has no word for, and arrays of several dimensions."""
+
+    def work(team):
+        values_NR = np.array([[0.1, math.nan]]) * (team.rank + 1)
+        found = team.collect([JudgedAnswers(values_NR, values_NR[:, 0], (f"of {team.rank}",))], JudgedAnswers.read)
+        return JudgedAnswers.joined(found, [1, 0])
+
+    for found in in_world(2, work):
+        np.testing.assert_array_equal(found.values_NR, [[0.2, math.nan], [0.1, math.nan]])
+        assert found.totals_N.tolist() == [0.2, 0.1] and found.failures == ("of 0", "of 1")
+
+
+def works(team, seconds, ends=lambda: None):
+    """Work for itself for so long, and then end so."""
+    with team.apart():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            interrupt.poll()
+            time.sleep(0.005)
+        ends()
+    return "done"
+
+
+def test_processes_that_work_apart_leave_together(monkeypatch):
+    """Each says that it still works, and those that are done hear of it, of a failure and of a stop."""
+    monkeypatch.setattr(team_module, "_NEWS_S", 0.02)
+    assert in_world(3, lambda team: works(team, [0.0, 0.3, 0.1][team.rank])) == ["done"] * 3
+
+    def fail():
+        raise DataError("row 7")
+
+    def failing(team):
+        with team.together():
+            return works(team, [0.0, 0.1][team.rank], fail if team.rank else lambda: None)
+
+    told, error = in_world(2, failing)
+    assert isinstance(told, PeerFailed) and told.exit_code == DataError.exit_code and isinstance(error, DataError)
+
+    asked = threading.local()
+    monkeypatch.setattr(interrupt, "requested", lambda: getattr(asked, "stop", False))
+
+    def stopped(team):
+        asked.stop = team.rank == 1
+        return works(team, [0.0, 30.0][team.rank])
+
+    assert [type(error) for error in in_world(2, stopped)] == [Preempted, Preempted]
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000])

@@ -15,7 +15,8 @@ FAMILIES = Path(__file__).with_name("torch_families.py")
 CHOICE = Path(__file__).parents[1] / "torch" / "test_torch_choice.py"
 CASES = [*((e, layout) for e in ("data", "full") for layout in ("padded", "packed", "single")),
          ("data", "weighted"), ("reference", "padded"), ("affine4", "padded"), ("int8", "padded"),
-         ("tied", "padded")]  # fmt: skip
+         ("tied", "padded"),
+         *((e, "padded") for e in ("dora", "pissa", "olora", "merge_for", "merged dora"))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def results(start, tmp_path_factory):
 def test_the_gradient_of_two_is_that_of_one(results, engine, layout):
     (alone,), together = results[1], results[2]
     names = [name for name in alone if name.startswith(f"{engine} {layout}") and "lora_" in name]
-    assert len(names) == 28
+    assert len(names) == (42 if "dora" in engine else 28)
     for name in [*names, *(f"{engine} {layout} {what}" for what in ("loss", "norm", "loss after"))]:
         assert np.abs(alone[name]).max() > 1e-3
         np.testing.assert_allclose(together[0][name], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
@@ -65,16 +66,24 @@ def test_both_have_the_same_bits(results):
             assert np.array_equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4", "int8", "tied"])
+@pytest.mark.parametrize("engine", ["dora", "pissa", "olora"])
+def test_a_start_from_the_base_is_the_same_for_two(results, engine):
+    (alone,), together = results[1], results[2]
+    names = [name for name in alone if name.startswith(f"{engine} start")]
+    assert len(names) == (42 if engine == "dora" else 28)
+    assert all(np.array_equal(part[name], alone[name]) for part in together for name in names)
+
+
+@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4", "int8", "tied", "pissa", "merged dora"])
 def test_a_forward_pass_is_the_same_for_two(results, engine):
     (alone,), together = results[1], results[2]
     np.testing.assert_allclose(together[0][f"{engine} logprobs"], alone[f"{engine} logprobs"], atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["full", "bfloat16", "affine4", "int8"])
+@pytest.mark.parametrize("engine", ["full", "bfloat16", "affine4", "int8", "dora", "pissa", "merge_for"])
 def test_each_holds_half_of_a_base_that_is_split(results, engine):
     (alone,), together = results[1], results[2]
-    whole = alone[f"{engine} bytes"]
+    whole = alone[f"{'full' if engine == 'merge_for' else engine} bytes"]  # a whole base has the merges beside it
     for part in together:
         assert whole / 2 <= part[f"{engine} bytes"] < 0.55 * whole
         assert part["data bytes"] == alone["data bytes"]

@@ -131,10 +131,12 @@ def test_the_first_process_fills_the_activation_cache_for_all(job):
 
 
 def test_runs_of_one_two_and_three_processes_are_one_run(job):
+    """Also of an adapter that starts from the base's weights and computes with their norms."""
     leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
-    job.run(1, "one")
-    job.run(2, "two", memory_sharding="full", inject=leave)
-    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT})
+    how = {"adapter_method": "dora", "adapter_init": "pissa"}
+    job.run(1, "one", **how)
+    job.run(2, "two", memory_sharding="full", inject=leave, **how)
+    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT}, **how)
     assert "Gradient norm" in (job.home / "three" / "report.html").read_text(encoding="utf-8")
     for name in ("two", "three"):
         assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
@@ -175,6 +177,56 @@ def test_a_run_goes_on_with_two_processes_and_then_with_one(job):
     assert resumed == [2, 4]
     assert job.losses("moved") == pytest.approx(job.losses("straight"), abs=tolerances.RESUMED_LOSS)
     assert_near(job.adapter("moved"), job.adapter("straight"))
+
+
+ASKED = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(12)]
+OWN = {"adapter_dropout": 0.0, "train_documents_per_step": 3, "train_steps": 4,
+       "train_learning_rate": 0.01, "run_save_every": 1, "run_eval_every": 2, "rollouts_samples": 4,
+       "rollouts_max_tokens": 6}  # fmt: skip
+REWARDED = {**OWN, "train_objective": "grpo", "rollouts_rewards": ["brief:4"]}
+TAUGHT = {**OWN, "train_objective": "on_policy_distill", "distill_teacher": "self", "distill_hint": "{expected}",
+          "distill_top_k": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawing"),
+    [
+        (REWARDED, "dualtune.train.rewards.Rewards.judge"),
+        pytest.param(TAUGHT, "dualtune.train.drawing.Drawing.samples", marks=pytest.mark.long),
+    ],
+    ids=["grpo", "taught"],
+)
+def test_answers_are_drawn_by_all_and_however_many_they_are(job, write_rows, changes, drawing):
+    """Stopped by a signal while one process draws, killed later, and resumed: the rollouts of one process."""
+    asked = {**changes, "data_train": str(write_rows(ASKED, "asked.jsonl"))}
+    job.run(1, "one", **asked)
+    ended = job.start(2, "moved", inject={1: f"enter({drawing!r}, 3, send('SIGTERM'))\n"}, **asked).wait()
+    assert [process.code for process in ended] == [Preempted.exit_code] * 2, ended[0].output + ended[1].output
+    assert 0 < len(job.rows("moved")) < 3
+    ended = job.start(2, "moved", inject={1: "import os\nos.environ['DUALTUNE_FAULT'] = 'step:2'\n"}, **asked).wait()
+    assert [process.code for process in ended] == [EnvironmentFault.exit_code, -signal.SIGKILL]
+    job.run(2, "moved", **asked)
+    ours, theirs = (
+        [json.loads(line) for line in (job.home / name / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("moved", "one")
+    )
+    assert len(theirs) == 4 * 3 * 4 and [each["completion"] for each in ours] == [each["completion"] for each in theirs]
+    assert [each["reward"] for each in ours] == pytest.approx([each["reward"] for each in theirs], abs=1e-5)
+    assert job.losses("moved") == pytest.approx(job.losses("one"), abs=tolerances.RESUMED_LOSS)
+    evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in ("moved", "one")]
+    assert evals[0] == pytest.approx(evals[1], abs=tolerances.RESUMED_LOSS) and len(evals[0]) == 3
+    assert_near(job.adapter("moved"), job.adapter("one"))
+
+
+def test_a_teacher_that_one_process_has_lost_ends_both_and_the_run_is_saved(job, write_rows):
+    lose = "from dualtune.train.served_teacher import TeacherLost\n"
+    lose += "enter('dualtune.train.teachers.said_by', 4, throw(TeacherLost('no answer')))\n"  # an evaluation asks first
+    changes = {**TAUGHT, "data_train": str(write_rows(ASKED, "asked.jsonl")), "run_save_every": None}
+    ended = job.start(2, "run", inject={1: lose}, **changes).wait()
+    assert [process.code for process in ended] == [EnvironmentFault.exit_code] * 2, ended[0].output
+    assert "process 1 of 2 has failed: TeacherLost: no answer" in ended[0].output
+    (saved,) = (job.home / "run" / "checkpoints").iterdir()
+    assert saved.name.endswith(str(len(job.rows("run")))) and len(job.rows("run")) == 2
 
 
 def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(job):

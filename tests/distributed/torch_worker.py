@@ -1,6 +1,7 @@
 """What one process computes of a step, in every way that a base can be held: `main` writes it down."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ LENGTHS = (9, 30, 5, 14, 22, 7, 17)
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 # Micro-batches of several rows, rows of several documents, and a document for one process alone.
 LAYOUTS = {"padded": (SequenceLayout(64), 7), "packed": (SequenceLayout(32, 32), 7), "single": (SequenceLayout(64), 1)}
+# What computes with the numbers of the base, not only with its products.
+READS = {"dora": {"method": "dora"}, "pissa": {"init": "pissa"}, "olora": {"init": "olora"},
+         "merge_for": {"merge_for": "q4_0"}, "merged dora": {"merge_for": "q4_0", "method": "dora"}}  # fmt: skip
 # name: dtype, quantization, kernels, how a process that is not alone holds the base, and what is computed with it
 ENGINES = {
     "data": ("float32", "none", "auto", "none", ("padded", "packed", "single")),
@@ -27,6 +31,8 @@ ENGINES = {
     "affine4": ("float32", "affine4", "auto", "full", ("padded",)),
     "int8": ("float32", "int8", "auto", "full", ("padded",)),
     "tied": ("float32", "none", "auto", "full", ("padded",)),
+    "dora": ("float32", "affine4", "auto", "full", ("padded",)),
+    **dict.fromkeys(("pissa", "olora", "merge_for", "merged dora"), ("float32", "none", "auto", "full", ("padded",))),
 }
 
 
@@ -44,7 +50,7 @@ def main(model: str, tied: str, out: str) -> None:
             dtype,
             quantization,
             "pretrained",
-            SPEC,
+            replace(SPEC, **READS.get(name, {})),
             OptimizerSpec("sgd"),
             seed=1,
             kernels=kernels,
@@ -52,6 +58,8 @@ def main(model: str, tied: str, out: str) -> None:
         )
         engine = backend.load(request)
         assert engine.description.sharding == sharding
+        if name in READS:
+            results |= {f"{name} start {key}": value for key, value in engine.adapter_state().items()}
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         for layout in layouts:
             found = step(engine, team, documents, *LAYOUTS[layout])
@@ -94,7 +102,10 @@ def step(engine, team, documents, layout, count):
 
 def held(engine) -> int:
     """Bytes of the base that this process holds, counted by what torch has allocated for them."""
-    tensors = [t for n, t in [*engine.model.named_parameters(), *engine.model.named_buffers()] if "lora_" not in n]
+    named = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    tensors = [t for n, t in named if "lora_" not in n and not n.endswith(("squares_O", "norms_O"))]
+    # What adapted layers keep beside, such as a merge.
+    tensors += [t for layer in engine._layers.values() for t in vars(layer).values() if hasattr(t, "untyped_storage")]
     parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(part.untyped_storage().nbytes() for part in parts)
 

@@ -136,6 +136,25 @@ def test_layers_without_adapter_are_streamed_too(targets, load):
     assert_same_bits(load(None, adapter=spec), load(1, adapter=spec))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": "dora"}, {"init": "pissa"}, {"init": "olora"}, {"merge_for": "q4_0", "method": "dora"}],
+    ids=["dora", "pissa", "olora", "merge of dora"],
+)
+def test_so_does_what_reads_the_numbers_of_the_base(changes, load, tmp_path):
+    """Its start too, and what is merged."""
+    spec = replace(SPEC, dropout=0.0 if changes.get("init") else SPEC.dropout, **changes)
+    resident, streamed = (load(layers, adapter=spec, dtype="bfloat16") for layers in (None, 1))
+    starts = [engine._initial(spec) for engine in (resident, streamed)]
+    assert all(np.array_equal(starts[0][name], starts[1][name]) for name in starts[0])
+    assert_same_bits(resident, streamed)
+    assert len(streamed._residency._resident) == 1 and not streamed._derived
+    for name, engine in (("resident", resident), ("streamed", streamed)):
+        engine.save_merged(tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("resident", "streamed")]
+    assert files[0] == files[1]
+
+
 def test_steps_of_the_optimizer_lead_to_the_same_adapter(load):
     states = []
     for layers in (None, 2):
@@ -162,10 +181,11 @@ def peak_of(work):
     return mx.get_peak_memory() - before, result
 
 
-def test_no_more_layers_are_in_memory_than_asked_for(load, tmp_path):
-    """While the base is loaded, trained, evaluated and generates. A base of six layers trains in a third of itself."""
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_no_more_layers_are_in_memory_than_asked_for(load, tmp_path, method):
+    """While the base is loaded, trained, evaluated and generates. A base of six layers trains in 0.4 of itself."""
     wide, batch = write_tiny_llama(tmp_path / "wide", **WIDE), random_batch([6], 96)
-    spec = replace(SPEC, rank=1)
+    spec = replace(SPEC, rank=1, method=method)
 
     def work(layers):
         engine = load(layers, wide, adapter=spec)
@@ -178,11 +198,11 @@ def test_no_more_layers_are_in_memory_than_asked_for(load, tmp_path):
 
     peaks = {layers: peak_of(lambda layers=layers: work(layers))[0] for layers in (None, 1, 2, 3)}
     beside = peaks[None] - 6 * WIDE_LAYER
-    assert 0 < beside < WIDE_LAYER
+    assert 0 < beside < 1.2 * WIDE_LAYER
     for layers in (1, 2, 3):
         assert peaks[layers] <= layers * WIDE_LAYER + beside
         assert peaks[layers] - peaks[1] == pytest.approx((layers - 1) * WIDE_LAYER, rel=0.05)
-    assert 3 * peaks[1] < 6 * WIDE_LAYER
+    assert peaks[1] < 0.4 * 6 * WIDE_LAYER
 
 
 def test_a_layer_is_read_only_if_it_is_not_in_memory(load, tmp_path):
@@ -305,7 +325,7 @@ def test_all_layers_may_be_counted(load):
         ({"quantization": "int8"}, "For int8 there is none: set model.quantization: none, or memory.resident_layers: "),
         ({"init": "random"}, "with model.init: random the weights are in no file"),
         ({"kernels": "fused"}, "nothing is compiled: its layers are read while it computes"),
-        ({"adapter": replace(SPEC, method="full")}, "adapter.method: full needs weights of the base"),
+        ({"adapter": replace(SPEC, method="full")}, "adapter.method: full trains the base"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(changes, message, load):

@@ -19,7 +19,7 @@ from dualtune.engine.backend import IGNORE_INDEX, Backend, Batch, LoadRequest
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
-from dualtune.model.adapter import parse_name
+from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.inference import load_model
 
@@ -199,6 +199,49 @@ def peft_logprobs() -> Callable[[Any, Batch], np.ndarray]:
             return model(torch.from_numpy(batch.tokens_BT).long()).logits.log_softmax(-1).numpy()
 
     return logprobs
+
+
+@pytest.fixture(scope="session")
+def train_in_peft() -> Callable[..., tuple[Any, list[float]]]:
+    """Steps written out with PEFT's layers and torch's AdamW, from the core's start: the model, and their losses."""
+    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+
+    def train(
+        model_dir: Path, spec: AdapterSpec, batches: list[Batch], steps: int, **options: Any
+    ) -> tuple[Any, list[float]]:
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        weights = {
+            path: (module.weight.T if options.get("fan_in_fan_out") else module.weight).detach().numpy()
+            for path, module in base.named_modules()
+            if path.split(".")[-1] in spec.targets
+        }
+        config = peft.LoraConfig(
+            r=spec.rank, lora_alpha=spec.alpha, target_modules=[*spec.targets], use_dora=spec.method == "dora",
+            bias=spec.beside.bias, **options,
+        )  # fmt: skip
+        model = peft.get_peft_model(base, config).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        shapes = {path: weight.shape for path, weight in weights.items()}
+        start = init_adapter(shapes, spec.rank, 5, method=spec.method, weight=weights.__getitem__)
+        loaded = peft.set_peft_model_state_dict(model, {n: torch.from_numpy(w) for n, w in start.items()})
+        assert not loaded.unexpected_keys
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer, losses = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), []
+        for step in range(steps):
+            batch = batches[step % len(batches)]
+            tokens, labels = (torch.from_numpy(x).long() for x in (batch.tokens_BT, batch.labels_BT))
+            logits = model(input_ids=tokens, attention_mask=torch.from_numpy(batch.segments_BT)).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return model, losses
+
+    return train
 
 
 @pytest.fixture(scope="session")

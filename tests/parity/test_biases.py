@@ -8,7 +8,7 @@ from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_equal
 from dualtune.engine.testing.tiny_models import random_batch
-from dualtune.model.adapter import AdapterSpec, init_adapter, is_of_base
+from dualtune.model.adapter import AdapterSpec, is_of_base
 from dualtune.model.beside import BesideAdapter, trained_biases
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.optimizer import OptimizerSpec
@@ -46,45 +46,15 @@ def trained(engine, steps=range(STEPS)):
     return losses
 
 
-def by_peft(model_dir, spec):
-    """Return PEFT's model after the same steps by torch's AdamW, and their losses."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    weights = {n: m.weight.detach().numpy().T for n, m in base.named_modules() if n.split(".")[-1] in TARGETS}
-    config = peft.LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, target_modules=[*TARGETS], bias=spec.beside.bias, fan_in_fan_out=True,
-        use_dora=spec.method == "dora",
-    )  # fmt: skip
-    model = peft.get_peft_model(base, config).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    shapes = {module: weight.shape for module, weight in weights.items()}
-    start = init_adapter(shapes, spec.rank, 5, method=spec.method, weight=weights.__getitem__)
-    peft.set_peft_model_state_dict(model, {n: torch.from_numpy(w) for n, w in start.items()})
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), []
-    for step in range(STEPS):
-        batch = BATCHES[step % 2]
-        tokens, labels = (torch.from_numpy(x).long() for x in (batch.tokens_BT, batch.labels_BT))
-        logits = model(input_ids=tokens, attention_mask=torch.from_numpy(batch.segments_BT)).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses
-
-
 def sloped(name, bias):
     """Leave out the bias of keys, which changes no attention: Adam makes steps of the rounding of its gradient."""
     return np.delete(bias, np.s_[len(bias) // 3 : 2 * len(bias) // 3]) if "c_attn" in name else bias
 
 
 @pytest.mark.parametrize(("bias", "method"), WAYS)
-def test_each_step_and_each_file_is_peft_s(load, gpt2, tmp_path, bias, method):
+def test_each_step_and_each_file_is_peft_s(load, gpt2, tmp_path, train_in_peft, bias, method):
     spec = spec_of(bias, method)
-    model, expected = by_peft(gpt2.model_dir, spec)
+    model, expected = train_in_peft(gpt2.model_dir, spec, BATCHES, STEPS, fan_in_fan_out=True)
     model.save_pretrained(tmp_path / "peft")
     theirs = read_adapter(tmp_path / "peft")
     assert theirs.spec.beside.bias == bias

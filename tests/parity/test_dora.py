@@ -13,7 +13,7 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient, random_adapter
 from dualtune.engine.testing.tiny_models import random_batch
-from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name
+from dualtune.model.adapter import AdapterSpec, parse_name
 from dualtune.model.dropout import channel_keys, keep_mask
 from dualtune.model.formats.directory import read_adapter
 from dualtune.model.methods.dora import METHOD, row_norms
@@ -42,31 +42,6 @@ def load(backends, tiny):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def losses_of_peft(model_dir, spec, batches, steps):
-    """The steps of a run, written out with PEFT's layers and torch's AdamW."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    weights = {n: m.weight.detach().numpy() for n, m in base.named_modules() if n.split(".")[-1] in TARGETS}
-    config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(TARGETS), use_dora=True)
-    model = peft.get_peft_model(base, config).train()
-    shapes = {module: weight.shape for module, weight in weights.items()}
-    start = init_adapter(shapes, spec.rank, 5, method="dora", weight=weights.__getitem__)
-    found = peft.set_peft_model_state_dict(model, {n: torch.from_numpy(w) for n, w in start.items()})
-    assert not found.unexpected_keys
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer, losses = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), []
-    for step in range(steps):
-        batch = batches[step % len(batches)]
-        tokens, labels = (torch.from_numpy(x).long() for x in (batch.tokens_BT, batch.labels_BT))
-        logits = model(input_ids=tokens, attention_mask=torch.from_numpy(batch.segments_BT)).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def losses_of(engine, batches, steps):
     losses = []
     for step in steps:
@@ -76,10 +51,10 @@ def losses_of(engine, batches, steps):
     return losses
 
 
-def test_each_step_is_that_of_peft(load, tiny):
+def test_each_step_is_that_of_peft(load, tiny, train_in_peft):
     """The start and the detached norm: any other choice is another loss."""
     batches = [random_batch([9, 16, 5, 12], VOCAB, seed=s) for s in range(4)]
-    expected = losses_of_peft(tiny.model_dir, SPEC, batches, steps=16)
+    _, expected = train_in_peft(tiny.model_dir, SPEC, batches, steps=16)
     assert expected[-1] < expected[0] - 0.1, "nothing was learned, so nothing is shown"
     for name in ("torch", "mlx"):
         found = losses_of(load(name), batches, range(16))

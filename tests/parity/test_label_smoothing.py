@@ -15,7 +15,7 @@ from dualtune.model.optimizer import OptimizerSpec
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 from dualtune_torch.kernels.attention import capped  # noqa: E402
-from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy  # noqa: E402
+from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy, Scaling  # noqa: E402
 
 SHARE = 0.3
 
@@ -91,7 +91,7 @@ def test_with_a_cap_and_a_trained_head():
     losses = torch.nn.functional.cross_entropy(capped(x @ w.T, 5.0), labels, reduction="none", label_smoothing=SHARE)
     (losses * weights).sum().backward()
     ours, total = hidden.clone().requires_grad_(), torch.zeros_like(head)
-    loss = LinearCrossEntropy.apply(ours, head, None, labels, 5.0, lambda f: f, weights, total, SHARE)
+    loss = LinearCrossEntropy.apply(ours, head, None, labels, Scaling(5.0), lambda f: f, weights, total, SHARE)
     loss.backward()
     assert torch.allclose(loss, (losses * weights).sum()) and torch.allclose(ours.grad, x.grad, atol=1e-5)
     assert torch.allclose(total, w.grad, atol=1e-5)

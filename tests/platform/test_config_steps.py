@@ -7,8 +7,11 @@ import pytest
 
 from dualtune.config import load_config
 from dualtune.config.render import example_path
-from dualtune.doctor.check_config import ConfigReport
-from dualtune.doctor.check_config_data import SourceSample, typical_step
+from dualtune.doctor.check_config import ConfigReport, plan_config, teacher_of
+from dualtune.doctor.check_config_data import SourceSample, look_at_data, typical_step
+from dualtune.engine.choose import choose
+from dualtune.engine.machines import limits_for, named
+from dualtune.engine.step_time import predict
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 
@@ -84,6 +87,39 @@ def test_the_time_is_that_of_a_step_of_usual_size(seed):
     config = load_config(example_path("training_config_h100"), overrides)
     mixed = SourceSample(1.0, num_rows=400, lengths=(10,) * 50 + (1000,) * 50)
     assert typical_step(config, [mixed]).tokens == 2 * 10 + 2 * 1000
+
+
+def test_the_time_is_that_of_the_samples_of_a_step_whose_prompts_are_computed_once():
+    more = ["train.objective=grpo", "rollouts.rewards=[exact]", "rollouts.samples=4", "rollouts.max_tokens=30"]
+    overrides = (*more, "adapter.dropout=0", "train.documents_per_step=2", "data.max_length=64")
+    known = SourceSample(1.0, num_rows=400, lengths=(21,) * 50, shared=(0,) * 50, targets=10 * 50)
+    for packing, computed in (
+        (True, 2 * (41 + 3 * 31)),
+        (False, 2 * 4 * 41),
+    ):  # prompts of 11, all but their last token
+        config = load_config(example_path("training_config_h100"), (*overrides, f"data.packing={packing}"))
+        step = typical_step(config, [known])
+        assert (step.tokens, int(step.computed.sum()), step.target_share) == (2 * 4 * 41, computed, 0.75)
+
+
+def test_the_time_of_a_step_has_that_of_its_teacher(tiny_llama, write_rows, qa_rows):
+    def parts(*overrides):
+        config = load_config(example_path("training_config_h100"), (*overrides, f"data.train={write_rows(qa_rows)}"))
+        plan = plan_config(config, named("h100-80"), choose("cuda", named("h100-80")))
+        documents = typical_step(config, look_at_data(config))
+        time = predict(plan.decoder, plan.ask, documents, limits_for("h100-80"), teacher_of(config, plan))
+        return {part.name: part for part in time.parts}
+
+    own = "model.name=meta-llama/Llama-3.2-1B-Instruct", "model.dtype=bfloat16", "model.quantization=none"
+    assert "teacher" not in parts(*own)
+    taught = *own, "train.objective=distill"
+    small, large = (
+        parts(*taught, f"distill.teacher={name}", "distill.teacher_dtype=bfloat16")["teacher"]
+        for name in ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
+    )
+    assert 4 < large.flops / small.flops < 9
+    assert "teacher" in parts(*taught, "distill.teacher=base", "distill.hint=Think.")
+    assert "teacher" not in parts(*taught, "distill.teacher=http://127.0.0.1:1/v1")
 
 
 def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):

@@ -90,8 +90,17 @@ def test_a_run_learns_from_a_served_teacher_what_it_learns_from_a_loaded_one(
         losses = [json.loads(line).get("loss") for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [loss for loss in losses if loss is not None]
 
-    losses = weights("loaded", str(tiny_softmax)), weights("served", f"http://127.0.0.1:{served.port}/v1")
+    address = f"http://127.0.0.1:{served.port}/v1"
+    losses = weights("loaded", str(tiny_softmax)), weights("served", address)
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+    # The run knows the teacher again by what it says, at the name that it had.
+    options["train.steps"] = 4
+    served.engine._weights["head.weight"] *= 1.5
+    with pytest.raises(ConfigError, match=r"another model under this name .* differ by \d"):
+        weights("served", address)
+    served.engine._weights["head.weight"] /= 1.5
+    assert weights("served", address)[:3] == losses[1]
 
 
 def test_a_server_that_cannot_say_it_is_named(serve, monkeypatch):

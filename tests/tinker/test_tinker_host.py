@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 from dualtune.base.errors import ConfigError, FormatError, LockedError, NonFiniteError, OutOfMemory
 from dualtune.data.batches import SequenceLayout
 from dualtune.engine.backend import IGNORE_INDEX, Batch
+from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.formats.directory import read_adapter
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model
+from dualtune.train.inference import BASE_ONLY, load_model
 from dualtune.train.run import run as train
 from dualtune.train.sampling import Chooser, Sampling
 from dualtune.train.state import checkpoint
@@ -39,6 +40,7 @@ from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_be
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.samples import sampled
 
 VOCAB = 262  # of the tiny models
 KINDS = ("numpy", "torch", "mlx")
@@ -852,10 +854,24 @@ def request(source, prompt=(5, 6, 7), **options):
     return SampleRequest(source, np.array(prompt, np.int32), **{"max_tokens": 6, "seed": 1, "stop": []} | options)
 
 
-def test_samples_are_those_of_their_own_weights_whoever_trains(host):
-    """Two runs, the base, and a run's weights of before its last update, in one call; and a path on disk."""
+def batches_of(monkeypatch):
+    """The requests of each batch that a host computes, and how many adapters it has; 0: that of the engine."""
+    batches, own = [], sampled
+
+    def counted(engine, pending, is_shortage, bank=None):
+        batches.append((sorted(pending), len(bank or ())))
+        return own(engine, pending, is_shortage, bank)
+
+    monkeypatch.setattr("dualtune.use.tinker.sample_batches.sampled", counted)
+    return batches
+
+
+def test_samples_are_those_of_their_own_weights_whoever_trains(host, monkeypatch):
+    """Two runs of unlike ranks and layers, the base, and a run's weights of before its last update, in one batch; and a
+    path on disk."""
+    batches = batches_of(monkeypatch)
     trained(host, "a")
-    trained(host, "b", replace(LORA, seed=8))
+    trained(host, "b", replace(LORA, seed=8, rank=2, train_mlp=host.backend.name == "numpy"))
     before = host.save_sampler("a", None)
     named = host.save_sampler("a", "named")
     old_weights = {name: x.copy() for name, x in state_of(host, "a")[0].items()}
@@ -864,10 +880,11 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host):
     after, other = host.save_sampler("a", None), host.save_sampler("b", None)
     sources = (before, after, other, None, named)
     results = drawn(host, *(request(source, num_samples=2, prompt_logprobs=True) for source in sources))
+    assert batches == [([*range(5)], 4)]
     seat = host._seat
     states = {before: old_weights, after: state_of(host, "a")[0], other: state_of(host, "b")[0], named: old_weights}
     for source, result in zip(sources, results, strict=True):
-        engine = seat.use(host._weights(source), spec_of(LORA, host.directory))
+        engine = seat.use(host._weights(source), BASE_ONLY)
         state = states.get(source) or engine.neutral_state()
         engine.load_adapter_state(state)
         seat._weights = None
@@ -880,6 +897,54 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host):
     # The run goes on as if nothing had been sampled.
     host.forward_backward("a", supervised(6), "cross_entropy", {})
     host.optim_step("a", ADAM)
+
+
+@pytest.mark.parametrize("reason", ["the engine cannot", "no room", "no room for two", "large numbers"])
+def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, monkeypatch, reason):
+    def refuses(*_):
+        raise CannotBatch("not this model")
+
+    host, batches = open_host("numpy"), batches_of(monkeypatch)
+    for number in range(3):
+        trained(host, f"run{number}", replace(LORA, seed=number))
+    requests = [request(host.save_sampler(f"run{number}", None)) for number in range(3)]
+    together = drawn(host, *requests)
+    weights = host._samplers[requests[1].source]
+    name = next(name for name in weights.tensors if name.endswith("lora_A.weight"))
+    if reason == "the engine cannot":
+        monkeypatch.setattr("dualtune.engine.testing.numpy_engine.check_base_alone", refuses)
+    elif reason == "no room":
+        monkeypatch.setattr(host._sample_batches, "_banked", lambda *_: (_ for _ in ()).throw(MemoryError))
+    elif reason == "no room for two":
+        monkeypatch.setattr("dualtune.use.tinker.sample_batches.BANK_SHARE", 0.0)
+    else:
+        weights.tensors[name] = weights.tensors[name].copy()
+        weights.tensors[name][0, 0] = 1e9  # float16 does not hold it
+    apart = drawn(host, *requests)
+    if reason == "large numbers":
+        assert batches == [([0, 1, 2], 3), ([0, 2], 2), ([1], 0)]
+        together[1] = apart[1]
+    else:
+        assert batches == [([0, 1, 2], 3), *(([i], 0) for i in range(3))]
+    assert [each.sequences[0].tokens.tolist() for each in apart] == [
+        each.sequences[0].tokens.tolist() for each in together
+    ]
+
+
+def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
+    host = open_host("numpy")
+    trained(host, "other", replace(LORA, rank=2))
+    path = host.save_sampler("other", "named")
+    trained(host, "run")
+    engine = host._seat.present(BASE_ONLY)
+    before = state_of(host, "run")
+    (by_bank,) = drawn(host, request(path))
+    assert host._seat.present(BASE_ONLY) is engine
+    assert_same(state_of(host, "run"), before)
+    host._sample_batches._has_banks = False
+    (by_engine,) = drawn(host, request(path))
+    assert host._seat.present(BASE_ONLY) is not engine
+    assert by_bank.sequences[0].tokens.tolist() == by_engine.sequences[0].tokens.tolist()
 
 
 def test_a_sampled_text_has_the_logprobs_that_training_sees(host):

@@ -34,7 +34,10 @@ def programs(monkeypatch):
         (blocks.rotated, lambda N: (torch.ones(N, 3, 8), torch.ones(N, 8), torch.ones(N, 8))),
         (blocks.gated, lambda N: (torch.nn.SiLU(), torch.ones(N, 24), torch.ones(N, 24))),
         (dropped, lambda N: (torch.ones(N, 24), torch.ones(N).int(), torch.ones(24).int(), 7, 1.1)),
-        (cross_entropy.loss_and_gradient_in_place, lambda N: (torch.ones(N, 24), torch.ones(N).long(), None)),
+        (
+            cross_entropy.loss_and_gradient_in_place,
+            lambda N: (torch.ones(N, 24), torch.ones(N).long(), cross_entropy.Scaling()),
+        ),
     ],
 )
 def test_only_the_number_of_tokens_is_symbolic_on_a_gpu(programs, function, args):

@@ -17,7 +17,7 @@ from dualtune.model.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 
-from dualtune_torch import dora  # noqa: E402
+from dualtune_torch import dora, merged  # noqa: E402
 from dualtune_torch import engine as engine_module  # noqa: E402
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, to_device  # noqa: E402
 from dualtune_torch.kernels import graphs  # noqa: E402
@@ -104,12 +104,8 @@ def test_a_step_is_recorded_the_second_time_and_replayed_with_new_numbers(monkey
 
 def test_what_cannot_be_recorded_is_refused(engine):
     kernels, plain = engine._kernels, engine.model
-    for changes, message in (
-        ({"method": "full"}, "adapter.method: full"),
-        ({"merge_for": "q4_0"}, "adapter.merge_for"),
-    ):
-        with pytest.raises(ConfigError, match=rf"model.kernels: got graph, but {message}"):
-            graphs.check_recordable(kernels, replace(SPEC, **changes), plain, moves_weights=False)
+    with pytest.raises(ConfigError, match=r"model.kernels: got graph, but adapter.method: full"):
+        graphs.check_recordable(kernels, replace(SPEC, method="full"), plain, moves_weights=False)
     stack = PackedStack([torch.nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match=r"packed experts are unpacked for the tokens"):
         graphs.check_recordable(kernels, SPEC, torch.nn.Sequential(stack), moves_weights=False)
@@ -123,20 +119,30 @@ def test_what_cannot_be_recorded_is_refused(engine):
         engine._recordable_step(_sent(PACKED))
 
 
-def test_a_recorded_micro_step_of_dora_computes_no_norms(open_backend, tmp_path, monkeypatch):
-    """They are computed beside the graphs after each change of the adapter, into the place that the graphs read."""
-    spec = replace(SPEC, method="dora", targets=("q_proj",))
+@pytest.mark.parametrize(
+    ("changes", "owner", "name", "place"),
+    [
+        ({"method": "dora"}, dora.DoRALinear, "_norms_of_sum", "norms_O"),
+        ({"merge_for": "q4_0"}, merged.MergedLoRALinear, "delta", "_merged_OI"),
+    ],
+    ids=["norms", "merge"],
+)
+def test_a_recorded_micro_step_computes_nothing_of_the_weights(
+    changes, owner, name, place, open_backend, tmp_path, monkeypatch
+):
+    """It is computed beside the graphs after each change of the adapter, into the place that the graphs read."""
+    spec = replace(SPEC, targets=("q_proj",), **changes)
     request = LoadRequest(write_tiny_llama(tmp_path), "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs.MicroStepGraphs, "run", lambda self, arrays, step: step(_sent(PACKED)))
     monkeypatch.setattr(engine_module, "check_recordable", lambda *args, **options: None)
     plain, recorded = (open_backend("torch").load(replace(request, kernels=kernels)) for kernels in ("auto", "graph"))
-    computed, right = [], dora.DoRALinear._norms_of_sum
-    monkeypatch.setattr(dora.DoRALinear, "_norms_of_sum", lambda self, w: (computed.append(self), right(self, w))[1])
+    computed, right = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args: (computed.append(self), right(self, *args))[1])
     monkeypatch.setattr(recorded, "_recordable_step", lambda sent: recorded._micro_step(
         Inputs.of(sent, recorded._inputs(PACKED).documents), sent["divisor"][0]
     ))  # fmt: skip
-    places = [layer.norms_O.data_ptr() for layer in recorded._layers.values()]
+    places = [getattr(layer, place).data_ptr() for layer in recorded._layers.values()]
     for _ in range(2):
         for engine in (recorded, plain):
             engine.load_adapter_state(random_adapter(engine.adapter_state()))
@@ -150,7 +156,7 @@ def test_a_recorded_micro_step_of_dora_computes_no_norms(open_backend, tmp_path,
         for engine in (recorded, plain):
             engine.optim_step(lr=1e-2, max_grad_norm=1.0)
         computed.clear()
-    assert [layer.norms_O.data_ptr() for layer in recorded._layers.values()] == places
+    assert [getattr(layer, place).data_ptr() for layer in recorded._layers.values()] == places
 
 
 def test_only_an_nvidia_gpu_records():

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from dualtune_torch.adapter import adapter_buffer  # noqa: E402
 from dualtune_torch.kernels import attention, blocks, compiled, cross_entropy  # noqa: E402
+from dualtune_torch.kernels.cross_entropy import Scaling  # noqa: E402
 from dualtune_torch.kernels.lora import add_groups  # noqa: E402
 from dualtune_torch.lora import DropoutSeeds, LoRALinear  # noqa: E402
 
@@ -142,7 +143,7 @@ def test_products_come_again_in_the_same_shapes():
         with Products() as products:
             out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
             out.sum().backward()
-            cross_entropy.LinearCrossEntropy.apply(hidden, randn(300, 8), None, labels, None, COMPILE["plain"])
+            cross_entropy.LinearCrossEntropy.apply(hidden, randn(300, 8), None, labels, Scaling(), COMPILE["plain"])
         return products.shapes
 
     assert shapes([33, 40, 47], 17) == shapes([48, 34, 41], 30)
@@ -176,16 +177,20 @@ def test_what_attention_does_not_know_is_refused(name, value):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
-@pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0)], ids=["", "bias", "cap"])
+@pytest.mark.parametrize(
+    ("bias", "cap", "temperature"),
+    [(False, None, None), (True, None, None), (False, 3.0, None), (True, None, 0.7), (False, 3.0, 0.7)],
+    ids=["", "bias", "cap", "temperature", "cap and temperature"],
+)
 @pytest.mark.parametrize(WITH, [*PLAIN, *COMPILED])
-def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, how, monkeypatch):
+def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, temperature, dtype, how, monkeypatch):
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     offsets = randn(97, seed=2, dtype=dtype) if bias else None
-    labels = torch.arange(rows) * 31 % 97
+    labels, scaling = torch.arange(rows) * 31 % 97, Scaling(cap, temperature and torch.tensor(temperature))
     a, b = leaf(hidden), leaf(hidden.float())
-    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, COMPILE[how])
-    plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels, cap)
+    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, scaling, COMPILE[how])
+    plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels, scaling)
     assert loss.dtype == torch.float32
     assert gap(loss, plain) <= CLOSE[dtype]
     (loss * 0.125).backward()
@@ -198,8 +203,8 @@ def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, how, monkey
 def test_the_loss_of_a_gpu_is_that_of_a_cpu(cap, weights, dtype, how):
     labels = torch.tensor([3, 0, 96, 3, 50])
     a, b = (randn(5, 97, dtype=dtype) for _ in range(2))
-    loss = COMPILE[how](cross_entropy.loss_and_gradient_in_place)(a, labels, cap, weights)
-    assert gap(loss, cross_entropy.loss_and_gradient(b, labels, cap, weights)) <= 1e-6
+    loss = COMPILE[how](cross_entropy.loss_and_gradient_in_place)(a, labels, Scaling(cap), weights)
+    assert gap(loss, cross_entropy.loss_and_gradient(b, labels, Scaling(cap), weights)) <= 1e-6
     assert gap(a, b) <= CLOSE[dtype]
 
 
@@ -215,9 +220,11 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 
     hidden, head = leaf(randn(160, 8)), randn(500, 8)
     with Sizes():
-        loss = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(160), None, COMPILE["plain"])
+        loss = cross_entropy.LinearCrossEntropy.apply(
+            hidden, head, None, torch.arange(160), Scaling(), COMPILE["plain"]
+        )
         loss.backward()
-        cross_entropy.target_logprobs(hidden, head, None, torch.arange(160), None, COMPILE["plain"])
+        cross_entropy.target_logprobs(hidden, head, None, torch.arange(160), Scaling(), COMPILE["plain"])
     assert 16 * 500 in sizes
     assert max(sizes) == 16 * 500
 
@@ -225,7 +232,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 def test_the_loss_alone_takes_half_the_products():
     hidden, head = randn(48, 8), randn(500, 8)
     with FlopCounterMode(display=False) as counter:
-        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(48), None, COMPILE["plain"])
+        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(48), Scaling(), COMPILE["plain"])
     assert counter.get_total_flops() == 2 * 48 * 8 * 500
 
 

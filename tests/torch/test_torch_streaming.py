@@ -111,17 +111,23 @@ def compile_everything(monkeypatch):
         {"kernels": "reference"}, {"kernels": "reference", "quantization": "nf4"}, {"family": "GPT2"},
         {"targets": ("layers.2.self_attn.q_proj",)}, {"kernels": "fused", "dtype": "bfloat16"},
         {"how": ActivationCheckpointing("all", adapter_inputs=True)}, {"how": ActivationCheckpointing(NUM_LAYERS)},
+        {"method": "dora", "quantization": "affine4"}, {"init": "pissa"},
+        {"method": "dora", "merge_for": "q4_0", "dtype": "bfloat16"},
     ],
-    ids=["plain", "plain nf4", "gpt2", "one adapter", "compiled", "remade", "last layer too"],
+    ids=["plain", "plain nf4", "gpt2", "one adapter", "compiled", "remade", "last layer too", "dora", "kept start",
+         "merge of dora"],
 )  # fmt: skip
 def test_other_setups_give_the_same_bits(load, changes, monkeypatch):
     if changes.get("kernels") == "fused":
         compile_everything(monkeypatch)
     expected = gradient(load(**changes | {"how": KEEP_ALL}))
-    assert_same_bits(load(2, **changes), expected)
+    engine = load(2, **changes)
+    assert_same_bits(engine, expected)
+    assert not any(isinstance(kept, torch.Tensor) for layer in engine._layers.values() for kept in vars(layer).values())
 
 
-def test_all_else_is_as_before(load, tmp_path):
+@pytest.mark.parametrize("spec", [{}, {"method": "dora"}], ids=["lora", "dora"])
+def test_all_else_is_as_before(load, tmp_path, spec):
     """Steps, log-probabilities, generation and merging, one after another."""
 
     def results(engine, path):
@@ -135,7 +141,7 @@ def test_all_else_is_as_before(load, tmp_path):
         yield (path / "model.safetensors").read_bytes()
         yield engine.evaluate(PACKED).loss_sum
 
-    assert [*results(load(2), tmp_path / "a")] == [*results(load(how=KEEP_ALL), tmp_path / "b")]
+    assert [*results(load(2, **spec), tmp_path / "a")] == [*results(load(how=KEEP_ALL, **spec), tmp_path / "b")]
 
 
 def test_after_an_error_the_next_step_is_right(load, monkeypatch):

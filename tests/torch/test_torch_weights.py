@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
+from dualtune_torch.kernels.cross_entropy import Scaling  # noqa: E402
 
 pytestmark = pytest.mark.covering(2)
 
@@ -44,10 +45,12 @@ def test_the_loss_in_chunks_takes_weights(dtype, how, monkeypatch):
     labels = torch.arange(rows) * 31 % 97
     for weights in (torch.tensor([0.3, 0.0, -1.5, 2.0]).repeat(rows // 4), torch.full((rows,), 1e-8)):
         a, b = leaf(hidden), leaf(hidden.float())
-        loss = cross_entropy.LinearCrossEntropy.apply(a, head, None, labels, cap, COMPILE[how], weights)
-        plain = cross_entropy.reference(b, head.float(), None, labels, cap, weights)
+        loss = cross_entropy.LinearCrossEntropy.apply(a, head, None, labels, Scaling(cap), COMPILE[how], weights)
+        plain = cross_entropy.reference(b, head.float(), None, labels, Scaling(cap), weights)
         with torch.no_grad():
-            alone = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, labels, cap, COMPILE[how], weights)
+            alone = cross_entropy.LinearCrossEntropy.apply(
+                hidden, head, None, labels, Scaling(cap), COMPILE[how], weights
+            )
         assert gap(loss, plain) <= CLOSE[dtype] and gap(alone, plain) <= CLOSE[dtype]
         (loss * 1024.0).backward()
         (plain * 1024.0).backward()
@@ -59,7 +62,7 @@ def test_the_loss_in_chunks_takes_weights(dtype, how, monkeypatch):
 def test_the_logprobs_of_targets_come_in_chunks(dtype, how, monkeypatch):
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head, labels = randn(40, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype), torch.arange(40) * 31 % 97
-    found = cross_entropy.target_logprobs(hidden, head, None, labels, 3.0, COMPILE[how])
+    found = cross_entropy.target_logprobs(hidden, head, None, labels, Scaling(3.0), COMPILE[how])
     logits = attention.capped(hidden.float() @ head.float().T, 3.0)
     assert found.dtype == torch.float32
     assert gap(found, logits.log_softmax(-1)[torch.arange(40), labels]) <= CLOSE[dtype]

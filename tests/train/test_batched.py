@@ -9,10 +9,19 @@ import pytest
 
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, Preempted
+from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, kept_ranks
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
-from dualtune.train.batched import Bounds, _checked, check_decoding, continue_all, continue_rows, prompted_row
+from dualtune.train.batched import (
+    Bounds,
+    _checked,
+    check_decoding,
+    continue_all,
+    continue_rows,
+    ended_rows,
+    prompted_row,
+)
 from dualtune.train.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
 from dualtune.train.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
@@ -79,6 +88,31 @@ def test_each_row_gets_the_tokens_that_it_gets_alone(model, sampling):
         assert answers[-1] == together(model, sampling, bounds=Bounds(tokens=60), tell=told.append)
         assert not told
     assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_each_row_gets_the_tokens_that_its_own_adapter_gives_alone(model, sampling):
+    """Of two adapters and the base in turn, in batches in which rows leave and others enter, also where memory is
+    short."""
+    engine = model.engine
+    states = [random_adapter(engine.adapter_state(), seed) for seed in (1, 2)]
+    expected = []
+    for number, prompt in enumerate(prompts_of(model)):
+        engine.load_adapter_state([*states, engine.neutral_state()][number % 3])
+        choose = Chooser(sampling, model.tokenizer.stop_ids, numbers=(number,))
+        expected.append([*engine.generate(prompt, choose=choose)])
+    engine.load_adapter_state(random_adapter(engine.adapter_state(), 9))  # which takes no part
+    bank = AdapterBank([(replace(BASE_ONLY, rank=4), state) for state in states])
+    short = Wrapped(engine, lambda bank=None: Short(engine.decoding(bank), 2))
+    for own, bounds in ((engine, Bounds()), (engine, Bounds(rows=3)), (short, Bounds())):
+        rows = [prompted_row(model, number, prompt, sampling) for number, prompt in enumerate(prompts_of(model))]
+        for row in rows:
+            row.adapter = (0, 1, NO_ADAPTER)[row.number % 3]
+        stop_ids = model.tokenizer.stop_ids if sampling is GREEDY else None
+        is_short = lambda error: isinstance(error, MemoryError)  # noqa: E731
+        ended = [*ended_rows(own, rows, bounds, stop_ids, is_short, lambda text: None, bank)]
+        assert [row.tokens for row in sorted(ended, key=lambda row: row.number)] == expected
+    assert len({*map(tuple, expected)}) >= 3
 
 
 def test_random_numbers_are_those_of_seed_and_row(model):
@@ -156,7 +190,7 @@ def test_a_batch_takes_a_forward_pass_per_token(model, sampling):
     check_decoding(model.engine, prompts_of(model)[:2])
     passes = []
     counted = Wrapped(model.engine, lambda: Counted(model.engine.decoding(), passes))
-    _checked.add(counted)
+    _checked[counted] = {frozenset()}
     for count in (1, len(TEXTS)):
         passes.clear()
         few = replace(model, engine=counted, tokenizer=endless)
@@ -196,9 +230,9 @@ class Short:
     def __init__(self, inner, most):
         self._inner, self._most, self._rows = inner, most, 0
 
-    def enter(self, texts, *text_of):
+    def enter(self, texts, *text_of, **adapters):
         self._rows += len(text_of[0] if text_of else texts)
-        return self._inner.enter(texts, *text_of)
+        return self._inner.enter(texts, *text_of, **adapters)
 
     def advance(self, tokens_B):
         if self._rows > self._most:
@@ -247,6 +281,17 @@ def test_a_batch_that_computes_something_else_is_found(model):
     check_decoding(model.engine, prompts_of(model)[:2])
     with pytest.raises(CannotBatch, match="log-probabilities of this model differ"):
         check_decoding(wrong, prompts_of(model)[:2])
+
+
+@pytest.mark.parametrize("model", ["numpy"], indirect=True)
+def test_a_bank_whose_rows_have_each_others_adapters_is_found(model, monkeypatch):
+    """Also before the adapters have learned anything, while they compute the same."""
+    monkeypatch.setattr(
+        "dualtune.engine.testing.numpy_engine.kept_ranks", lambda layout, adapters: kept_ranks(layout, adapters[::-1])
+    )
+    new = AdapterBank([(replace(BASE_ONLY, rank=4), model.engine.neutral_state())] * 2)
+    with pytest.raises(CannotBatch, match="differ by"):
+        check_decoding(model.engine, prompts_of(model)[:2], new)
 
 
 # --- kept ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.environments import Objects, environment_of, turns_of
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.train.environments import Episodes, Objects, environment_of, turns_of
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -103,6 +104,39 @@ def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of):
     assert len({*rewards}) > 5 and all(
         row["rewards"] == {"environment": row["reward"]} for row in rows_kept(resumed.run_dir)
     )
+
+
+def test_a_run_that_dies_between_two_answers_on_mlx_goes_on_on_torch(
+    open_backend, tiny_llama, make_config, write_rows, tmp_path, rows_of, monkeypatch
+):
+    """With the conversations, the rewards and the losses of a run on torch alone."""
+    (tmp_path / "games.py").write_text(SOURCE)
+    data, torch, mlx = write_rows(ROWS, "asked.jsonl"), open_backend("torch"), open_backend("mlx")
+    options = {key.replace("__", "."): value for key, value in RL.items()}
+    options |= {"rollouts.environment": f"{tmp_path / 'games.py'}:Game", "rollouts.temperature": 0.7}
+    options |= {"train.steps": 2, "data.eval": 0, "rollouts.turns": 2}
+
+    def config(name):
+        return make_config(data, {**options, "model.dtype": "float32", "run.dir": tmp_path / name}, tiny_llama)
+
+    straight, answer = run(config("straight"), torch), Episodes._answer
+
+    def dying(self, episode, asked, drawn):
+        if asked.numbers[0] == 1 and episode.drawn:  # in the second step, before a second answer is judged
+            raise KeyboardInterrupt
+        return answer(self, episode, asked, drawn)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Episodes, "_answer", dying)
+        run(config("moved"), mlx)
+    assert {row["step"] for row in rows_kept(tmp_path / "moved")} == {1}
+    moved = run(config("moved"), torch)
+    ours, theirs = (rows_kept(each.run_dir) for each in (moved, straight))
+    told = ("step", "row", "sample", "prompt", "completion", "reward", "tokens")
+    assert [[row[key] for key in told] for row in ours] == [[row[key] for key in told] for row in theirs]
+    assert max(row["completion"].count("<|im_start|>user") for row in ours) > 0
+    losses = ([row["loss"] for row in rows_of(each.run_dir)[0]] for each in (moved, straight))
+    assert next(losses) == pytest.approx(next(losses), abs=RESUMED_LOSS)
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)

@@ -6,7 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.doctor.bench.measure import NoFormula, Shape, document_lengths, read_shape, training_flops
+from dualtune.data.batches import SequenceLayout, micro_batches, step_documents
+from dualtune.data.documents import units_in_memory
+from dualtune.doctor.bench.measure import (
+    NoFormula,
+    Shape,
+    document_lengths,
+    document_sizes,
+    read_shape,
+    training_flops,
+)
 from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -74,6 +83,23 @@ def test_the_lengths_of_documents_do_not_depend_on_the_layout():
     packed = pack(batch, [[1, 2], [0, 3]], pad=7)
     assert document_lengths([batch]).tolist() == [9, 16, 5, 12]
     assert sorted(document_lengths([packed, batch])) == [5, 5, 9, 9, 12, 12, 16, 16]
+
+
+def test_what_documents_share_is_counted_once():
+    """The operations of two answers with a prompt of 4 are those of one mask in which the second sees the prompt."""
+    documents = units_in_memory(
+        [[(np.arange(9), np.arange(9) >= 5), (np.arange(7) + (np.arange(7) > 4), np.arange(7) >= 5)]]
+    )
+    documents.shares = True
+    (batch,) = micro_batches(documents, range(2), SequenceLayout(64, 64), seed=0, step=0)
+    lengths, shared = document_sizes([batch])
+    assert (lengths.tolist(), shared.tolist()) == ([9, 7], [0, 4]) and batch.num_computed == 12
+    shape = Shape(10, 0, attention_width=1, windows=(None,))
+    seen = np.tri(9).sum() + np.tri(7).sum() - np.tri(4).sum()
+    assert training_flops(shape, lengths, shared).forward == 2 * 10 * 12 + 4 * seen
+    step = step_documents(lengths, SequenceLayout(64, 64), "the test", 0.5, shared)
+    assert (step.tokens, step.computed.tolist(), step.seen, step.rows) == (16, [9, 3], seen, (((9, 3),),))
+    assert step.targets == (7,)
 
 
 # --- the shape -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import pytest
 
 from dualtune.train.policy_gradient import LEAST_DEVIATION, OBJECTIVES, SampledTokens, advantages
 
-CASES = json.loads((Path(__file__).parent / "data" / "trl_policy.json").read_text())
+CASES, TEMPERED = (
+    json.loads((Path(__file__).parent / "data" / f"trl_{name}.json").read_text()) for name in ("policy", "tempered")
+)
 CONSTANTS = {"beta": "kl", "epsilon_low": "clip_low", "epsilon_high": "clip_high"}  # TRL's names, and ours
 
 
@@ -100,3 +102,61 @@ def test_rloo_compares_with_the_others():
 def test_unknown_rewards_are_no_numbers_of_a_gradient(scale):
     lonely = np.array([[np.nan, 1.0, np.nan], [np.nan] * 3])
     assert not advantages(lonely, scale).any()
+
+
+# --- at a temperature -------------------------------------------------------------------------------------------------
+
+
+def tempered_loss(case):
+    """Return logits, probabilities and log-probabilities of the tokens at the temperature, and the loss of these."""
+    now, old, reference = (np.array(case[key]) for key in ("now", "old", "reference"))
+    cap, rows, tokens = case["cap"] or 1e9, np.arange(len(now)), np.array(case["tokens"])
+    scaled = [cap * np.tanh(x / cap) / case["temperature"] for x in (now, old, reference)]
+    probs = [np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in scaled]
+    logps, old_M, reference_M = (np.log(p[rows, tokens]) for p in probs)
+    samples = SampledTokens(logps, old_M, np.array(case["lengths"]), np.array(case["advantages"]), reference_M)
+    return now, probs[0], logps, loss({"objective": "grpo", "max_tokens": 12, **case}, samples)
+
+
+@pytest.mark.parametrize("case", TEMPERED, ids=lambda case: f"{case['temperature']}")
+def test_the_loss_of_a_tempered_policy_and_its_gradient_are_trls(case):
+    now, probs_MV, logps_M, ours = tempered_loss(case)
+    np.testing.assert_allclose(logps_M, case["logps"], atol=1e-9)
+    assert (ours.value, ours.metrics["kl"]) == pytest.approx((case["value"], case["kl"]), abs=1e-7)
+    gradient_MV = -ours.slopes_M[:, None] * probs_MV
+    gradient_MV[np.arange(len(now)), case["tokens"]] += ours.slopes_M
+    gradient_MV /= case["temperature"]
+    if case["cap"]:
+        gradient_MV *= 1 - np.tanh(now / case["cap"]) ** 2
+    np.testing.assert_allclose(gradient_MV, case["gradient"], atol=1e-9)
+
+
+@pytest.mark.parametrize(("backend", "case"), [("torch", TEMPERED[0]), ("torch", TEMPERED[1]), ("mlx", TEMPERED[0])],
+                         ids=["torch", "torch with a cap", "mlx"])  # fmt: skip
+def test_a_fast_head_gives_trls_gradient_at_a_temperature(backend, case):
+    """With the identity as its weight, whose products are the logits themselves."""
+    now, _, _, ours = tempered_loss(case)
+    weights = -ours.slopes_M.astype(np.float32)
+    if backend == "torch":
+        torch = pytest.importorskip("torch")
+        from dualtune_torch.kernels import cross_entropy
+
+        leaf = torch.tensor(now, dtype=torch.float32, requires_grad=True)
+        head, scaling = torch.eye(7), cross_entropy.Scaling(case["cap"], torch.tensor(case["temperature"]))
+        rest = torch.tensor(case["tokens"]), scaling, lambda function: function
+        logps = cross_entropy.target_logprobs(leaf.detach(), head, None, *rest)
+        cross_entropy.LinearCrossEntropy.apply(leaf, head, None, *rest, torch.from_numpy(weights)).backward()
+        gradient = leaf.grad
+    else:
+        mx = pytest.importorskip("mlx.core")
+        from dualtune_mlx.kernels import cross_entropy
+
+        linear = pytest.importorskip("mlx.nn").Linear(7, 7, bias=False)
+        linear.weight = mx.eye(7)
+        head = cross_entropy.Head(linear).at(mx.array(case["temperature"]))
+        places = mx.arange(len(now)), mx.array(case["tokens"]), head
+        leaf = mx.array(now.astype(np.float32))
+        logps = cross_entropy.target_logprobs(leaf, *places)
+        gradient = mx.grad(lambda x: cross_entropy.target_loss(x, *places, weights_N=mx.array(weights)))(leaf)
+    np.testing.assert_allclose(np.array(logps), case["logps"], atol=1e-6)
+    np.testing.assert_allclose(np.array(gradient), case["gradient"], atol=1e-6)

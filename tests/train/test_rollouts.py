@@ -49,8 +49,16 @@ def rollouts_of(run_dir):
     return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of):
-    options = {"train__steps": 10, "train__learning_rate": 0.3, "rollouts__samples": 16, "train__schedule": "constant"}
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of, temperature):
+    """What the training pass says of the samples is what they were drawn with, at any temperature."""
+    options = {
+        "rollouts__temperature": temperature,
+        "train__steps": 10,
+        "train__learning_rate": 0.3,
+        "rollouts__samples": 16,
+        "train__schedule": "constant",
+    }
     result = sampling_lab.run(**settings(sampling_lab, **options))
     steps, evals = rows_of(result.run_dir)
     assert np.mean([row["reward"] for row in steps[-3:]]) > steps[0]["reward"] + 0.1
@@ -89,6 +97,7 @@ def test_a_run_is_one_on_both_backends_and_moves_between_them(
     data = write_rows(ROWS, "asked.jsonl")
     options = {key.replace("__", "."): value for key, value in RL.items()}
     options |= {"rollouts.rewards": [f"{tmp_path / 'mine.py'}:low"], "model.dtype": "float32"}
+    options |= {"rollouts.temperature": 0.7, "rollouts.kl": 0.1}
 
     def config(name):
         return make_config(data, {**options, "run.dir": tmp_path / name}, tiny_llama)
@@ -99,6 +108,8 @@ def test_a_run_is_one_on_both_backends_and_moves_between_them(
         run(config("moved"), mlx, pause_after=2)
     runs.append(run(config("moved"), torch))
     first, *others = runs
+    step = rows_of(first.run_dir)[0][0]  # of the base: what it draws with is what it and the reference say
+    assert (step["logprob_gap"], step["kl"]) == pytest.approx((0, 0), abs=1e-4)
     for other in others:
         losses, expected = ([row["loss"] for row in rows_of(each.run_dir)[0]] for each in (other, first))
         assert losses == pytest.approx(expected, abs=RESUMED_LOSS)
@@ -113,7 +124,12 @@ def test_the_gradient_is_that_of_the_loss(sampling_lab, objective):
     """Against finite differences of the loss of the drawn samples, in one direction of every tensor together."""
     config = sampling_lab.config(
         **settings(
-            sampling_lab, train__objective=objective, rollouts__kl=0.2, rollouts__clip_low=0.5, rollouts__clip_high=0.5
+            sampling_lab,
+            train__objective=objective,
+            rollouts__kl=0.2,
+            rollouts__clip_low=0.5,
+            rollouts__clip_high=0.5,
+            rollouts__temperature=0.7,
         )
     )
     prepared = prepare(config, sampling_lab.backend)
@@ -170,7 +186,7 @@ def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, m
     straight = sampling_lab.run("straight", **settings(sampling_lab))
     draws, failed = [], []
     draw, slopes = Rollouts.draw, step_module.with_slopes
-    monkeypatch.setattr(Rollouts, "draw", lambda self, *a: draws.append(a[-1]) or draw(self, *a))
+    monkeypatch.setattr(Rollouts, "draw", lambda self, *a: draws.append(a[3]) or draw(self, *a))
 
     def short(batch, values):
         if not failed:

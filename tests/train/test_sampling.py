@@ -29,7 +29,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_likely_tokens_decide_what_all_logits_decide(way):
     """Also where they do not suffice: flat logits have most of their probability outside of them."""
-    sampling, rng = replace(HOT, max_tokens=10**6, **way), np.random.default_rng(1)
+    sampling, rng = replace(HOT, max_tokens=10**6, tempered_logprobs=True, **way), np.random.default_rng(1)
     logits_BV = rng.normal(0, np.array([[3.0], [1.0], [0.1]]), (3, 4 * LIKELY_TOKENS)).astype(np.float32)
     logits_BV[0, :9] = logits_BV[0, 0]  # equals
     likely, all_of_them = ([Chooser(sampling, frozenset(), numbers=(n,), keeps_logprobs=True) for n in range(3)]
@@ -112,11 +112,15 @@ def test_a_seed_draws_the_same_on_both_backends(open_backend, tiny_llama):
 
 
 def test_logprobs_are_those_of_the_training_forward_pass(model):
-    """Whatever is left out, at whatever temperature."""
-    for sampling in (HOT, replace(HOT, temperature=0.6, top_k=7, top_p=0.9), replace(HOT, temperature=0.0)):
+    """Whatever is left out; those of the model, or at the temperature as what is drawn from."""
+    warm = replace(HOT, temperature=0.6, top_k=7, top_p=0.9)
+    greedy = replace(HOT, temperature=0.0, tempered_logprobs=True)
+    for sampling in (HOT, warm, replace(warm, tempered_logprobs=True), greedy):
+        temperature = 0.6 if sampling.tempered_logprobs and sampling.temperature else 1.0
         for (prompt, _), each in samples(model, sampling).items():
             text = np.concatenate([prompts_of(model)[prompt], each.tokens])
-            logprobs_TV = model.engine.logprobs(plain_batch(text))[0, -len(each.tokens) - 1 : -1]
+            batch = replace(plain_batch(text), temperature=temperature)
+            logprobs_TV = model.engine.logprobs(batch)[0, -len(each.tokens) - 1 : -1]
             np.testing.assert_allclose(each.logprobs, logprobs_TV[np.arange(len(each.tokens)), each.tokens], atol=2e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,9 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
+from dualtune.engine.adapter_bank import adapters_of
 from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_rows
+from dualtune_mlx.host.adapter_bank import BankedModel
 
 
 def crop_on_device(cache: list[Any], excess: int) -> bool:
@@ -24,17 +27,23 @@ def crop_on_device(cache: list[Any], excess: int) -> bool:
 class MlxDecoding:
     """See `dualtune.engine.decoding.Decoding`. Texts are computed padded on the right, and then moved to the right."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, banked: BankedModel | None = None) -> None:
+        """`banked`: the model with an adapter for each row."""
         kinds = {type(layer).__name__ for layer in make_prompt_cache(model)}
         if others := sorted(kinds - {KVCache.__name__}):
             raise CannotBatch(f"its layers keep a state or forget ({', '.join(others)})")
-        self._model = model
+        self._model, self._banked = model, banked
+        self._adapters_B = np.zeros(0, np.int32)
         self._cache: list[Any] = []  # empty: there is no row
         self._ahead: MlxNextLogits | None = None  # of the next step, which the cache then holds already…
         self._expected_B = np.zeros(0, np.int32)  # …if the rows go on with these tokens
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> MlxNextLogits:
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> MlxNextLogits:  # fmt: skip
         self._forget_ahead()
+        adapters_B = adapters_of(texts, adapters)
         padding = [max(map(len, texts)) - len(text) for text in texts]
         entered = [BatchKVCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
         # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
@@ -42,15 +51,16 @@ class MlxDecoding:
         if tokens_BT.size:
             for layer in entered:
                 layer.prepare(right_padding=padding)
-            self._model(mx.array(tokens_BT), cache=entered)
+            self._logits(mx.array(tokens_BT), entered, adapters_B)
             for layer in entered:
                 layer.finalize()
-        logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered)
+        logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered, adapters_B)
         if text_of is not None:
             index = mx.array(list(text_of))
             for layer in entered:
                 layer.filter(index)
-            logits = MlxNextLogits(logits.logits_BV[index], self)
+            logits, adapters_B = MlxNextLogits(logits.logits_BV[index], self), adapters_B[list(text_of)]
+        self._adapters_B = np.concatenate([self._adapters_B, adapters_B])
         if not self._cache:
             self._cache = entered
             return logits
@@ -62,11 +72,12 @@ class MlxDecoding:
         logits = self._ahead
         if logits is None or not np.array_equal(tokens_B, self._expected_B):
             self._forget_ahead()
-            return self._next_logits(mx.array(tokens_B), self._cache)
+            return self._next_logits(mx.array(tokens_B), self._cache, self._adapters_B)
         self._ahead = None
         return logits
 
     def leave(self, staying: Sequence[int]) -> None:
+        self._adapters_B = self._adapters_B[list(staying)]
         if not staying:
             self._cache, self._ahead = [], None
             return
@@ -80,13 +91,17 @@ class MlxDecoding:
     def compute_ahead(self, tokens_B: mx.array) -> np.ndarray:
         """Start the step after these tokens, and return them: they are transferred while the device goes on."""
         mx.async_eval(tokens_B)  # by itself: arrays that are started together are waited for together
-        self._ahead = self._next_logits(tokens_B, self._cache)
+        self._ahead = self._next_logits(tokens_B, self._cache, self._adapters_B)
         mx.async_eval(self._ahead.tokens_B)
         self._expected_B = np.array(tokens_B)
         return self._expected_B
 
-    def _next_logits(self, tokens_B: mx.array, cache: list[Any]) -> MlxNextLogits:
-        return MlxNextLogits(self._model(tokens_B[:, None], cache=cache)[:, -1], self)
+    def _next_logits(self, tokens_B: mx.array, cache: list[Any], adapters_B: np.ndarray) -> MlxNextLogits:
+        return MlxNextLogits(self._logits(tokens_B[:, None], cache, adapters_B)[:, -1], self)
+
+    def _logits(self, tokens_BT: mx.array, cache: list[Any], adapters_B: np.ndarray) -> mx.array:
+        with self._banked.rows(adapters_B) if self._banked else nullcontext():
+            return self._model(tokens_BT, cache=cache)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:

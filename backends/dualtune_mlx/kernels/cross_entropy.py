@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +41,7 @@ class Head:
         self._rows = layer.rows if isinstance(layer, TableWithRows) else None
         layer = layer.base if isinstance(layer, TableWithRows) else layer
         self._is_trained = is_trained
+        self.temperature: mx.array | None = None  # float32, a scalar; None: 1
         self._layer: Any = layer
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
@@ -58,8 +60,18 @@ class Head:
             return [self._rows.values_nH]
         return [self._layer.weight] if self._is_trained else []
 
+    def at(self, temperature: mx.array | None) -> Head:
+        """Return the same layer with its logits divided by a temperature. The slopes of `back` are by the others."""
+        head = copy(self)
+        head.temperature = temperature
+        return head
+
     def logits(self, hidden_NH: mx.array, trained: Sequence[mx.array] | None = None) -> mx.array:
         """`trained`: arrays in place of those that are bound."""
+        logits_NV = self._products(hidden_NH, trained)
+        return logits_NV if self.temperature is None else logits_NV.astype(mx.float32) / self.temperature
+
+    def _products(self, hidden_NH: mx.array, trained: Sequence[mx.array] | None) -> mx.array:
         own = self.trained if trained is None else trained
         if self._is_trained:
             logits_NV = hidden_NH @ own[0].T
@@ -179,11 +191,12 @@ def target_loss(
     @loss_and_slopes.vjp
     def _(inputs: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
         hidden_NH, *arrays = inputs if trained else (inputs,)
+        factor = cotangents[0] if head.temperature is None else cotangents[0] / head.temperature
         if weights_N is None:
-            slope = cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+            slope = factor.astype(hidden_NH.dtype) * outputs[1]
         else:
-            slope = (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
-        own = [(cotangents[0] * total).astype(x.dtype) for total, x in zip(outputs[2:], arrays, strict=True)]
+            slope = (factor * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+        own = [(factor * total).astype(x.dtype) for total, x in zip(outputs[2:], arrays, strict=True)]
         return (slope, *own) if trained else slope
 
     return loss_and_slopes(rows_NH, *trained)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from dualtune.engine.adapter_bank import adapters_of
 from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_rows
+from dualtune_torch.host.adapter_bank import BankedModel
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.trial import ROUNDING, largest_gap
@@ -236,44 +238,53 @@ class TorchDecoding:
     In the cache each row ends at the last column, and what is before its first token is masked.
     """
 
-    def __init__(self, model: PreTrainedModel, computing: Callable[[], AbstractContextManager[None]]) -> None:
-        """`computing`: the context of all forward passes."""
+    def __init__(
+        self, model: PreTrainedModel, computing: Callable[[], AbstractContextManager[None]],
+        banked: BankedModel | None = None,
+    ) -> None:  # fmt: skip
+        """`computing`: the context of all forward passes. `banked`: the model with an adapter for each row."""
         _check_batchable(model)
-        self._model, self._computing = model, computing
+        self._model, self._computing, self._banked = model, computing, banked
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._cache_argument = next((name for name in USUAL if name in takes), USUAL[-1])
         self._cache: Cache | None = None  # None: there is no row
         self._width = 0  # of the cache
         self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
+        self._adapters_B = np.zeros(0, np.int32)
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> TorchNextLogits:
-        lengths_B = np.array([len(text) for text in texts], np.int64)
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> TorchNextLogits:  # fmt: skip
+        lengths_B, adapters_B = np.array([len(text) for text in texts], np.int64), adapters_of(texts, adapters)
         width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
         for row, text in zip(tokens_BT, texts, strict=True):
             row[width - len(text) :] = text
         entered = Cache(layer_class_to_replicate=GrowingLayer)
-        logits = self._next_logits(tokens_BT, lengths_B, width, entered)
+        logits = self._next_logits(tokens_BT, lengths_B, width, entered, adapters_B)
         if text_of is not None:
             (indices,) = to_device([np.array(text_of)], self._model.device)
             for layer in _layers(entered):
                 layer.copy(indices)
-            logits, lengths_B = logits.of(indices), lengths_B[list(text_of)]
+            logits, lengths_B, adapters_B = logits.of(indices), lengths_B[list(text_of)], adapters_B[list(text_of)]
         width = max(width, self._width)
         if self._cache is not None:  # those that are there stay before those that have entered
             for present, layer in zip(_layers(self._cache), _layers(entered), strict=True):
                 layer.put_after(present, width)
         self._cache, self._width = entered, width
         self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
+        self._adapters_B = np.concatenate([self._adapters_B, adapters_B])
         return logits
 
     def advance(self, tokens_B: np.ndarray) -> TorchNextLogits:
         self._lengths_B, self._width = self._lengths_B + 1, self._width + 1
-        return self._next_logits(tokens_B[:, None].astype(np.int64), self._lengths_B, self._width, self._cache)
+        tokens_BT = tokens_B[:, None].astype(np.int64)
+        return self._next_logits(tokens_BT, self._lengths_B, self._width, self._cache, self._adapters_B)
 
     def _next_logits(
-        self, tokens_BT: np.ndarray, lengths_B: np.ndarray, width: int, cache: Cache | None
+        self, tokens_BT: np.ndarray, lengths_B: np.ndarray, width: int, cache: Cache | None, adapters_B: np.ndarray
     ) -> TorchNextLogits:
         """Compute new tokens, with which the rows in a cache of this width have these lengths."""
         T, padding_B = tokens_BT.shape[1], width - lengths_B
@@ -284,11 +295,11 @@ class TorchDecoding:
             options["position_ids"] = positions
         if padding_B.any():
             options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
-        with self._computing():
+        with self._computing(), self._banked.rows(adapters_B) if self._banked else nullcontext():
             return TorchNextLogits(_last_logits(self._model, tokens, **options))
 
     def leave(self, staying: Sequence[int]) -> None:
-        self._lengths_B = self._lengths_B[list(staying)]
+        self._lengths_B, self._adapters_B = self._lengths_B[list(staying)], self._adapters_B[list(staying)]
         if not staying or self._cache is None:
             self._cache, self._width = None, 0
             return

@@ -30,13 +30,14 @@ class Inputs:
     weights_BT: Tensor | None  # float32, 0 where there is no target; None: all are 1
     documents: DocumentBorders
     masks: Any = None  # transformers', for a model that does not derive them from the positions
+    temperature: Tensor | None = None  # float32, a scalar; None: 1
 
     @classmethod
     def of(cls, sent: Mapping[str, Tensor], documents: DocumentBorders) -> Inputs:
         """Take what `to_device` returns for `arrays_of`."""
         return cls(
             sent["tokens"], sent["labels"], sent.get("positions"), sent["where"], sent["seeds"], sent.get("weights"),
-            documents,
+            documents, temperature=sent["temperature"][0] if "temperature" in sent else None,
         )  # fmt: skip
 
     @property
@@ -57,6 +58,8 @@ def arrays_of(batch: Batch, *, positions: bool) -> dict[str, np.ndarray]:
     arrays |= {"seeds": batch.dropout_seeds_BT.view(np.int32), "borders": borders_in(batch.segments_BT)}
     if (weights_BT := batch.target_weights_BT) is not None:
         arrays["weights"] = weights_BT
+    if batch.temperature != 1:
+        arrays["temperature"] = np.array([batch.temperature], np.float32)
     if branches := branches_of(batch):
         arrays["keys"], arrays["key uses"], arrays["key borders"] = gathered(batch.segments_BT, branches)
     return arrays

@@ -13,7 +13,7 @@ Legend: M rows with a target, R rows of a chunk, P with padding, D hidden size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,89 +25,105 @@ from dualtune_torch.kernels.attention import GRANULE, capped
 from dualtune_torch.lora import add_product
 
 
+class Scaling(NamedTuple):
+    """What stands between the products of the head and the softmax."""
+
+    cap: float | None = None
+    temperature: Tensor | None = None  # float32, a scalar; None: 1
+
+    def of(self, products_RV: Tensor) -> Tensor:
+        """Return the logits, float32."""
+        x_RV = capped(products_RV.float(), self.cap)
+        return x_RV if self.temperature is None else x_RV / self.temperature
+
+    def back(self, slopes_RV: Tensor, x_RV: Tensor) -> Tensor:
+        """Return the slopes by the products from those by the logits x, but for 1 / temperature, a factor of all."""
+        if self.cap is None:
+            return slopes_RV
+        capped_RV = x_RV if self.temperature is None else x_RV * self.temperature
+        return slopes_RV * (1 - (capped_RV / self.cap).square())
+
+
 def reference(
     hidden_MD: Tensor,
     head_VD: Tensor,
     bias_V: Tensor | None,
     labels_M: Tensor,
-    cap: float | None = None,
+    scaling: Scaling,
     weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Σ −w·log softmax(capped(hidden · headᵀ + bias))[label], softmax and sum in float32; float32 scalar."""
-    logits_MV = capped(F.linear(hidden_MD, head_VD, bias_V).float(), cap)
+    """Σ −w·log softmax(scaling of (hidden · headᵀ + bias))[label], softmax and sum in float32; float32 scalar."""
+    logits_MV = scaling.of(F.linear(hidden_MD, head_VD, bias_V))
     if weights_M is None:
         return F.cross_entropy(logits_MV, labels_M, reduction="sum")
     return (F.cross_entropy(logits_MV, labels_M, reduction="none") * weights_M).sum()
 
 
-def logprobs_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+def logprobs_of_logits(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling) -> Tensor:
     """log p(label) of the chunk's rows, float32 [R], or [R, K] for K labels a row."""
-    x_RV = capped(logits_RV.float(), cap)
+    x_RV = scaling.of(logits_RV)
     if labels_R.ndim == 2:
         return x_RV.gather(-1, labels_R) - x_RV.logsumexp(-1, keepdim=True)
     return x_RV.gather(-1, labels_R[:, None]).squeeze(-1) - x_RV.logsumexp(-1)
 
 
-def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None) -> Tensor:
+def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None) -> Tensor:
     """The chunk's loss, without a gradient."""
-    x_RV = capped(logits_RV.float(), cap)
+    x_RV = scaling.of(logits_RV)
     losses_R = x_RV.logsumexp(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)
     return (losses_R if weights_R is None else losses_R * weights_R).sum()
 
 
-def losses_and_gradient(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+def losses_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling) -> Tensor:
     """Compute the losses of a chunk's rows, [R, 1], and overwrite the logits with their gradient: softmax − one-hot,
-    times the slope of the cap."""
-    x_RV = capped(logits_RV.float(), cap)
+    times the slope of the scaling."""
+    x_RV = scaling.of(logits_RV)
     x_R1 = x_RV.gather(-1, labels_R[:, None])
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
     probs_RV, target_R1 = (x_RV - lse_R1).exp(), (x_R1 - lse_R1).exp() - 1
-    if cap is not None:
-        probs_RV, target_R1 = (g * (1 - (x / cap).square()) for g, x in ((probs_RV, x_RV), (target_R1, x_R1)))
-    logits_RV.copy_(probs_RV)
-    logits_RV.scatter_(-1, labels_R[:, None], target_R1.to(logits_RV.dtype))  # cheaper than comparing all elements
+    logits_RV.copy_(scaling.back(probs_RV, x_RV))
+    # Cheaper than comparing all elements.
+    logits_RV.scatter_(-1, labels_R[:, None], scaling.back(target_R1, x_R1).to(logits_RV.dtype))
     return lse_R1 - x_R1
 
 
-def losses_and_gradient_in_place(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+def losses_and_gradient_in_place(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling) -> Tensor:
     """`losses_and_gradient` for a GPU: comparing all elements costs nothing there, and the last kernel writes over the
     logits. After a scatter the compiler would copy them."""
-    x_RV = capped(logits_RV.float(), cap)
+    x_RV = scaling.of(logits_RV)
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
     losses_R1 = lse_R1 - x_RV.gather(-1, labels_R[:, None])
     is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
     grad_RV = (x_RV - lse_R1).exp() - is_label_RV.float()
-    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    logits_RV.copy_(scaling.back(grad_RV, x_RV))
     return losses_R1
 
 
-def loss_and_gradient(
-    logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None
-) -> Tensor:
+def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None) -> Tensor:
     """Compute the chunk's loss, and overwrite the logits with its gradient without the loss weights."""
-    losses_R1 = losses_and_gradient(logits_RV, labels_R, cap)
+    losses_R1 = losses_and_gradient(logits_RV, labels_R, scaling)
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
 def loss_and_gradient_in_place(
-    logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None
+    logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None
 ) -> Tensor:
     """`loss_and_gradient` for a GPU."""
-    losses_R1 = losses_and_gradient_in_place(logits_RV, labels_R, cap)
+    losses_R1 = losses_and_gradient_in_place(logits_RV, labels_R, scaling)
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
 def smoothed_loss_and_gradient(
-    logits_RV: Tensor, labels_R: Tensor, cap: float | None, smoothing: float, weights_R: Tensor | None = None
+    logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, smoothing: float, weights_R: Tensor | None = None
 ) -> Tensor:
     """`loss_and_gradient` with `smoothing` as the share of the mean over the vocabulary, of log p as of the slopes."""
-    x_RV = capped(logits_RV.float(), cap)
+    x_RV = scaling.of(logits_RV)
     lse_R1, label_R1 = x_RV.logsumexp(-1, keepdim=True), labels_R[:, None]
     mean_R1 = x_RV.mean(-1, keepdim=True)
     losses_R1 = lse_R1 - (1 - smoothing) * x_RV.gather(-1, label_R1) - smoothing * mean_R1
     grad_RV = (x_RV - lse_R1).exp() - smoothing / x_RV.shape[-1]
     grad_RV = grad_RV.scatter(-1, label_R1, grad_RV.gather(-1, label_R1) - (1 - smoothing))
-    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    logits_RV.copy_(scaling.back(grad_RV, x_RV))
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
@@ -121,22 +137,22 @@ def scales_and_shares(weights_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of_several(
-    logits_RV: Tensor, labels_RK: Tensor, cap: float | None, weights_R: Tensor, shares_RK: Tensor
+    logits_RV: Tensor, labels_RK: Tensor, scaling: Scaling, weights_R: Tensor, shares_RK: Tensor
 ) -> Tensor:
     """The chunk's loss, without a gradient."""
-    return -((logprobs_of_logits(logits_RV, labels_RK, cap) * shares_RK).sum(-1) * weights_R).sum()
+    return -((logprobs_of_logits(logits_RV, labels_RK, scaling) * shares_RK).sum(-1) * weights_R).sum()
 
 
 def loss_and_gradient_of_several(
-    logits_RV: Tensor, labels_RK: Tensor, cap: float | None, weights_R: Tensor, shares_RK: Tensor
+    logits_RV: Tensor, labels_RK: Tensor, scaling: Scaling, weights_R: Tensor, shares_RK: Tensor
 ) -> Tensor:
     """Compute the chunk's loss, and overwrite the logits with its gradient without the rows' weights."""
-    x_RV = capped(logits_RV.float(), cap)
+    x_RV = scaling.of(logits_RV)
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
     losses_R = (shares_RK * (lse_R1 - x_RV.gather(-1, labels_RK))).sum(-1)
     grad_RV = (x_RV - lse_R1).exp() * shares_RK.sum(-1, keepdim=True)
     grad_RV = grad_RV.scatter(-1, labels_RK, grad_RV.gather(-1, labels_RK) - shares_RK)  # the labels are distinct
-    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    logits_RV.copy_(scaling.back(grad_RV, x_RV))
     return (losses_R * weights_R).sum()
 
 
@@ -145,16 +161,16 @@ def target_logprobs(
     head_VD: Tensor,
     bias_V: Tensor | None,
     labels_M: Tensor,
-    cap: float | None,
+    scaling: Scaling,
     maybe_compile: Callable[[Any], Any],
     rows: Rows | None = None,
 ) -> Tensor:
-    """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M] or [M, K], by the same products as the loss."""
+    """log softmax(scaling of (hidden · headᵀ + bias))[label], float32 [M] or [M, K], by the products of the loss."""
     logprobs_M = torch.empty(labels_M.shape, device=hidden_MD.device)
     for part in _chunks(hidden_MD):
         hidden_RD, labels_R = hidden_MD[part], labels_M[part]
         logits_PV = _padded_logits(hidden_RD, head_VD, bias_V, rows)
-        logprobs_M[part] = maybe_compile(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
+        logprobs_M[part] = maybe_compile(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, scaling)
     return logprobs_M
 
 
@@ -206,7 +222,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         head_VD: Tensor,
         bias_V: Tensor | None,
         labels_M: Tensor,
-        cap: float | None,
+        scaling: Scaling,
         maybe_compile: Callable[[Any], Any],
         weights_M: Tensor | None = None,
         total_VD: Tensor | None = None,
@@ -237,9 +253,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V, own)
             # Evaluation needs no gradient; in training it takes the place of the logits.
             if grad_MD is None:
-                loss += maybe_compile(evaluate)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(evaluate)(logits_PV[:R], labels_R, scaling, *weights)
             else:
-                loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *numbers, *weights)
+                loss += maybe_compile(compute)(logits_PV[:R], labels_R, scaling, *numbers, *weights)
                 slopes_Pn = own.slopes_of(logits_PV) if own else None
                 grad_PD = logits_PV @ head_VD
                 if slopes_Pn is not None and rows_nD is not None and grad_nD is not None:
@@ -250,12 +266,13 @@ class LinearCrossEntropy(torch.autograd.Function):
                     _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights[:1])
             del logits_PV  # before those of the next chunk are made
         ctx.save_for_backward(grad_MD, weights_M, grad_nD)
-        ctx.grad_VD, ctx.total_VD = grad_VD, total_VD
+        ctx.grad_VD, ctx.total_VD, ctx.temperature = grad_VD, total_VD, scaling.temperature
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_MD, weights_M, grad_nD = ctx.saved_tensors
+        grad = grad if ctx.temperature is None else grad / ctx.temperature
         slope = grad if weights_M is None else grad * weights_M[:, None]
         if ctx.grad_VD is not None:
             ctx.total_VD.addcmul_(ctx.grad_VD, grad)
@@ -277,7 +294,7 @@ class LinearLogprobs(torch.autograd.Function):
         head_VD: Tensor,
         bias_V: Tensor | None,
         labels_M: Tensor,
-        cap: float | None,
+        scaling: Scaling,
         maybe_compile: Callable[[Any], Any],
     ) -> Tensor:
         logprobs_M, grad_MD = torch.empty(labels_M.shape, device=hidden_MD.device), torch.empty_like(hidden_MD)
@@ -285,15 +302,17 @@ class LinearLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden_MD):
             labels_R = labels_M[rows]
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
-            logprobs_M[rows] = -compute(logits_PV[: len(labels_R)], labels_R, cap).squeeze(-1)
+            logprobs_M[rows] = -compute(logits_PV[: len(labels_R)], labels_R, scaling).squeeze(-1)
             grad_MD[rows] = (logits_PV @ head_VD)[: len(labels_R)]
             del logits_PV  # before those of the next chunk are made
         ctx.save_for_backward(grad_MD)
+        ctx.temperature = scaling.temperature
         return logprobs_M
 
     @staticmethod
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad_MD,) = ctx.saved_tensors  # that of the loss −log p
+        grad_M = grad_M if ctx.temperature is None else grad_M / ctx.temperature
         return (grad_MD * -grad_M[:, None]).to(grad_MD.dtype), None, None, None, None, None
 
 

@@ -72,8 +72,6 @@ def check_recordable(kernels: Kernels, adapter: AdapterSpec, model: nn.Module, *
         raise _refusal("adapter.method: full adds gradients to the float32 ones from Python")
     if adapter.beside:
         raise _refusal(f"{adapter.beside.keys} trains parameters of the base")
-    if adapter.merge_for != "none":
-        raise _refusal("adapter.merge_for rounds the merge in the first micro-batch of a step alone")
     if any(isinstance(module, PackedStack) for module in model.modules()):
         raise _refusal("packed experts are unpacked for the tokens that they have")
     if moves_weights:

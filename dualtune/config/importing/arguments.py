@@ -68,6 +68,16 @@ def label_smoothing(file: ForeignFile) -> Settings:
     return {"train.label_smoothing": file.number(name)} if name in file else {}
 
 
+def router_balance(name: str) -> Rule:
+    """Make the rule for a trainer's name of the coefficient that balances experts; it has no loss without a value."""
+
+    def convert(file: ForeignFile) -> Settings:
+        return {"train.router_aux_loss_coef": file.note(file.number(name), name)} if file.get(name) is not None else {}
+
+    note = "that of each document and layer, not of a micro-batch with all layers together"
+    return translated(name, "train.router_aux_loss_coef", convert, note)
+
+
 def lora_plus(file: ForeignFile, ratio: str, embedding: str) -> Settings:
     """Translate the learning rate of B over that of A. LoRA+ has one for adapters of embeddings, which are not here."""
     if embedding in file:
@@ -226,8 +236,9 @@ class Arguments:
         return {}
 
     def checkpointing(self, file: ForeignFile) -> Settings:
-        key = self.name("gradient_checkpointing")
-        if key not in file or is_off(file.get(key)):
+        names = (self.name("gradient_checkpointing"), "activation_checkpointing")  # its newer name
+        key = next((name for name in names if name in file), names[0])
+        if is_off(file.get(key)):
             return {}
         value = file.get(key)
         settings: Settings = {"memory.checkpointing": file.note("full", key)}
@@ -406,7 +417,7 @@ RULES: tuple[Rule, ...] = (
     translated("optim weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
                "train.optimizer, train.weight_decay, train.max_grad_norm", _HF.optimizer,
                "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged"),
-    translated("gradient_checkpointing", "memory.checkpointing", _HF.checkpointing,
+    translated("gradient_checkpointing activation_checkpointing", "memory.checkpointing", _HF.checkpointing,
                "`full`; `auto`: as little as fits"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _HF.intervals, "always in optimizer steps"),
@@ -430,9 +441,11 @@ RULES: tuple[Rule, ...] = (
     absent("num_train_tokens average_tokens_across_devices include_num_input_tokens_seen",
            "the loss of a step is always divided by its target tokens on all devices"),
     absent("do_eval do_predict predict_with_generate compute_accuracy", "`dualtune eval` answers and scores"),
+    absent("include_for_metrics label_names", "an evaluation has the loss; `dualtune eval` has other metrics"),
     needless("dataloader_* remove_unused_columns preprocessing_* overwrite_cache tokenized_path cache_dir "
              "dataset_num_proc data_shared_file_system buffer_size eval_accumulation_steps per_device_eval_batch_size "
              "eval_batch_size auto_find_batch_size torch_empty_cache_steps gradient_checkpointing_kwargs "
+             "activation_checkpointing_kwargs eval_do_concat_batches eval_use_gather_object "
              "low_cpu_mem_usage pad_to_multiple_of batch_eval_metrics prediction_loss_only use_cache "
              "skip_memory_metrics",
              "the layout in memory does not change the result, and is chosen automatically"),
@@ -446,6 +459,6 @@ RULES: tuple[Rule, ...] = (
              "log_on_each_node disable_tqdm include_tokens_per_second include_effective_tokens_per_second "
              "save_safetensors save_only_model save_on_each_node plot_loss eval_on_start eval_delay full_determinism "
              "data_seed fp16_full_eval bf16_full_eval use_fast_tokenizer enable_torch_profiler profiler_* "
-             "profile_modules print_param_status debug",
+             "profile_modules print_param_status debug enable_jit_checkpoint",
              "it does not change the result"),
 )  # fmt: skip

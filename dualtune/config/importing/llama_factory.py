@@ -24,6 +24,7 @@ from dualtune.config.importing.arguments import (
     lora_plus,
     module_names,
     nf4_only,
+    router_balance,
     special_tokens,
 )
 from dualtune.config.importing.table import (
@@ -385,8 +386,9 @@ RULES = (
            "this kind of training is not supported yet"),
     absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
            "the optimizers are adamw, adamw_8bit, lion, lion_8bit, adafactor, muon and sgd", "train.optimizer"),
-    absent("use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha moe_aux_loss_coef",
+    absent("use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha",
            "the loss is the cross-entropy of the targets"),
+    router_balance("moe_aux_loss_coef"),
     absent("use_mca use_megatron_bridge megatron_bridge_args use_hyper_parallel hyper_parallel_* use_kt kt_*",
            "another engine than torch and MLX is not supported"),
     absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "

@@ -1,6 +1,6 @@
 """Translate training on the model's own samples as TRL has it: axolotl passes its options on, mlx-lm-lora copies them.
 
-Based on trl/trainer/grpo_config.py of TRL 1.16.
+Based on trl/trainer/grpo_config.py and rloo_config.py of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ DEFAULTS: dict[str, Any] = {
     "num_generations": 8, "max_completion_length": 256, "temperature": 1.0, "top_p": 1.0, "beta": 0.0, "epsilon": 0.2,
     "num_iterations": 1, "scale_rewards": "group", "loss_type": "dapo", "importance_sampling_level": "token",
 }  # fmt: skip
+OF_RLOO: dict[str, Any] = {"num_generations": 2, "max_completion_length": 512, "beta": 0.05}  # where it differs
 KEYS = (
     "reward_funcs reward_weights num_generations max_completion_length temperature top_p beta num_iterations epsilon "
     "epsilon_high scale_rewards loss_type importance_sampling_level"
@@ -40,18 +41,33 @@ LOST = {
     "generation_batch_size": "a step learns from the answers that it has drawn",
     "multi_objective_aggregation": "rewards are added with their weights, and then compared",
     "top_entropy_quantile": "all tokens of an answer count",
+    "use_bias_correction_kl": "the divergence of a token counts alike, whatever its ratio",
+    "entropy_coef": "the loss has no bonus for entropy",
+    "use_adaptive_entropy": "the loss has no bonus for entropy",
+    "max_tool_calling_iterations": "rollouts.turns limits the answers to an environment: rollouts.environment",
     "off_policy_mask_threshold": "no answer is left out for its ratio",
     "reward_model_name_or_path": "a reward is a function: FILE.py:FUNCTION in rollouts.rewards may ask a model",
 }
 NEEDLESS = (
     "use_vllm vllm_* use_transformers_paged cache_implementation num_generations_eval log_completions "
-    "num_completions_to_print log_unique_prompts ds3_gather_for_generation"
+    "num_completions_to_print log_unique_prompts ds3_gather_for_generation log_multimodal log_completions_hub_repo "
+    "use_transformers_continuous_batching transformers_continuous_batching_config entropy_coef_* entropy_target "
+    "sapo_temperature_* vespo_*"
+)
+# What only TRL's RLOO has, and what is so here; and what its GRPO alone has.
+RLOO = {
+    "normalize_advantages": "an advantage is the difference from the others, divided by nothing",
+    "reward_clip_range": "rewards count as they are; clip them in the function",
+}
+GRPO = (
+    "scale_rewards importance_sampling_level delta multi_objective_aggregation top_entropy_quantile "
+    "off_policy_mask_threshold use_bias_correction_kl"
 )
 
 
 def sampled(
     file: ForeignFile, *origin: str, names: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None,
-    source: str = "rewards.py",
+    source: str = "rewards.py", is_rloo: bool = False,
 ) -> Settings:  # fmt: skip
     """Return train.objective, which follows from the keys `origin`, and `rollouts`.
 
@@ -60,7 +76,8 @@ def sampled(
     """
     name = {**{key: key for key in (*KEYS.split(), *LOST)}, **(names or {})}
     file.assume(**{name[key]: value for key, value in {**DEFAULTS, **(defaults or {})}.items()})
-    settings: Settings = {"train.objective": Note(_objective(file, name), file.note(0, *origin, name["loss_type"])[1])}
+    objective = "rloo" if is_rloo else _objective(file, name)
+    settings: Settings = {"train.objective": Note(objective, file.note(0, *origin, name["loss_type"])[1])}
     settings["rollouts.rewards"] = _rewards(file, name["reward_funcs"], source)
     if name["reward_weights"] in file:
         settings["rollouts.weights"] = file.note(file.get(name["reward_weights"]), name["reward_weights"])
@@ -70,20 +87,23 @@ def sampled(
     high = name["epsilon_high"] if name["epsilon_high"] in file else name["epsilon"]
     is_cispo = file.get(name["loss_type"]) == "cispo"  # TRL's limit is the ratio itself
     settings["rollouts.clip_high"] = file.note(file.number(high) - is_cispo, high)
-    scale = str(file.get(name["scale_rewards"])).lower()
-    if scale not in _SCALES:
-        file.lose(name["scale_rewards"], "an advantage is divided by a deviation or by nothing")
-    settings["rollouts.advantage_scale"] = file.note(_SCALES.get(scale, "group"), name["scale_rewards"])
+    if not is_rloo:
+        scale = str(file.get(name["scale_rewards"])).lower()
+        if scale not in _SCALES:
+            file.lose(name["scale_rewards"], "an advantage is divided by a deviation or by nothing")
+        settings["rollouts.advantage_scale"] = file.note(_SCALES.get(scale, "group"), name["scale_rewards"])
     for key, reason in LOST.items():
         if name[key] in file:
             file.lose(name[key], reason)
     return settings | {"adapter.dropout": Note(0.0, "samples are drawn without dropout")}
 
 
-def batch(file: ForeignFile, per_device: str, accumulated: str, generations: str) -> Settings:
-    """Translate a batch of answers to prompts of a step."""
+def batch(
+    file: ForeignFile, per_device: str, accumulated: str, generations: str, default: int = DEFAULTS["num_generations"]
+) -> Settings:
+    """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt, if none are said."""
     answers = file.count(per_device) * file.count(accumulated)
-    each = file.count(generations) if generations in file else DEFAULTS["num_generations"]
+    each = file.count(generations) if generations in file else default
     origin = f"{answers} answers // {generations}: {each}; multiply it by the number of GPUs that you used"
     return {"train.documents_per_step": Note(max(1, answers // each), origin)}
 

@@ -18,6 +18,7 @@ from dualtune.config.importing.arguments import (
     lora,
     module_names,
     nf4_only,
+    router_balance,
     template_variables,
     with_experts,
 )
@@ -43,7 +44,7 @@ _LORA = "lora_r lora_alpha lora_dropout use_rslora"
 _DISTILLATION = "on-policy distillation (here train.objective: on_policy_distill, with distill.teacher)"
 # Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
-    "rloo, ppo or another online trainer": "kl_coef num_ppo_epochs rloo_k normalize_advantages reward_clip_range",
+    "ppo, an older rloo or another online trainer": "kl_coef num_ppo_epochs rloo_k",
     "reward": "center_rewards_coefficient",
     _DISTILLATION: "teacher_model_name_or_path lmbda seq_kd use_teacher_server teacher_model_kind distillation_mode",
 }
@@ -74,8 +75,13 @@ _OF_PREFERENCES = (
 
 
 def _is_sampled(file: ForeignFile) -> bool:
-    """Return whether the file is one of `trl grpo`."""
+    """Return whether the file is one of `trl grpo` or `trl rloo`."""
     return "reward_funcs" in file
+
+
+def _is_rloo(file: ForeignFile) -> bool:
+    """Return whether a file with rewards is one of `trl rloo`."""
+    return file.get("loss_type") == "rloo" or any(name in file for name in samples.RLOO)
 
 
 def _compared(file: ForeignFile) -> str | None:
@@ -94,12 +100,12 @@ def _objective(file: ForeignFile) -> Settings:
     for trainer, names in _OTHER_TRAINERS.items():
         for name in names.split():
             if name in file:
-                rule = "which cannot be translated; sft, dpo, kto and grpo can be"
+                rule = "which cannot be translated; sft, dpo, kto, grpo and rloo can be"
                 raise file.wrong(name, f"it belongs to {trainer}, {rule}")
     if not _is_sampled(file):
-        for name in (*samples.KEYS.split(), *samples.LOST):
-            if name in file and name not in ("beta", "loss_type"):
-                raise file.wrong(name, "it belongs to grpo, but the file names no reward: add reward_funcs")
+        for name in (*samples.KEYS.split(), *samples.LOST, *samples.RLOO):
+            if name in file and (name not in ("beta", "loss_type") or file.get(name) == "rloo"):
+                raise file.wrong(name, "it belongs to grpo or rloo, but the file names no reward: add reward_funcs")
     if _compared(file) is None and not _is_sampled(file):
         _check_sft(file)
     else:
@@ -127,7 +133,18 @@ def _preference(file: ForeignFile) -> Settings:
     if _is_sampled(file):
         prompts = Note("prompt", "other columns of a row reach the functions that name them")
         file.skip_all("disable_dropout", "samples are drawn without dropout")
-        return {**samples.sampled(file, "reward_funcs"), "data.format": prompts}
+        if not _is_rloo(file):
+            return {**samples.sampled(file, "reward_funcs"), "data.format": prompts}
+        for name in samples.GRPO.split():
+            if name in file:
+                raise file.wrong(name, "it belongs to grpo, but loss_type or another key says rloo; remove one of them")
+        if file.get("loss_type") not in ("rloo", "nll"):
+            raise file.wrong("loss_type", f"of rloo, whose key is {' or '.join(samples.RLOO)}, only rloo is known")
+        for name, reason in samples.RLOO.items():
+            if name in file and file.get(name) is not False:
+                file.lose(name, reason)
+        settings = samples.sampled(file, *samples.RLOO, defaults=samples.OF_RLOO, is_rloo=True)
+        return {**settings, "data.format": prompts}
     if (objective := _compared(file)) is None:
         return {}
     own = {"kto": "kto", "cpo": "sigmoid"}.get(objective)
@@ -257,14 +274,17 @@ def _steps(file: ForeignFile) -> Settings:
     if file.flag("packing") and (strategy := file.get("packing_strategy")) not in ("bfd", "bfd_split"):
         file.lose("packing_strategy", "documents of a row do not see each other, and none is split", value=strategy)
     if _is_sampled(file):
-        return samples.batch(file, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+        names = "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"
+        return samples.batch(
+            file, *names, samples.OF_RLOO[names[-1]] if _is_rloo(file) else samples.DEFAULTS[names[-1]]
+        )
     return _ARGS.batch(file, "max_length")
 
 
 RULES = (
     renamed("model_name_or_path", "model.name", ForeignFile.model),
     translated("use_peft use_dora " + " ".join(_OTHER_TRAINERS.values()), "adapter.method", _objective,
-               "without use_peft, full; the options of RLOO, reward and distillation trainers are refused"),
+               "without use_peft, full; the options of PPO, reward and distillation trainers are refused"),
     translated("bf16 fp16", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant", "model.quantization",
                _quantization, "`nf4`, with double quantization; bitsandbytes' 8 bits are something else than int8"),
@@ -278,13 +298,13 @@ RULES = (
     translated("assistant_only_loss completion_only_loss", "data.loss_on", _loss_on,
                "`assistant`; templates need no `generation` tag"),
     translated(" ".join(dict.fromkeys(f"loss_type disable_dropout {_OF_PREFERENCES} {samples.KEYS} "
-                                      f"{' '.join(samples.LOST)}".split())),
+                                      f"{' '.join(samples.LOST)} {' '.join(samples.RLOO)}".split())),
                "train.objective, preference.loss, preference.beta, preference.gamma, preference.label_smoothing, "
                "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight, " + samples.OURS,
                _preference,
                "loss_type tells the trainer: sigmoid and others `dpo`, kto `kto`, simpo `simpo`; cpo_alpha is `cpo`; "
                "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight; reward_funcs "
-               "tells GRPO, whose options are keys of `rollouts`"),
+               "tells GRPO, whose options are keys of `rollouts`, and for RLOOTrainer write loss_type: rloo"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
     translated("chat_template_kwargs", "data.template_variables",
                lambda file: template_variables(file, "chat_template_kwargs"), "for all rows"),
@@ -296,8 +316,9 @@ RULES = (
     translated("lora_modules_to_save", "adapter.train_modules",
                lambda file: listed(file, "lora_modules_to_save", "adapter.train_modules")),
     absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
+    absent("cast_lm_head_to_fp32", "the head computes in model.dtype, the softmax in float32", "model.dtype"),
     absent("model_init_kwargs dataset_kwargs", "options of other libraries are not passed on"),
-    absent("router_aux_loss_coef", "the loss is the cross-entropy of the targets"),
+    router_balance("router_aux_loss_coef"),
     absent("eos_token", "the model's own tokenizer is always used"),
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("env", "set environment variables in the shell"),
@@ -305,7 +326,7 @@ RULES = (
     absent("generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
     needless(samples.NEEDLESS, "the fastest way to draw is chosen automatically; rollouts.jsonl has every answer"),
     needless("dtype torch_dtype bnb_4bit_quant_storage", "weights that are not trained keep their stored format"),
-    needless("lora_task_type pad_token padding_value is_encoder_decoder ignore_bias_buffers config",
+    needless("lora_task_type pad_token padding_value is_encoder_decoder ignore_bias_buffers config do_train",
              "there is nothing to set"),
     needless("f_alpha_divergence_coef discopop_tau", "no loss that can be translated reads it"),
     needless("shuffle_dataset padding_free eval_packing",

@@ -75,12 +75,20 @@ class Flops:
         return self.forward + self.backward
 
 
-def training_flops(shape: Shape, lengths: np.ndarray) -> Flops:
-    """Return the FLOPs for documents of these lengths in tokens, int [documents], each of which sees only itself."""
-    tokens = float(lengths.sum())
+def training_flops(shape: Shape, lengths: np.ndarray, shared: np.ndarray | int = 0) -> Flops:
+    """Return the FLOPs for documents of these lengths in tokens, int [documents], each of which sees only itself.
+
+    `shared`: tokens at the beginning of each that are computed with another one, which it sees.
+    """
+    shared = np.broadcast_to(np.asarray(shared), lengths.shape)
+    tokens = float((lengths - shared).sum())
     base, adapter = 2 * shape.matmul_parameters * tokens, 2 * shape.adapter_parameters * tokens
     # q·k and the weighted sum of v: one multiplication and one addition each, for every pair of tokens.
-    attention = 4 * shape.attention_width * float(sum(_pairs(lengths, window) for window in shape.windows))
+    attention = (
+        4
+        * shape.attention_width
+        * float(sum(_pairs(lengths, window) - _pairs(shared, window) for window in shape.windows))
+    )
     of_base = (2 if shape.is_trained else 1) * base  # gradients of the inputs, and of the weights
     return Flops(forward=base + adapter + attention, backward=of_base + 2 * adapter + 2.5 * attention)
 
@@ -94,8 +102,18 @@ def _pairs(lengths: np.ndarray, window: int | None) -> int:
 
 def document_lengths(batches: Iterable[Batch]) -> np.ndarray:
     """Return the tokens of every document in the micro-batches, int64 [documents]."""
-    rows = [row for batch in batches for row in batch.segments_BT]
-    return np.concatenate([np.bincount(row)[1:] for row in rows]) if rows else np.zeros(0, np.int64)
+    return document_sizes(batches)[0]
+
+
+def document_sizes(batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of every document in the micro-batches, and how many of them are computed with another one."""
+    rows = [pair for batch in batches for pair in zip(batch.segments_BT, batch.positions_BT, strict=True)]
+    own = [np.bincount(segments_T)[1:] for segments_T, _ in rows]
+    # Positions begin after what is shared.
+    shared = [positions_T[np.diff(segments_T, prepend=0) > 0] for segments_T, positions_T in rows]
+    if not rows:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate(own) + np.concatenate(shared), np.concatenate(shared).astype(np.int64)
 
 
 def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int) -> Shape:
@@ -405,8 +423,8 @@ def _utilisation(
         )
     except NoFormula as error:
         return None, str(error)
-    lengths = document_lengths(batches)
-    flops = training_flops(shape, lengths).total
+    lengths, shared = document_sizes(batches)
+    flops = training_flops(shape, lengths, shared).total
     peak = peak_flops(prepared.backend, engine.description.dtype)
     return Utilisation(flops / float(lengths.sum()), flops / seconds, peak, flops / seconds / peak), None
 

@@ -375,12 +375,16 @@ def optimizer(decoder: Shape, ask: Ask) -> MemoryPart:
 
 
 def merges(decoder: Shape, ask: Ask) -> MemoryPart:
-    """Return the rounded merges of adapter.merge_for, of which all layers keep one until their backward pass.
+    """Return the rounded merges of adapter.merge_for: those of all layers, or of the one that computes if they are
+    streamed.
 
     With dropout each module keeps what dropout changes of its input, and a mask; of DoRA a second output.
     """
-    shapes, c, T = adapted_by(decoder, ask).shapes, ask.item_bytes, ask.cells
+    on, c, T = adapted_by(decoder, ask), ask.item_bytes, ask.cells
+    shapes = on.shapes
     n, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes), default=0)
+    if ask.resident_layers is not None:
+        n //= max(on.layers, 1)
     formula = f"{n:,} weights × {c} B + {MERGE_ARRAYS} × {largest:,} × 4 B while one is rounded"
     size = c * n + MERGE_ARRAYS * 4 * largest
     if ask.dropout:

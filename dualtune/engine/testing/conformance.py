@@ -24,7 +24,7 @@ from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariable
 from dualtune.engine.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
 from dualtune.engine.capabilities import BACKEND_KEYS
 from dualtune.engine.decoding import GenerationCache
-from dualtune.engine.testing import conformance_beside, conformance_state, tolerances
+from dualtune.engine.testing import conformance_beside, conformance_decoding, conformance_state, tolerances
 from dualtune.engine.testing.conformance_case import (
     DECAY,
     Case,
@@ -187,6 +187,35 @@ def check_several_labels(case: Case) -> None:
         assert_close(gradient(case.engine(dropout=dropout), batch), sum_of(*parts), tolerances.GRADIENT)
     none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
     assert not engine.target_logprobs(none).any() and norm_of(gradient(case.engine(), batch, none)) > 0
+
+
+def check_temperature(case: Case) -> None:
+    """With a temperature, log-probabilities, loss and gradient are those of logits that are divided by it."""
+    engine, temperature = case.engine(), 0.7
+    state = engine.adapter_state()
+
+    def expected(batch: Batch, adapter: Tensors) -> np.ndarray:
+        logits_BTV = case.oracle(batch, adapter, case.spec.scale) / temperature
+        return logits_BTV - np.logaddexp.reduce(logits_BTV, axis=-1, keepdims=True)
+
+    for plain in (weighted(case.batch(), *WEIGHTS), with_labels(case.batch(), 3)):
+        batch = replace(plain, temperature=temperature)
+        logprobs_BTV = expected(batch, state)
+        labels = target_logprobs_of(logprobs_BTV, batch)
+        assert np.abs(engine.target_logprobs(batch) - labels).max() <= tolerances.LOGPROBS
+        assert np.abs(engine.target_logprobs(plain) - labels).max() > 100 * tolerances.LOGPROBS
+        assert np.abs(engine.logprobs(batch) - logprobs_BTV)[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+        tops_Mk = np.sort(logprobs_BTV[batch.is_target_BT], -1)[:, ::-1][:, :3]
+        assert np.abs(engine.top_logprobs(batch, 3)[1] - tops_Mk).max() <= tolerances.LOGPROBS
+        loss, allowed = loss_of(logprobs_BTV, batch), tolerances.LOGPROBS * 3 * batch.num_targets
+        assert abs(engine.evaluate(batch).loss_sum - loss) <= allowed
+        grads, direction = gradient(case.engine(), batch), random_adapter(state, seed=100)
+        up, down = (
+            loss_of(expected(batch, moved(case, state, direction, epsilon)), batch) for epsilon in (1e-3, -1e-3)
+        )
+        along = sum(float((grads[n].astype(np.float64) * direction[n]).sum()) for n in state)
+        slope = (up - down) / 2e-3 / batch.num_targets
+        assert abs(along - slope) <= tolerances.GRADIENT * (abs(slope) + norm_of(grads)), (along, slope)
 
 
 def check_top_logprobs(case: Case) -> None:
@@ -635,6 +664,6 @@ def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
     return [check for name, check in part.items() if name.startswith("check_")]
 
 
-_PARTS = (globals(), vars(conformance_state), vars(conformance_beside))
-CHECKS = [check for part in _PARTS for check in _checks_in(part)]
+_PARTS = tuple(map(vars, (conformance_state, conformance_decoding, conformance_beside)))
+CHECKS = [check for part in (globals(), *_PARTS) for check in _checks_in(part)]
 PACKING_CHECKS = conformance_state.PACKING_CHECKS

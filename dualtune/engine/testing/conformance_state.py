@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import IGNORE_INDEX, Batch, CannotShare, Engine, OptimizerState, SharedBase
 from dualtune.engine.card import KEEP_ALL, LAYERS, ActivationCheckpointing
-from dualtune.engine.decoding import NextLogits
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance_case import (
     Case,
@@ -20,7 +18,6 @@ from dualtune.engine.testing.conformance_case import (
     assert_equal,
     assert_same_loss_and_gradient,
     gradient,
-    random_adapter,
     with_each_method,
     with_each_optimizer,
 )
@@ -457,95 +454,3 @@ def check_recomputation_takes_given_hidden_states(case: Case) -> None:
             continue
         engine.load_optimizer_state(fresh)
         assert_equal(gradient(engine, batch), expected)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Conformance: several texts continued together get the logits that each gets alone.
-
-
-def check_rows_together_compute_what_each_computes_alone(case: Case) -> None:
-    """Texts of unlike lengths, down to one token; rows that enter late, leave in the middle and change place.
-
-    With each of two adapters, one after another. The tokens that follow are arbitrary, and the most probable ones.
-    """
-    engine = case.engine()
-    for seed in (3, 4):
-        engine.load_adapter_state(random_adapter(engine.adapter_state(), seed))
-        _check_together(engine, case.vocab)
-
-
-def _check_together(engine: Engine, vocab: int) -> None:
-    rng = np.random.default_rng(0)
-    decoding, texts = engine.decoding(), list[np.ndarray]()
-
-    most_probable_B = np.zeros(0, np.int32)  # of the rows that are there, where they are known
-
-    def enter(*lengths: int) -> None:
-        new = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
-        _check_logits(engine, new, decoding.enter(new))
-        texts.extend(new)
-
-    def enter_copies(lengths: Sequence[int], text_of: Sequence[int]) -> None:
-        new = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
-        rows = [new[i] for i in text_of]
-        _check_logits(engine, rows, decoding.enter(new, text_of))
-        texts.extend(rows)
-
-    def advance() -> None:
-        append(rng.integers(3, vocab, len(texts)).astype(np.int32))
-
-    def go_on() -> None:
-        """Append the most probable tokens, as an engine may expect it."""
-        append(most_probable_B)
-
-    def append(tokens_B: np.ndarray) -> None:
-        nonlocal most_probable_B
-        texts[:] = [np.append(text, token) for text, token in zip(texts, tokens_B, strict=True)]
-        most_probable_B = _check_logits(engine, texts, decoding.advance(tokens_B))
-
-    def leave(*staying: int) -> None:
-        nonlocal most_probable_B
-        decoding.leave(staying)
-        texts[:] = [texts[i] for i in staying]
-        most_probable_B = most_probable_B[list(staying)]
-
-    enter(5, 1, 10)
-    advance()
-    go_on()
-    go_on()
-    advance()  # with other tokens than expected
-    enter(3)  # shorter than those that are there
-    advance()
-    leave(3, 1)  # without the longest: the padding is cut
-    go_on()
-    enter(15, 2)  # longer
-    advance()
-    leave(0, 2, 3)
-    advance()
-    leave()
-    enter_copies((3, 7), (0, 1, 1, 0, 1))
-    advance()
-    go_on()
-    enter_copies((9,), (0, 0))
-    advance()
-    leave(5, 1, 2)
-    go_on()
-
-
-def _check_logits(engine: Engine, texts: Sequence[np.ndarray], logits: NextLogits) -> np.ndarray:
-    """Return the most probable tokens, int32 [B]."""
-    logits_BV = logits.rows().astype(np.float64)
-    assert logits_BV.shape[0] == len(texts)
-    most_probable_B = logits.most_probable()
-    assert (most_probable_B == logits_BV.argmax(-1)).all()
-    logprobs_BV = logits_BV - np.log(np.exp(logits_BV).sum(-1, keepdims=True))
-    for text, logprobs_V in zip(texts, logprobs_BV, strict=True):
-        gap = np.abs(logprobs_V - engine.logprobs(_alone(text))[0, -1]).max()
-        assert gap <= tolerances.LOGPROBS, f"the log-probabilities of a row in a batch differ by {gap:.2e}"
-    return most_probable_B
-
-
-def _alone(text: np.ndarray) -> Batch:
-    tokens_BT = text[None]
-    ones = np.ones_like(tokens_BT)
-    return Batch(tokens_BT, ones * IGNORE_INDEX, ones, np.arange(len(text))[None], ones.astype(np.uint32))

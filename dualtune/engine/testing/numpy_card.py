@@ -26,6 +26,7 @@ CARD = Card(
         "train.average": ("none", "ema", "tail"),
         "train.lora_plus_ratio": (None, NUMBER),
         "train.label_smoothing": (0.0,),
+        "train.router_aux_loss_coef": (None,),
         "train.embedding_learning_rate": (None, NUMBER),
         "train.activation_cache": ("none", "disk"),
         "run.deterministic": (False, True),  # it computes on a CPU, with one thread at a time

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnkn
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.world import Alone
+from dualtune.engine.adapter_bank import AdapterBank, adapters_of, check_base_alone, kept_ranks
 from dualtune.engine.backend import (
     CLIP_EPS,
     Batch,
@@ -205,36 +206,37 @@ class NumpyEngine:
         return x_NI * keep_mask(seeds_N, self._keys[module], p) / (1 - p)
 
     def _forward(
-        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
+        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         x = self._weight("embedding")[tokens_N]
         if hidden_ND is None:
             hidden_ND = np.tanh(self._linear("mixer", x, seeds_N))
-        logits = self._linear("head", hidden_ND, seeds_N)
+        logits = self._linear("head", hidden_ND, seeds_N) / temperature
         logits = logits - logits.max(-1, keepdims=True)
         return {"x": x, "h": hidden_ND, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
-        logp_N = _at(self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"], labels_N)
+        logp_N = _at(self._forward(tokens_N, None, _hidden(batch), batch.temperature)["logp"], labels_N)
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         tokens_N, _, _ = _targets(batch)
-        logp_NV = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"]
+        logp_NV = self._forward(tokens_N, None, _hidden(batch), batch.temperature)["logp"]
         top_Nk = np.argsort(-logp_NV, axis=-1, kind="stable")[:, :k].astype(np.int32)
         return most_probable_first(top_Nk, _at(logp_NV, top_Nk).astype(np.float32))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch))["logp"]
+        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch), batch.temperature)["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.is_target_BT] = _at(logp_NV, labels_N)
         return logprobs_BT
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        f = self._forward(tokens_N, seeds_N, _hidden(batch))
+        f = self._forward(tokens_N, seeds_N, _hidden(batch), batch.temperature)
         self._loss += float(-_weighted(_at(f["logp"], labels_N), batch).sum()) / divisor
         # Of several labels, each has a weight of its own: Σ w · (p − onehot(label)).
         weights_NK, labels_NK = _weighted(np.ones(labels_N.shape), batch), labels_N
@@ -242,7 +244,7 @@ class NumpyEngine:
             weights_NK, labels_NK = weights_NK[:, None], labels_N[:, None]
         g_NV = np.exp(f["logp"]) * weights_NK.sum(-1, keepdims=True)
         np.add.at(g_NV, (np.arange(len(labels_N))[:, None], labels_NK), -weights_NK)
-        g_NV /= divisor
+        g_NV /= divisor * batch.temperature
         g_ND = self._linear_backward("head", g_NV, f["h"], seeds_N)
         g_ND = self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
         slope_VD = np.zeros_like(self._weights["embedding.weight"])
@@ -343,7 +345,7 @@ class NumpyEngine:
         return np.where(batch.is_target_BT, tokens_BT, -1).astype(np.int32)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logp = self._forward(batch.tokens_BT.ravel())["logp"]
+        logp = self._forward(batch.tokens_BT.ravel(), temperature=batch.temperature)["logp"]
         return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)
 
     def generate(
@@ -354,8 +356,24 @@ class NumpyEngine:
             yield token
             last = token
 
-    def decoding(self) -> NumpyDecoding:
-        return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
+    def decoding(self, bank: AdapterBank | None = None) -> NumpyDecoding:
+        if bank is None:
+            return NumpyDecoding(lambda tokens_B, adapters_B: self._forward(tokens_B)["logp"])
+        check_base_alone(self._request.adapter, self._shapes)
+        bank.check_fits({module: self._weights[f"{module}.weight"].shape for module in ("mixer", "head")})
+        return NumpyDecoding(partial(self._logits_of, bank))
+
+    def _logits_of(self, bank: AdapterBank, tokens_B: np.ndarray, adapters_B: np.ndarray) -> np.ndarray:
+        """Return the logits after tokens, each computed with an adapter of a bank in place of the engine's own."""
+
+        def linear(module: str, x_BI: np.ndarray) -> np.ndarray:
+            y_BO = x_BI @ self._weights[f"{module}.weight"].T
+            if module not in bank.ranks:
+                return y_BO
+            A_SI, B_OS = (factor.astype(np.float64) for factor in bank.factors(module))
+            return y_BO + np.where(kept_ranks(bank.layout([module]), adapters_B), x_BI @ A_SI.T, 0) @ B_OS.T
+
+        return linear("head", np.tanh(linear("mixer", self._weights["embedding.weight"][tokens_B])))
 
     def save_merged(self, path: Path) -> None:
         merged = {name: self._weight(name.removesuffix(".weight")).copy() for name in self._weights}
@@ -381,25 +399,30 @@ def _trained_beside(request: LoadRequest, weights: Tensors, adapted: Collection[
 class NumpyDecoding:
     """See `dualtune.engine.decoding.Decoding`. The next token depends on the last one alone: nothing is cached."""
 
-    def __init__(self, logprobs: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._logprobs = logprobs
-        self._num_rows = 0
+    def __init__(self, logits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+        """`logits`: after tokens (int32 [B]) by the adapters of their rows."""
+        self._logits = logits
+        self._adapters_B = np.zeros(0, np.int32)
 
-    def enter(self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None) -> NumpyNextLogits:
-        texts = texts if text_of is None else [texts[i] for i in text_of]
-        self._num_rows += len(texts)
-        return self._after([text[-1] for text in texts])
+    def enter(
+        self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None,
+    ) -> NumpyNextLogits:  # fmt: skip
+        rows = [*range(len(texts))] if text_of is None else [*text_of]
+        adapters_B = adapters_of(texts, adapters)[rows]
+        self._adapters_B = np.concatenate([self._adapters_B, adapters_B])
+        return self._after(np.array([texts[row][-1] for row in rows]), adapters_B)
 
     def advance(self, tokens_B: np.ndarray) -> NumpyNextLogits:
-        if len(tokens_B) != self._num_rows:
-            raise ValueError(f"got {len(tokens_B)} tokens for {self._num_rows} rows")
-        return self._after(tokens_B)
+        if len(tokens_B) != len(self._adapters_B):
+            raise ValueError(f"got {len(tokens_B)} tokens for {len(self._adapters_B)} rows")
+        return self._after(tokens_B, self._adapters_B)
 
     def leave(self, staying: Sequence[int]) -> None:
-        self._num_rows = len(staying)
+        self._adapters_B = self._adapters_B[list(staying)]
 
-    def _after(self, tokens: Sequence[int] | np.ndarray) -> NumpyNextLogits:
-        return NumpyNextLogits(self._logprobs(np.asarray(tokens)).astype(np.float32))
+    def _after(self, tokens_B: np.ndarray, adapters_B: np.ndarray) -> NumpyNextLogits:
+        return NumpyNextLogits(self._logits(tokens_B, adapters_B).astype(np.float32))
 
 
 class NumpyNextLogits:

@@ -64,5 +64,4 @@ METHOD = Method(
     delta=delta,
     peft_keys={"use_dora": True},
     mlx_type="dora",
-    reads_base=True,
 )

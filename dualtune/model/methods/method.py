@@ -45,7 +45,6 @@ class Method:
     delta: Callable[[Mapping[str, np.ndarray], float, Weight], np.ndarray]
     peft_keys: Mapping[str, object]  # its keys in PEFT's adapter_config.json, in addition to those of LoRA
     mlx_type: str  # fine_tune_type in mlx-lm's config
-    reads_base: bool = False  # whether a layer computes with the numbers of W, and not only with the product W x
 
     def count(self, weight: Shape, rank: int) -> int:
         """Return the number of trainable parameters for a weight."""

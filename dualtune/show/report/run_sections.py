@@ -17,6 +17,7 @@ from dualtune.base.fields import number
 from dualtune.base.text import in_bytes, in_time
 from dualtune.base.untrusted import read_json
 from dualtune.config.schema import sections
+from dualtune.engine.routing import BUSIEST, IDLE
 from dualtune.show.report.page import MAX_TEXT, cut
 from dualtune.show.report.run_files import RunFiles, as_table
 from dualtune.train.health import LAST_SHARE
@@ -84,6 +85,7 @@ WORDS = {
     "constant reward": "The rewards do not tell the samples apart.",
     "gamed": "The run has learned one reward at the cost of another.",
     "collapsed": "The samples have become alike, and no better.",
+    "few experts": "The routers send ever more of the tokens to few of the experts.",
 }
 Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
@@ -117,6 +119,9 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
         tiles.append((f"{accuracy:.1%}", "of held-out pairs in the right order, the last evaluation"))
     if (margin := answers.get("eval_reward_margin")) is not None:
         tiles.append((f"{margin:.3f}", "reward margin of the chosen answers, the last evaluation"))
+    if shares := history.measured.get(BUSIEST):
+        tiles.append((f"{shares[-1]:.0%}", "of a layer's tokens go to its busiest expert, the last step"))
+        tiles.append((f"{history.measured[IDLE][-1]:,.0f}", "experts without a token, the last step"))
     if (best := curves.best) is not None:
         tiles.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
     if curves.tokens:

@@ -25,6 +25,7 @@ from dualtune.base.files import fault_of, new_file, open_own, set_aside
 from dualtune.base.redaction import redact
 from dualtune.base.untrusted import open_file
 from dualtune.engine.backend import Backend, StepOutput
+from dualtune.engine.routing import BUSIEST
 from dualtune.train.hooks import EvalRecord, Event, StepRecord, Watchers
 
 NUM_LAST = 300  # rows, of a file that is too long to parse
@@ -52,7 +53,8 @@ class History:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step: int | None = None  # of the last step row
         self.losses = array("d")  # of the step rows
-        self.sampled: dict[str, array[float]] = {}  # of a run that learns from its samples: their metrics, by step row
+        # Of a run that learns from its samples, or watches its routers: the metrics of the step rows, in order.
+        self.measured: dict[str, array[float]] = {}
         self.verdict: str | None = None  # the word, if no step has followed
         self.evals: dict[int, EvalRecord] = {}  # by step, in order of time
         for row in rows:
@@ -64,15 +66,15 @@ class History:
         elif "loss" in row:
             self.step, self.verdict = row["step"], None
             self.losses.append(row["loss"])
-            if "reward" in row:
-                self._note_samples(metrics_in(row))
+            if "reward" in row or BUSIEST in row:
+                self._note_measured(metrics_in(row))
         elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
             self.verdict = word
 
-    def _note_samples(self, metrics: Mapping[str, float]) -> None:
-        num_before = max(map(len, self.sampled.values()), default=0)
-        for name in {*self.sampled, *metrics}:
-            values = self.sampled.setdefault(name, array("d", [math.nan] * num_before))
+    def _note_measured(self, metrics: Mapping[str, float]) -> None:
+        num_before = max(map(len, self.measured.values()), default=0)
+        for name in {*self.measured, *metrics}:
+            values = self.measured.setdefault(name, array("d", [math.nan] * num_before))
             values.append(metrics.get(name, math.nan))
 
     @property
@@ -166,6 +168,8 @@ class Metrics:
             return None
         (output, fields), self._pending = self._pending, None
         loss, grad_norm = float(output.loss), float(output.grad_norm)
+        measured = {name: float(value) for name, value in output.metrics.items()}
+        fields["metrics"] = {**fields.get("metrics", {}), **measured}
         record = StepRecord(
             loss=loss,
             grad_norm=grad_norm,

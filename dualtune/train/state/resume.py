@@ -145,6 +145,7 @@ RULES: dict[str, Rule] = {
     "train.learning_rate": "recorded",
     "train.lora_plus_ratio": "recorded",
     "train.label_smoothing": "recorded",
+    "train.router_aux_loss_coef": "recorded",
     "train.embedding_learning_rate": "recorded",
     "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
     "train.average_over": "recorded",
@@ -205,12 +206,13 @@ DEFAULT_WHERE_ABSENT = {
     "data.dedup",
     "data.on_lost_text",
     "data.template_variables", "train.optimizer", "train.lora_plus_ratio", "train.average", "train.policy",
-    "train.embedding_learning_rate", "train.label_smoothing",
+    "train.embedding_learning_rate", "train.label_smoothing", "train.router_aux_loss_coef",
     "hybrid.gate",
 }  # fmt: skip
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
 DISTRIBUTIONS, TEACHER = "teacher's distributions", "teacher"  # their fingerprints, of a run that distils
+TEACHER_PROBE = "teacher's probe"  # what a served teacher says of fixed texts: compared when it has started
 TEACHER_PROMPTS = "teacher's prompts"  # that of what the teacher reads, where that is more than the student reads
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 

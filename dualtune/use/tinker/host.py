@@ -59,7 +59,8 @@ from dualtune.use.tinker.messages import (
     SampleResult,
     ServedRun,
 )
-from dualtune.use.tinker.samples import SampleLimits, check_tokens, sampled
+from dualtune.use.tinker.sample_batches import SampleBatches, SampledSource
+from dualtune.use.tinker.samples import SampleLimits, admitted, check_tokens
 from dualtune.use.tinker.seat import OPTIMIZER, Seat, TrainingState, Weights, restored
 
 USUAL_CONTEXT = 4096  # tokens, of a model that does not say how many it takes
@@ -87,6 +88,7 @@ class TrainingHost:
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
         self._namings: dict[AdapterSpec, Naming] = {}
         self._seat = Seat(self._load)
+        self._sample_batches = SampleBatches(self._seat, backend)
         engine = self._seat.use(None, BASE_ONLY)
         self._try_model(engine)
         self.vocab = engine.logprobs(plain_batch(np.zeros(1, np.int32))).shape[-1]
@@ -371,19 +373,25 @@ class TrainingHost:
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Yield each request's index and its result, or what refuses it, as they end.
 
-        Requests of one source are continued in one batch; the sources follow each other.
+        Requests of one source are continued in one batch, and so are those of several whose adapters form a bank; the
+        others follow each other.
         """
-        by_source: dict[str | None, list[int]] = {}
+        indices = dict[str | None, list[int]]()
         for i, request in enumerate(requests):
-            by_source.setdefault(request.source, []).append(i)
-        for source, indices in by_source.items():
+            indices.setdefault(request.source, []).append(i)
+        sources, limits = list[SampledSource](), SampleLimits(self.max_length, self.vocab)
+        model = self._loaded(self._seat.present(BASE_ONLY))
+        for source, own in indices.items():
             try:
-                model = self._loaded(self._seat.use(self._weights(source), BASE_ONLY))
+                weights = self._weights(source)
             except ConfigError as error:
-                yield from ((i, error) for i in indices)
+                yield from ((i, error) for i in own)
                 continue
-            limits = SampleLimits(self.max_length, self.vocab)
-            yield from sampled(model, requests, indices, limits, self.backend.is_out_of_memory)
+            pending, refused = admitted(model, requests, own, limits)
+            yield from refused
+            if pending:
+                sources.append(SampledSource(weights, pending))
+        yield from self._sample_batches.results(sources)
 
     def _weights(self, source: str | None) -> Weights | None:
         """Return the weights of a source; None for the base."""

@@ -6,12 +6,13 @@ A list of stops replaces what ends a turn: an empty one stops at nothing but max
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError
+from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.backend import Engine
 from dualtune.train.batched import Bounds, PromptedRow, ended_rows, prompted_row
 from dualtune.train.inference import LoadedModel
@@ -28,21 +29,27 @@ class SampleLimits:
     vocab: int
 
 
-def sampled(
-    model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits,
-    is_shortage: Callable[[BaseException], bool],
-) -> Iterator[tuple[int, SampleResult | Exception]]:  # fmt: skip
-    """Yield the index of each of these requests and its result, or what refuses it, as they end."""
-    pending = dict[int, PendingSamples]()
+def admitted(
+    model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits
+) -> tuple[dict[int, PendingSamples], list[tuple[int, ConfigError]]]:
+    """Return those of the requests with these indices that can be answered, and what refuses the others."""
+    pending, refused = dict[int, PendingSamples](), list[tuple[int, ConfigError]]()
     for i in indices:
         try:
             check_request(requests[i], limits)
             pending[i] = PendingSamples(requests[i], rows_of(model, i, requests[i], limits.max_length))
         except ConfigError as error:
-            yield i, error
-    score_prompts(model.engine, [*pending.values()])
+            refused.append((i, error))
+    return pending, refused
+
+
+def sampled(
+    engine: Engine, pending: Mapping[int, PendingSamples], is_shortage: Callable[[BaseException], bool],
+    bank: AdapterBank | None = None,
+) -> Iterator[tuple[int, SampleResult]]:  # fmt: skip
+    """Yield the index of each request and its result as they end. With a bank their rows have adapters of it."""
     rows = [row for each in pending.values() for row in each.rows]
-    for row in ended_rows(model.engine, rows, Bounds(), None, is_shortage, lambda text: None):
+    for row in ended_rows(engine, rows, Bounds(), None, is_shortage, lambda text: None, bank):
         own = pending[row.number]
         own.num_ended += 1
         if own.num_ended == len(own.rows):
@@ -85,6 +92,11 @@ class PendingSamples:
     of_prompt: TokenLogprobs | None = None
     num_ended: int = 0
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether something is still to be said of the prompt."""
+        return bool(self.request.prompt_logprobs or self.request.topk_prompt_logprobs) and self.of_prompt is None
+
     def result(self) -> SampleResult:
         sequences, said = [_sequence(row) for row in self.rows], self.of_prompt
         if said is None:
@@ -120,9 +132,9 @@ def stops_of(stop: Sequence[str] | Sequence[int] | None) -> tuple[list[str], fro
     return texts, frozenset(each for each in stop if not isinstance(each, str))
 
 
-def score_prompts(engine: Engine, pending: Sequence[PendingSamples]) -> None:
+def score_prompts(engine: Engine, pending: Iterable[PendingSamples]) -> None:
     """Let the model say something of the prompts for which that is asked, all at once."""
-    asked = [each for each in pending if each.request.prompt_logprobs or each.request.topk_prompt_logprobs]
+    asked = [each for each in pending if each.needs_scores]
     top = max((each.request.topk_prompt_logprobs for each in asked), default=0)
     for each, said in zip(asked, token_logprobs(engine, [each.request.prompt for each in asked], top), strict=True):
         each.of_prompt = said

@@ -71,17 +71,26 @@ class Seat:
         return engine
 
     def use(self, weights: Weights | None, default: AdapterSpec) -> Engine:
-        """Return the engine with these weights, or None: the base alone, in the engine that is there or the default.
-
-        A gradient leaves it before: sampling drops it where memory runs out.
-        """
-        if self._run is not None and self._run.has_gradient:
-            self._unseat()
-        engine = self._engine_of(weights.spec if weights else self._spec or default)
+        """Return the engine with these weights to sample, or None: the base alone, in the engine of `present`."""
+        engine = self.present(default) if weights is None else self._sampling(weights.spec)
         if weights is None:
             weights = self._neutral = self._neutral or Weights(self._spec or default, engine.neutral_state())
         self._use(engine, weights)
         return engine
+
+    def present(self, default: AdapterSpec) -> Engine:
+        """Return the engine that is there, or the default, to sample with other adapters than its own."""
+        return self._sampling(self._spec or default)
+
+    def lacks(self, weights: Weights | None) -> bool:
+        """Return whether an engine for these weights would have to be made."""
+        return weights is not None and weights.spec != self._spec
+
+    def _sampling(self, spec: AdapterSpec) -> Engine:
+        """Return the engine of a spec. A gradient leaves it before: sampling drops it where memory runs out."""
+        if self._run is not None and self._run.has_gradient:
+            self._unseat()
+        return self._engine_of(spec)
 
     def update(self, run: TrainingState, settings: Settings) -> Engine:
         """Return the engine of a run, about to update its weights with these hyperparameters. They become others."""

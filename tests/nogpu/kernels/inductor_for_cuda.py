@@ -122,7 +122,8 @@ def main():
         "rotated": (blocks.rotated, new(70, 4, 64), new(70, 64), new(70, 64)),
         "add_after_dropout": (lora.add_after_dropout, new(70, 256), new(70, 256), *mask),
         "loss_and_gradient_in_place": (
-            cross_entropy.loss_and_gradient_in_place, new(70, 512), torch.zeros(70, dtype=torch.int64), None
+            cross_entropy.loss_and_gradient_in_place, new(70, 512), torch.zeros(70, dtype=torch.int64),
+            cross_entropy.Scaling(),
         ),
     }  # fmt: skip
     for now, (function, *arguments) in pieces.items():

@@ -1,0 +1,119 @@
+"""What the routers of a mixture choose, and the gradient that evens it out (`dualtune.engine.routing`) on torch.
+
+transformers' routers return (logits, weights of the chosen experts, their numbers). The gradient is added at the
+logits while the weights' own passes, so that neither a second forward pass nor an output of the model is needed, and a
+layer that is recomputed does it once, where its backward pass is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, SupportsFloat, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from dualtune.base.errors import ConfigError
+from dualtune.engine.routing import KEY, DocumentShares, experts_of_token, routing_metrics
+from dualtune_torch.host.inputs import to_device
+
+
+class Routing:
+    """Watches the routers of a model in the micro-batches of a step."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: Mapping[str, Any], coefficient: float, loss_scale: float
+    ) -> None:
+        """`loss_scale`: by which all gradients are multiplied. ConfigError for a model without such routers."""
+        self._each = experts_of_token(config, coefficient)
+        self._coefficient, self._loss_scale, self._device = coefficient, loss_scale, model.device
+        routers = find_routers(model)
+        self._num_layers = len(routers)
+        for number, router in enumerate(routers):
+            router.register_forward_hook(partial(self._note, number))
+        self._documents: tuple[Tensor, ...] | None = None  # of the micro-batch; None: nothing is watched
+        # Of the step: how many tokens each expert gets, and the loss.
+        num_experts = cast(Tensor, routers[0].weight).shape[0]
+        self._counts_LE = torch.zeros(self._num_layers, num_experts, device=model.device)
+        self._loss = torch.zeros((), device=model.device)
+
+    @contextmanager
+    def watching(self, shares: DocumentShares) -> Iterator[None]:
+        """Count what routers choose, and add their gradient, in the forward and backward pass inside the block."""
+        self._documents = tuple(to_device(shares, self._device))
+        try:
+            yield
+        finally:
+            self._documents = None
+
+    def sums(self) -> list[Tensor]:
+        """Return what has been added up since the last step, to be added up over all processes in place."""
+        return [self._loss, self._counts_LE]
+
+    def metrics(self) -> dict[str, SupportsFloat]:
+        """Return the metrics of the step, on the device, and begin the next one."""
+        busiest = (self._counts_LE.amax(-1) / self._counts_LE.sum(-1).clamp(min=1)).max()
+        metrics = routing_metrics(self._loss.clone(), busiest, (self._counts_LE == 0).sum())
+        self.forget()
+        return metrics
+
+    def forget(self) -> None:
+        """Forget what has been added up."""
+        self._counts_LE.zero_()
+        self._loss.zero_()
+
+    def _note(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        # Layers that are recomputed run without gradients first, and evaluations always.
+        if self._documents is None or not torch.is_grad_enabled():
+            return None
+        logits, weights, chosen = output
+        first_N, size_N, share_N = self._documents
+        with torch.no_grad():
+            probs_NE = logits.flatten(0, -2).float().softmax(-1)
+            top_Nk = probs_NE.topk(self._each, -1).indices
+            chosen_NE = torch.zeros_like(probs_NE).scatter_(-1, top_Nk, 1.0) * (size_N > 0).unsqueeze(-1)
+            self._counts_LE[number] += chosen_NE.sum(0)
+            loads_NE = torch.zeros_like(probs_NE).index_add_(0, first_N, chosen_NE)[first_N]
+            loads_NE /= size_N.clamp(min=1).unsqueeze(-1)
+            overlap_N1 = (probs_NE * loads_NE).sum(-1, keepdim=True)
+            scale_N1 = (share_N * (probs_NE.shape[-1] / self._num_layers)).unsqueeze(-1)
+            self._loss += (scale_N1 * overlap_N1).sum()
+            if not self._coefficient or not logits.requires_grad:
+                return None
+            slopes_NE = self._coefficient * self._loss_scale * scale_N1 * probs_NE * (loads_NE - overlap_N1)
+        slopes = slopes_NE.to(logits.dtype).view_as(logits)
+        return logits, _WithSlopes.apply(weights, logits, slopes), chosen
+
+
+class _WithSlopes(torch.autograd.Function):
+    """The weights of the chosen experts as they are. The backward pass adds the slopes at the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return slope, ctx.saved_tensors[0], None
+
+
+def find_routers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules whose first output transformers records as the logits of routers, in the order of layers."""
+    kinds = [recorder for part in model.modules() if (recorder := _recorder(part)) is not None]
+    classes = tuple({recorder.target_class for recorder in kinds if recorder.index == 0})
+    routers = [module for module in model.modules() if classes and isinstance(module, classes)]
+    if not routers:
+        raise ConfigError(f"{KEY}: transformers names no routers of {type(model).__name__}; allowed: null")
+    return routers
+
+
+def _recorder(module: nn.Module) -> Any:
+    outputs = cast("Mapping[str, Any]", getattr(module, "_can_record_outputs", None) or {})
+    recorder: Any = outputs.get("router_logits")
+    return recorder if hasattr(recorder, "target_class") else None

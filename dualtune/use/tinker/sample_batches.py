@@ -1,0 +1,97 @@
+"""Requests for samples from several adapters: in one batch where they form a bank, else one adapter after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dualtune.engine.adapter_bank import AdapterBank, bank_batches
+from dualtune.engine.backend import Backend, Engine
+from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.memory.estimate import ITEM_BYTES
+from dualtune.model.adapter import AdapterSpec, Tensors
+from dualtune.train.batched import check_decoding
+from dualtune.train.inference import BASE_ONLY
+from dualtune.use.tinker.messages import SampleResult
+from dualtune.use.tinker.samples import PendingSamples, sampled, score_prompts
+from dualtune.use.tinker.seat import Seat, Weights
+
+BANK_SHARE = 0.25  # of the memory that is free, for the adapters of a batch beside the engine's own
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSource:
+    """What is asked of weights, or of the base alone (None)."""
+
+    weights: Weights | None
+    pending: Mapping[int, PendingSamples]  # by the index of the request
+
+
+class SampleBatches:
+    """What continues the rows of requests, in the engine of a seat."""
+
+    def __init__(self, seat: Seat, backend: Backend) -> None:
+        self._seat, self._backend = seat, backend
+        self._has_banks = True  # whether rows of several adapters can be one batch, as far as is known
+
+    def results(self, sources: Sequence[SampledSource]) -> Iterator[tuple[int, SampleResult]]:
+        """Yield the index of each request and its result as they end."""
+        engine, memory = self._seat.present(BASE_ONLY), self._backend.memory()
+        room = int(BANK_SHARE * max(0, memory.total_bytes - memory.used_bytes))
+        most_numbers = room // ITEM_BYTES.get(engine.description.dtype, 8)
+        adapters = [source.weights and self._adapter(source.weights) for source in sources]
+        for indices, is_bank in bank_batches(adapters, most_numbers):
+            batch = [sources[i] for i in indices]
+            # An engine with the spec of a single adapter computes with it as it is; for another it would be made anew.
+            if is_bank and self._has_banks and (len(batch) > 1 or self._seat.lacks(batch[0].weights)):
+                yield from self._together(batch)
+            else:
+                yield from self._apart(batch)
+
+    def _apart(self, sources: Sequence[SampledSource]) -> Iterator[tuple[int, SampleResult]]:
+        for source in sources:
+            engine = self._scored(source)
+            yield from sampled(engine, source.pending, self._backend.is_out_of_memory)
+
+    def _together(self, sources: Sequence[SampledSource]) -> Iterator[tuple[int, SampleResult]]:
+        """Yield the results of sources in one batch; apart, if the engine cannot or there is no room for a bank."""
+        banked = None
+        try:
+            banked = self._banked(sources)
+        except CannotBatch:
+            self._has_banks = False
+        except Exception as error:
+            if not self._backend.is_out_of_memory(error):
+                raise
+        if banked is None:
+            yield from self._apart(sources)
+            return
+        pending = {i: each for source in sources for i, each in source.pending.items()}
+        yield from sampled(banked[0], pending, self._backend.is_out_of_memory, banked[1])
+
+    def _banked(self, sources: Sequence[SampledSource]) -> tuple[Engine, AdapterBank]:
+        """Return an engine and a bank of adapters, whose numbers the rows of sources then have.
+
+        CannotBatch if the engine cannot compute with it.
+        """
+        for source in sources:
+            if any(each.needs_scores for each in source.pending.values()):
+                self._scored(source)
+        adapted = [source for source in sources if source.weights is not None]
+        engine = self._seat.present(BASE_ONLY)
+        bank = AdapterBank([self._adapter(source.weights) for source in adapted if source.weights])
+        rows = [row for source in sources for each in source.pending.values() for row in each.rows]
+        check_decoding(engine, [row.prompt for row in rows[:2]], bank)
+        for number, source in enumerate(adapted):
+            for row in [row for each in source.pending.values() for row in each.rows]:
+                row.adapter = number
+        return engine, bank
+
+    def _scored(self, source: SampledSource) -> Engine:
+        """Return the engine with the weights of a source, which have scored its prompts."""
+        engine = self._seat.use(source.weights, BASE_ONLY)
+        score_prompts(engine, source.pending.values())
+        return engine
+
+    def _adapter(self, weights: Weights) -> tuple[AdapterSpec, Tensors]:
+        return weights.spec, self._seat.fetch(weights)
