@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ from dualtune.use.tinker.checkpoints import (
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
-from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.messages import AdamSettings, Cancelled, Datum, LoraSettings, SampleRequest
 from dualtune.use.tinker.samples import sampled
 
 VOCAB = 262  # of the tiny models
@@ -625,6 +626,30 @@ def test_an_output_head_that_is_the_embedding_is_not_trained_and_that_is_said(tm
     assert not host.create_run("run", LORA).train_unembed
     assert not any("lm_head" in name for name in state_of(host, "run")[0])
     host.close()
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_what_is_cancelled_ends_between_micro_batches_and_tokens(kind, open_host):
+    """The gradient of before stays, bit for bit, and the other requests of a batch go on."""
+    host = open_host(kind)
+    host._layout = host._layout.cut_to(40)
+    host.create_run("run", LORA)
+    host.forward_backward("run", supervised(1), "cross_entropy", {})
+    before, asked = host._seat.train(host._runs["run"].state).gradient(), count(1)
+    with pytest.raises(Cancelled):
+        host.forward_backward("run", supervised(2, count=9), "cross_entropy", {}, lambda: next(asked) == 3)
+    after = host._seat.train(host._runs["run"].state).gradient()
+    assert next(asked) == 4 and all(np.array_equal(after[name], g) for name, g in before.items())
+
+    tokens = Counter()
+
+    def is_cancelled(index):
+        tokens[index] += 1
+        return index == 0 and tokens[0] > 3
+
+    results = dict(host.sample([request(None, max_tokens=30), request(None, max_tokens=30, seed=2)], is_cancelled))
+    assert isinstance(results[0], Cancelled) and 3 < tokens[0] < 8
+    assert len(results[1].sequences[0].tokens) == 30
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

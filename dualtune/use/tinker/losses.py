@@ -106,6 +106,8 @@ LOSSES: Mapping[str, TargetLoss] = {
 
 def check_loss(name: str, config: Mapping[str, float | str]) -> TargetLoss:
     """Return the loss of this name. ConfigError if there is none, or for a constant that it does not have."""
+    if name == "stable_reinforce":
+        raise ConfigError("loss_fn: got 'stable_reinforce', whose formula is not public. Use 'importance_sampling'")
     if name not in LOSSES:
         others = "; a loss of your own: forward_backward_custom with a function, which runs in the client"
         raise ConfigError(f"loss_fn: got '{name[:100]}', allowed: {', '.join(LOSSES)}{others}")
