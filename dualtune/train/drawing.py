@@ -50,6 +50,10 @@ class Drawing:
         )  # fmt: skip
         return cls(backend, tokenizer, positions, sampling, rollouts.samples, rollouts.stop)
 
+    def most_tokens(self, max_length: int) -> int:
+        """Return the most tokens of a conversation to which one more answer may be given."""
+        return max_length if self.positions is None else min(max_length, self.positions - 1)
+
     def samples(
         self, engine: Engine, prompts: Sequence[np.ndarray], numbers: Sequence[tuple[int, ...]]
     ) -> list[Completion]:
@@ -69,7 +73,13 @@ class Drawing:
         numbers: Sequence[tuple[int, ...]] | None,
     ) -> Iterator[Completion]:  # fmt: skip
         model = LoadedModel(engine, self.tokenizer, positions=self.positions)
+        is_whole = engine.description.sharding != "full"
+
+        def is_shortage(error: BaseException) -> bool:
+            # With a sharded base the others wait for a part of it by then, and nothing can be tried again.
+            return is_whole and self.backend.is_out_of_memory(error)
+
         return sample_all(
             model, prompts, sampling, num_samples, numbers=numbers, stops=self.stops,
-            is_shortage=self.backend.is_out_of_memory,
+            is_shortage=is_shortage,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from dualtune.train.comparison import at_targets
 from dualtune.train.distillation import Distillation, Learned
 from dualtune.train.drawing import Drawing, answered, question_of
 from dualtune.train.hooks import EvalRecord
+from dualtune.train.in_step import apart
 from dualtune.train.policy_gradient import GAP
 from dualtune.train.recovery import Recovery
 from dualtune.train.teachers import Teaching, evaluate_taught
@@ -116,8 +117,8 @@ class OnPolicy:
     ) -> TaughtSamples:
         questions = [question_of(data[i]) for i in ids]
         prompts, numbers, share = [prompt for prompt, _ in questions], [(number, i) for i in ids], team.share
-        with team.apart():
-            mine = self._drawing.samples(engine, prompts[share], numbers[share])
+        with apart(engine, team) as own:
+            mine = self._drawing.samples(own, prompts[share], numbers[share])
         places = range(len(ids))[share]
         drawn = team.collect([replace(each, prompt=places[each.prompt]) for each in mine], Completion.read)
         drawn.sort(key=lambda each: (each.prompt, each.number))

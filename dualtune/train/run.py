@@ -139,9 +139,6 @@ def execute(
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
         engine = load_engine(prepared, shared_base)
-    if prepared.rollouts is not None:
-        smaller = "make it smaller with model.quantization, so that it fits each device"
-        check_not_sharded(engine, f"train.objective: {config.train.objective}", smaller)
     # What the reference says is asked of the engine as it starts, before a checkpoint is restored in it.
     comparison = load_comparison(prepared, engine, show)
     if (begun := saved or prepared.start_state) is not None:

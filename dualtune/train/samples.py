@@ -48,12 +48,12 @@ def check_samples(
             raise ConfigError(f"{where}: got {len(ids)} tokens, but this model has {positions} positions. Shorten it")
 
 
-def check_not_sharded(engine: Engine, key: str = "run.sample_prompts", or_else: str = "remove the prompts") -> None:
-    """Raise ConfigError if the base is sharded among processes, each of which answers for itself what `key` asks."""
+def check_not_sharded(engine: Engine) -> None:
+    """Raise ConfigError if the base is sharded among processes: only the first one answers."""
     if engine.description.sharding == "full":
         raise ConfigError(
-            f"{key}: the base is sharded among the processes, which would have to answer together. Set memory.sharding "
-            f"to none, or {or_else}"
+            "run.sample_prompts: the base is sharded among the processes, which would have to answer together. Remove "
+            "the prompts, or set memory.sharding to none"
         )
 
 

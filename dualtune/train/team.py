@@ -190,14 +190,25 @@ class Team:
         self._news_due = time.monotonic() + _NEWS_S
         with interrupt.polled_by(self._tell_news):
             yield
-        while not self._all_done(True):
+        while not self.all_done(True):
             pass
+
+    @contextlib.contextmanager
+    def in_step(self, idle: Callable[[], object]) -> Generator[None]:
+        """As `apart`, for work of which each part needs all processes: each calls `all_done(False)` before its own.
+
+        A process that is done is `idle` where another is not.
+        """
+        with interrupt.polled_by(lambda: None):  # each part asks
+            yield
+        while not self.all_done(True):
+            idle()
 
     def _tell_news(self) -> None:
         if interrupt.requested() or time.monotonic() >= self._news_due:
-            self._all_done(False)
+            self.all_done(False)
 
-    def _all_done(self, is_done: bool) -> bool:
+    def all_done(self, is_done: bool) -> bool:
         """Return whether the work of all processes is done. Raise Preempted if any has been asked to stop."""
         notes = self._exchange(is_done, interrupt.requested())
         if any(note[2] for note in notes):

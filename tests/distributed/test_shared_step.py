@@ -60,14 +60,6 @@ def test_processes_that_share_a_step_agree_on_its_numbers(take):
 
 
 ASKED = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(12)]
-ENVIRONMENT = """
-class Again:
-    def reset(self, row):
-        self.left = 2
-    def step(self, text):
-        self.left -= 1
-        return "Again:", float(len(text)), not self.left
-"""
 OWN = {"adapter.dropout": 0.0, "data.eval": 0.4, "train.documents_per_step": 3, "train.micro_batch_tokens": 64,
        "rollouts.samples": 2, "rollouts.max_tokens": 6}  # fmt: skip
 TAUGHT = {"train.objective": "on_policy_distill", "distill.teacher": "base", "distill.hint": "{expected}",
@@ -78,14 +70,9 @@ TAUGHT = {"train.objective": "on_policy_distill", "distill.teacher": "base", "di
     {"train.objective": "grpo", "rollouts.rewards": ["brief:4"], "rollouts.kl": 0.1},
     {"train.objective": "rloo", "rollouts.rewards": ["brief:4", "exact"], "rollouts.kl": 0.1},
     TAUGHT, {**TAUGHT, "distill.divergence": "reverse_kl", "distill.top_k": 0},
-    pytest.param({"train.objective": "dapo", "rollouts.environment": "again.py:Again"}, marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
-def test_processes_draw_together_what_one_draws(
-    changes, open_backend, make_config, write_rows, tiny_softmax, tmp_path, monkeypatch
-):
+def test_processes_draw_together_what_one_draws(changes, open_backend, make_config, write_rows, tiny_softmax):
     """Three prompts: of four processes, one draws nothing in training."""
-    (tmp_path / "again.py").write_text(ENVIRONMENT)
-    monkeypatch.chdir(tmp_path)
     config = make_config(write_rows(ASKED, "asked.jsonl"), OWN | changes, tiny_softmax)
 
     def work(team):

@@ -116,6 +116,10 @@ def assert_near(found, expected):
         np.testing.assert_allclose(found[name], tensor, atol=tolerances.RESUMED_LOSS, err_msg=name)
 
 
+def rollouts_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.mark.long
 def test_the_first_process_fills_the_activation_cache_for_all(job):
     """And the run is that of one process without a cache."""
@@ -188,34 +192,62 @@ TAUGHT = {**OWN, "train_objective": "on_policy_distill", "distill_teacher": "sel
           "distill_top_k": 4}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "drawing"),
-    [
-        (REWARDED, "dualtune.train.rewards.Rewards.judge"),
-        pytest.param(TAUGHT, "dualtune.train.drawing.Drawing.samples", marks=pytest.mark.long),
-    ],
-    ids=["grpo", "taught"],
-)
-def test_answers_are_drawn_by_all_and_however_many_they_are(job, write_rows, changes, drawing):
+ADVANCE = "dualtune_torch.host.generation.TorchDecoding.advance"
+
+
+@pytest.mark.parametrize("changes", [REWARDED, pytest.param(TAUGHT, marks=pytest.mark.long)], ids=["grpo", "taught"])
+def test_answers_are_drawn_by_all_and_however_many_they_are(job, write_rows, changes):
     """Stopped by a signal while one process draws, killed later, and resumed: the rollouts of one process."""
     asked = {**changes, "data_train": str(write_rows(ASKED, "asked.jsonl"))}
     job.run(1, "one", **asked)
-    ended = job.start(2, "moved", inject={1: f"enter({drawing!r}, 3, send('SIGTERM'))\n"}, **asked).wait()
+    stop = f"enter({ADVANCE!r}, 13, send('SIGTERM'))\n"  # evaluation, first and second step: five or six calls each
+    ended = job.start(2, "moved", memory_sharding="full", inject={1: stop}, **asked).wait()
     assert [process.code for process in ended] == [Preempted.exit_code] * 2, ended[0].output + ended[1].output
     assert 0 < len(job.rows("moved")) < 3
     ended = job.start(2, "moved", inject={1: "import os\nos.environ['DUALTUNE_FAULT'] = 'step:2'\n"}, **asked).wait()
     assert [process.code for process in ended] == [EnvironmentFault.exit_code, -signal.SIGKILL]
-    job.run(2, "moved", **asked)
-    ours, theirs = (
-        [json.loads(line) for line in (job.home / name / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in ("moved", "one")
-    )
+    job.run(2, "moved", memory_sharding="full", **asked)
+    ours, theirs = (rollouts_of(job.home / name) for name in ("moved", "one"))
     assert len(theirs) == 4 * 3 * 4 and [each["completion"] for each in ours] == [each["completion"] for each in theirs]
     assert [each["reward"] for each in ours] == pytest.approx([each["reward"] for each in theirs], abs=1e-5)
     assert job.losses("moved") == pytest.approx(job.losses("one"), abs=tolerances.RESUMED_LOSS)
     evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in ("moved", "one")]
     assert evals[0] == pytest.approx(evals[1], abs=tolerances.RESUMED_LOSS) and len(evals[0]) == 3
     assert_near(job.adapter("moved"), job.adapter("one"))
+
+
+ENVIRONMENT = """
+class Again:
+    def reset(self, row):
+        self.left = len(str(row["prompt"])) % 3 + 1
+    def step(self, text):
+        self.left -= 1
+        return "Again:", float(len(text)), not self.left
+"""
+SEVERAL_TURNS = {**REWARDED, "rollouts_environment": "again.py:Again", "rollouts_turns": 3, "train_steps": 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [
+    {**REWARDED, "train_objective": "dapo", "rollouts_kl": 0.1, "rollouts_stop": ["e", "1", " "]},
+    {**TAUGHT, "rollouts_stop": ["e", "1", " "]},
+    {**TAUGHT, "train_objective": "distill", "rollouts_samples": 8, "rollouts_max_tokens": 256},
+    SEVERAL_TURNS,
+], ids=["dapo", "taught", "distill", "turns"])  # fmt: skip
+def test_processes_of_a_sharded_base_draw_answers_of_different_lengths(job, write_rows, changes):
+    """One computes more tokens than the other, which makes forward passes with it."""
+    (job.home / "again.py").write_text(ENVIRONMENT)
+    asked = {**changes, "data_train": str(write_rows(ASKED, "asked.jsonl"))}
+    if "rollouts_environment" in asked:
+        asked["rollouts_environment"] = str(job.home / "again.py") + ":Again"
+    job.run(1, "one", **asked)
+    job.run(3, "all", memory_sharding="full", **asked)
+    assert job.losses("all") == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
+    assert_near(job.adapter("all"), job.adapter("one"))
+    if asked["train_objective"] != "distill":
+        ours, theirs = (rollouts_of(job.home / name) for name in ("all", "one"))
+        assert [each["completion"] for each in ours] == [each["completion"] for each in theirs]
+        assert len({each["tokens"] for each in theirs}) > 1
 
 
 def test_a_teacher_that_one_process_has_lost_ends_both_and_the_run_is_saved(job, write_rows):
@@ -239,11 +271,19 @@ def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(job):
     assert all(np.array_equal(first[name], second[name]) and np.isfinite(first[name]).all() for name in first)
 
 
-@pytest.mark.parametrize(("sharding", "where"), [("none", FORWARD), ("full", INSIDE)], ids=["none", "full"])
-def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where):
-    raise_ = f"enter({where!r}, 4, throw(RuntimeError('an illegal memory access')))\n"
-    ended = job.start(2, "run", memory_sharding=sharding, inject={1: raise_}).wait()
-    assert [process.code for process in ended] == [1, 1]
+@pytest.mark.parametrize(
+    ("sharding", "where", "call", "changes"),
+    [
+        ("none", FORWARD, 4, {}),
+        ("full", INSIDE, 4, {}),
+        pytest.param("full", "dualtune_torch.host.generation._last_logits", 20, REWARDED, marks=pytest.mark.long),
+    ],
+    ids=["none", "full", "drawing"],
+)
+def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where, call, changes):
+    raise_ = f"enter({where!r}, {call}, throw(RuntimeError('an illegal memory access')))\n"
+    ended = job.start(2, "run", memory_sharding=sharding, inject={1: raise_}, **changes).wait()
+    assert [process.code for process in ended] == [1, 1], ended[0].output + "=====" + ended[1].output
     assert "process 1 of 2 has failed: RuntimeError: an illegal memory access" in ended[0].output
 
 

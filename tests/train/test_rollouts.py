@@ -295,7 +295,7 @@ def test_a_question_is_all_before_the_last_answer():
     {"rollouts.rewards": []}, {"rollouts.weights": [1.0, 2.0]}, {"adapter.dropout": 0.1},
     {"train.objective": "rloo", "rollouts.advantage_scale": "group"}, {"train.objective": "sft"},
     {"hybrid.enabled": True}, {"adapter.method": "full", "rollouts.kl": 0.1}, {"data.loss_on": "all"},
-    {"memory.sharding": "full"}, {"rollouts.samples": 1},
+    {"rollouts.samples": 1},
     {"train.activation_cache": "disk", "adapter.layers": "last 1"},
 ])  # fmt: skip
 def test_what_does_not_go_with_samples_is_refused(changes, wording):

@@ -289,13 +289,14 @@ class TorchDecoding:
         """Compute new tokens, with which the rows in a cache of this width have these lengths."""
         T, padding_B = tokens_BT.shape[1], width - lengths_B
         positions_BT = np.maximum(np.arange(width - T, width) - padding_B[:, None], 0)
-        tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
-        options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        if self._takes_positions:
-            options["position_ids"] = positions
-        if padding_B.any():
-            options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
+        # With a sharded base, the others hear of an error in this block.
         with self._computing(), self._banked.rows(adapters_B) if self._banked else nullcontext():
+            tokens, positions, padding = to_device([tokens_BT, positions_BT, padding_B[:, None]], self._model.device)
+            options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+            if self._takes_positions:
+                options["position_ids"] = positions
+            if padding_B.any():
+                options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
             return TorchNextLogits(_last_logits(self._model, tokens, **options))
 
     def leave(self, staying: Sequence[int]) -> None:

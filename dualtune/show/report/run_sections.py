@@ -83,7 +83,7 @@ WORDS = {
     "far away": "The run has moved far from its reference.",
     "rewards failed": "Many samples could not be rewarded.",
     "constant reward": "The rewards do not tell the samples apart.",
-    "gamed": "The run has learned one reward at the cost of another.",
+    "gamed": "The run has learned what its rewards pay for, at the cost of what was asked.",
     "collapsed": "The samples have become alike, and no better.",
     "few experts": "The routers send ever more of the tokens to few of the experts.",
 }
