@@ -364,6 +364,10 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
     if rollouts.environment is None and rollouts.turns != type(rollouts).model_fields["turns"].default:
         rule = "but without rollouts.environment the model answers once; name one, or remove it"
         yield ("rollouts", "turns"), ("rollouts", "environment"), f"got {rollouts.turns}, {rule}"
+    if rollouts.environment is None and rollouts.environment_args:
+        names = ", ".join(rollouts.environment_args)
+        rule = "but without rollouts.environment there is nothing that takes them; name one, or remove them"
+        yield ("rollouts", "environment_args"), ("rollouts", "environment"), f"got {names}, {rule}"
     if rollouts.updates > 1 and config.train.policy != "auto":
         rule = f"but train.policy: {config.train.policy} makes its own updates; allowed: 1"
         yield ("rollouts", "updates"), ("train", "policy"), f"got {rollouts.updates}, {rule}"
