@@ -956,7 +956,7 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     ]
 
 
-def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
+def test_a_sampler_of_another_rank_needs_no_other_engine(open_host, monkeypatch):
     host = open_host("numpy")
     trained(host, "other", replace(LORA, rank=2))
     path = host.save_sampler("other", "named")
@@ -966,7 +966,7 @@ def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
     (by_bank,) = drawn(host, request(path))
     assert host._seat.present(BASE_ONLY) is engine
     assert_same(state_of(host, "run"), before)
-    host._sample_batches._has_banks = False
+    monkeypatch.setattr(host._sample_batches, "_banked", lambda sources: None)
     (by_engine,) = drawn(host, request(path))
     assert host._seat.present(BASE_ONLY) is not engine
     assert by_bank.sequences[0].tokens.tolist() == by_engine.sequences[0].tokens.tolist()
