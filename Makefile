@@ -13,6 +13,7 @@
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
 # make test-extras   tasks of lm-eval, and personal data found by presidio, in the real packages
+# make test-verifiers   environments of the package verifiers itself, 0.1.14, 0.3.1 and 0.4.0 (VERIFIERS="0.3.1" for one), some minutes
 # make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
@@ -38,7 +39,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras fuzz chaos lint lint-style lint-core lint-backends format bench bench-data triton-kernels wheel docs families reliability clean
+.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras test-verifiers fuzz chaos lint lint-style lint-core lint-backends format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -108,6 +109,16 @@ test-trackers: .venv/.dev
 test-extras: .venv/.dev
 	test -d .extras || $(PIP) --target .extras lm-eval presidio-analyzer || { rm -rf .extras; exit 1; }
 	PYTHONPATH=.extras $(BIN)/python -m pytest tests/cli/test_eval_harness.py tests/cli/test_data_clean.py
+
+# Beside the environment too: each version takes 500 MB.
+VERIFIERS ?= 0.1.14 0.3.1 0.4.0
+
+test-verifiers: $(VERIFIERS:%=.verifiers/%)
+	for version in $(VERIFIERS); do \
+		PYTHONPATH=.verifiers/$$version $(BIN)/python -m pytest -m verifiers tests/train/test_verifiers.py || exit 1; done
+
+.verifiers/%: .venv/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ verifiers==$* || { rm -rf $@; exit 1; }
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -m fuzz

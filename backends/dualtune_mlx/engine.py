@@ -115,7 +115,8 @@ class MlxEngine:
             self._readable(layer).read_base()
         # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
         fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
-        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, self._layers)
+        stacks = whole.stacks if whole else self._layers
+        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, stacks)
         order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
         self._layout = FlatLayout({name: shapes[name] for name in order})
         # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.

@@ -56,16 +56,25 @@ class ExpertLoRA(AdaptedLayer):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.base(x, indices, sorted_indices=sorted_indices)
-        if self.dropout_seeds.seeds_BT is not None and self.dropout > 0:
-            x = self._dropped(x, self.dropout_seeds.seeds_BT, sorted_indices)
-        for factor in (self.weights.lora_A_ErI, self.weights.lora_B_EOr):
-            factor = factor.astype(y.dtype).swapaxes(-1, -2)
-            x = mx.gather_mm(x, factor, rhs_indices=indices, sorted_indices=sorted_indices)
-        return y + self.scale * x
+        if self.drops:
+            x = self.dropped(x, sorted_indices)
+        return y + self.change(x, indices, sorted_indices)
 
-    def _dropped(self, x: mx.array, seeds_BT: mx.array, is_sorted: bool) -> mx.array:
+    def change(self, x: mx.array, indices: mx.array, is_sorted: bool) -> mx.array:
+        """Return scale · B (A x)."""
+        for factor in (self.weights.lora_A_ErI, self.weights.lora_B_EOr):
+            factor = factor.astype(x.dtype).swapaxes(-1, -2)
+            x = mx.gather_mm(x, factor, rhs_indices=indices, sorted_indices=is_sorted)
+        return self.scale * x
+
+    @property
+    def drops(self) -> bool:
+        """Whether the current micro-batch has dropout."""
+        return self.dropout_seeds.seeds_BT is not None and self.dropout > 0
+
+    def dropped(self, x: mx.array, is_sorted: bool) -> mx.array:
         """`dualtune.model.dropout.keep_mask` on the device, by the token of each row."""
-        (chosen,) = self.routing
+        (chosen,), seeds_BT = self.routing, cast(mx.array, self.dropout_seeds.seeds_BT)
         *tokens, each = chosen.shape
         check_tokens(math.prod(tokens), seeds_BT.size)
         if is_sorted:  # as mlx-lm's `_gather_sort` does it

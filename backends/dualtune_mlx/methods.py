@@ -185,7 +185,8 @@ def add_layers(
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
     separate product.
     """
-    make, experts = import_module(f"dualtune_mlx.{spec.layer}").LAYER, import_module("dualtune_mlx.experts")
+    layers, experts = import_module(f"dualtune_mlx.{spec.layer}"), import_module("dualtune_mlx.experts")
+    of_experts = getattr(layers, "EXPERTS", experts.ExpertLoRA)
     known = names or {}
     paths = {known.get(path, canonical_name(path)): path for path in adaptable_layers(model)}
     modules = dict(model.named_modules())
@@ -206,14 +207,14 @@ def add_layers(
         if not isinstance(linear[path], LINEAR):
             wrapped[path] = import_module("dualtune_mlx.routers").AdaptedRouter(linear[path], path, spec)
             continue
-        wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
+        wrapped[path] = layers.LAYER(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     adapters: dict[str, Any] = {}
     for stack, found in stacks_of(name for name in selected if name not in linear).items():
         base = stacked[of_stacks[stack]]
         check_whole(stack, found, base.num_experts)
         check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
-        adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(base, stack, spec, seeds)
+        adapters[of_stacks[stack]] = wrapped[stack] = of_experts(base, stack, spec, seeds)
     if spec.dropout:
         experts.tell_routing(model, adapters)
     places = paths | of_stacks

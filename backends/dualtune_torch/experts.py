@@ -32,6 +32,7 @@ from dualtune_torch.weights.stacks import PackedStack, by_group, groups
 
 ALIGNMENT = 16  # bytes: torch's grouped product takes rows that begin there
 GATE_UP, DOWN_WEIGHT, UP_WEIGHT = "gate_up_proj", "down_proj", "up_proj"  # the parameters of transformers' module
+ROLES_OF = {GATE_UP: (GATE, UP), DOWN_WEIGHT: (DOWN,), UP_WEIGHT: (UP,)}
 
 
 class Projection:
@@ -69,6 +70,12 @@ class Projection:
             matrix = stored[number].to(dtype).T if self.experts.is_transposed else stored[number].to(dtype)
         return matrix if self.rows is None else matrix[slice(*self.rows)]
 
+    def weights(self) -> Tensor:
+        """Return the frozen weights [E, out, in] of all experts. They are not packed."""
+        stored = cast(Tensor, getattr(self.experts, self.parameter))
+        matrices = stored.transpose(1, 2) if self.experts.is_transposed else stored
+        return matrices if self.rows is None else matrices[:, slice(*self.rows)]
+
 
 class ExpertLoRA(AdaptedLayer):
     """scale · B (A x) of one projection of all experts, with A [E, r, I] and B [E, O, r] in float32."""
@@ -89,15 +96,23 @@ class ExpertLoRA(AdaptedLayer):
 
     def forward(self, x_SI: Tensor, tokens_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the change of the projection's output. `tokens`: the number of each row's token in the batch."""
+        return self.update(self.after_dropout(x_SI, tokens_S), ends_E)
+
+    def update(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
+        """Return scale · B (A x)."""
         A_ErI, B_EOr = self.factors()
-        u_Sr = grouped(self._after_dropout(x_SI, tokens_S), A_ErI.to(x_SI.dtype), ends_E)
+        u_Sr = grouped(x_SI, A_ErI.to(x_SI.dtype), ends_E)
         return grouped(self.scale * u_Sr, B_EOr.to(x_SI.dtype), ends_E)
 
-    def _after_dropout(self, x_SI: Tensor, tokens_S: Tensor) -> Tensor:
+    def after_dropout(self, x_SI: Tensor, tokens_S: Tensor) -> Tensor:
         seeds_BT = self.dropout_seeds.seeds_BT
         if seeds_BT is None or not self.dropout:
             return x_SI
         return dropped(x_SI, seeds_BT.flatten()[tokens_S], self.keys_I, *drop_rule(self.dropout))
+
+    def merged(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the weights [E, out, in] to compute with in the place of the frozen ones; None: compute with these."""
+        return None
 
     @property
     def base(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -165,9 +180,15 @@ class AdaptedExperts(nn.Module):
         return weighted_SO[places_S].unflatten(0, (-1, each)).sum(1).to(hidden_states.dtype)
 
     def _projected(self, parameter: str, x_SI: Tensor, experts_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the base's own product, with its bias."""
-        weight = getattr(self.base, parameter)
-        if isinstance(weight, PackedStack):
+        """Return the base's own product, with its bias; that of the merge where an adapter computes with it."""
+        weight, roles = getattr(self.base, parameter), ROLES_OF[parameter]
+        adapters = [cast("ExpertLoRA | None", getattr(self.adapters, role, None)) for role in roles]
+        merges = [adapter.merged(x_SI.dtype) if adapter else None for adapter in adapters]
+        if any(merge is not None for merge in merges):
+            each = zip(roles, merges, strict=True)
+            weights = [Projection(self.base, role).weights() if merge is None else merge for role, merge in each]
+            y_SO = self._joined([grouped(x_SI, weight_EOI, ends_E) for weight_EOI in weights])
+        elif isinstance(weight, PackedStack):
             y_SO = weight.product(x_SI, ends_E.tolist())
         else:
             y_SO = grouped(x_SI, weight.transpose(1, 2) if self.base.is_transposed else weight, ends_E)
@@ -179,8 +200,13 @@ class AdaptedExperts(nn.Module):
         if not changes or not self.base.has_gate:
             return changes.get(UP, 0.0)
         half = like.shape[-1] // 2
-        halves = [changes.get(role, like.new_zeros(len(like), half)) for role in (GATE, UP)]
-        return torch.cat(halves, -1) if self.base.is_concatenated else torch.stack(halves, -1).flatten(-2)
+        return self._joined([changes.get(role, like.new_zeros(len(like), half)) for role in (GATE, UP)])
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the output of a parameter from those of its projections."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, -1) if self.base.is_concatenated else torch.stack(parts, -1).flatten(-2)
 
 
 # --- the products -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, I input features, O output features.
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.merge_rounding import ROUNDINGS, check_plain
+from dualtune.model.merge_rounding import ROUNDINGS, check_plain, pieces
 from dualtune_torch.dora import DoRALinear
+from dualtune_torch.experts import ExpertLoRA, Projection
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, weight_of
+from dualtune_torch.weights.stacks import PackedStack
 
 
 class MergedLoRALinear(LoRALinear):
@@ -85,8 +88,55 @@ class MergedDoRALinear(MergedLoRALinear, DoRALinear):
         return self.scaled(self.update(x_BTI))
 
 
+class MergedExpertLoRA(ExpertLoRA):
+    """The same for one projection of all experts: `AdaptedExperts` computes with its merges."""
+
+    def __init__(self, projection: Projection, stack: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
+        weight = getattr(projection.experts, projection.parameter)
+        check_plain(stack, is_plain=not isinstance(weight, PackedStack))
+        super().__init__(projection, stack, spec, seeds)
+        self._round = ROUNDINGS[spec.merge_for]
+        self._merged_EOI: Tensor | None = None
+
+    def forward(self, x_SI: Tensor, tokens_S: Tensor, ends_E: Tensor) -> Tensor:
+        if not self._computes_merged:
+            return super().forward(x_SI, tokens_S, ends_E)
+        change_SO = x_SI.new_zeros(len(x_SI), self.shape[0])
+        if not self.dropout_seeds.is_evaluated:
+            own_SO = self.update(x_SI.detach(), ends_E)
+            change_SO = own_SO - own_SO.detach()
+        if self.dropout_seeds.seeds_BT is None or not self.dropout:
+            return change_SO
+        return change_SO + self.update(self.after_dropout(x_SI, tokens_S) - x_SI, ends_E)
+
+    @property
+    def _computes_merged(self) -> bool:
+        return self.dropout_seeds.seeds_BT is not None or self.dropout_seeds.is_evaluated
+
+    def merged(self, dtype: torch.dtype) -> Tensor | None:
+        if not self._computes_merged or self._merged_EOI is not None:
+            return self._merged_EOI if self._computes_merged else None
+        merged_EOI = self._rounded(dtype)
+        if not self.moves:
+            self._merged_EOI = merged_EOI
+        return merged_EOI
+
+    @torch.no_grad()
+    def _rounded(self, dtype: torch.dtype) -> Tensor:
+        weights_EOI, (A_ErI, B_EOr) = self.projection.weights(), self.factors()
+        merged_EOI = torch.empty(weights_EOI.shape, dtype=dtype, device=weights_EOI.device)
+        for some in pieces(self.projection.count, math.prod(self.shape)):
+            merge_EOI = weights_EOI[some].float() + self.scale * (B_EOr[some] @ A_ErI[some])
+            merged_EOI[some] = cast(Tensor, self._round(merge_EOI.flatten(0, 1), torch)).view_as(merge_EOI)
+        return merged_EOI
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._merged_EOI = None
+
+
 def _make(base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> MergedLoRALinear:
     return {"lora": MergedLoRALinear, "dora": MergedDoRALinear}[spec.method](base, module, spec, seeds)
 
 
-LAYER = _make
+LAYER, EXPERTS = _make, MergedExpertLoRA

@@ -101,7 +101,8 @@ def add_layers(
     `names`: the canonical name of each path that has one in the base's files. Layers of experts that are stacked have
     one wrapper for all experts, under the name of the stack.
     """
-    make, experts = import_module(f"dualtune_torch.{spec.layer}").LAYER, import_module("dualtune_torch.experts")
+    layers, experts = import_module(f"dualtune_torch.{spec.layer}"), import_module("dualtune_torch.experts")
+    of_experts = getattr(layers, "EXPERTS", experts.ExpertLoRA)
     known, linear = names or {}, adaptable_layers(model)
     paths = {known.get(path, path): path for path in linear}
     shapes = {name: shape_of(linear[path]) for name, path in paths.items()}
@@ -112,7 +113,7 @@ def add_layers(
         shapes |= dict.fromkeys(members(name, stacked[path].count), shape)
     selected = spec.select(shapes)
     wrapped: dict[str, AdaptedLayer] = {
-        name: make(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
+        name: layers.LAYER(linear[paths[name]], name, spec, seeds) for name in selected if name in paths
     }
     for name, layer in wrapped.items():
         is_router = not is_linear(linear[paths[name]])
@@ -122,7 +123,7 @@ def add_layers(
         projection = stacked[of_stacks[stack]]
         check_whole(stack, found, projection.count)
         check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
-        adapters[of_stacks[stack]] = wrapped[stack] = experts.ExpertLoRA(projection, stack, spec, seeds)
+        adapters[of_stacks[stack]] = wrapped[stack] = of_experts(projection, stack, spec, seeds)
     experts.wrap(model, adapters, seeds)
     return dict(sorted(wrapped.items()))
 

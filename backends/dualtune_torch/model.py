@@ -21,6 +21,7 @@ from dualtune.model.config_file import read_config
 from dualtune.model.copies import staged
 from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
+from dualtune.model.targets import is_router
 from dualtune.model.weight_files import BaseWeights, check_complete
 from dualtune_torch.experts import expert_modules, has_common_code, packed
 from dualtune_torch.host import streaming
@@ -221,7 +222,7 @@ def _module_by_module(
         affine_model.load(model, weights, dtype, place_on)
         return model
     # The weights are plain from here on: read or drawn module by module, and quantized one by one.
-    finish = _finish(quantization, dtype, model.get_output_embeddings())
+    finish = _finish(quantization, dtype, model.get_output_embeddings(), config.model_type)
     if request.resident_layers is not None:
         finish = streaming.kept_on_host(finish, model)
     if weights is not None:
@@ -246,7 +247,7 @@ def _module_by_module(
     return model
 
 
-def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None) -> by_module.Finish:
+def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None, family: str) -> by_module.Finish:
     """Return what quantizes a module with plain weights. `head`: the output head of the model."""
     if quantization == "nf4":  # as transformers: all plain linear layers except the output head; and stacked experts
         make = partial(nf4.linear, dtype=dtype)
@@ -259,4 +260,12 @@ def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None) -> by
         return finish
     if quantization == "int8":
         return lambda path, module: by_module.finished(module, dtype, Int8Linear if is_quantized(path) else None)
-    return lambda _, module: affine_model.finished(module, quantization, dtype)
+
+    def as_mlx_lm(path: str, module: nn.Module) -> nn.Module:
+        if has_common_code(path, module):
+            return packed(module, dtype, lambda weight, _: affine_model.expert_matrix(weight, quantization, dtype))
+        if is_router(path) and not isinstance(module, nn.Linear):
+            return affine_model.rounded_router(module, quantization, family, dtype)
+        return affine_model.finished(module, quantization, dtype)
+
+    return as_mlx_lm

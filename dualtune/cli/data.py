@@ -1,7 +1,11 @@
-"""`dualtune data`: what is done to data sets before a run. Its command `clean` leaves out rows that repeat others."""
+"""`dualtune data`: what is done to data sets before a run.
+
+Its command `clean` leaves out rows that repeat others; `environment` writes the rows of an environment.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +15,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.text import in_columns, one_line
 from dualtune.cli.check_data import column_option, format_option, named_columns
-from dualtune.cli.options import json_option, say_json
+from dualtune.cli.options import config_argument, json_option, say_json, set_option
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -26,7 +30,7 @@ ROLES: tuple[Role, ...] = ("test", "valid", "train")  # in this order, so that a
 
 @click.group("data", cls=SuggestingGroup)
 def command() -> None:
-    """Clean data sets: remove duplicate rows, and report personal data."""
+    """Clean data sets, and write those of an environment for reinforcement learning."""
 
 
 @command.command("clean")
@@ -71,6 +75,50 @@ def clean_command(
         opened = _opened(sources, format, named_columns(format, columns))
         cleaned = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
     return say_json(asdict(cleaned)) if as_json else say(_in_words(cleaned, out))
+
+
+@command.command("environment")
+@config_argument
+@set_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)
+def environment_command(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Write the rows of the environment in CONFIG (rollouts.environment: verifiers:NAME) to its data files.
+
+    data.train gets the rows to train on, and data.eval, if it is a file, those to evaluate with: JSON lines with the
+    prompt of each row and what the environment needs beside it. A file that is there stays as it is, and is an error.
+    The code of the environment runs with your rights.
+    """
+    from dualtune.base.errors import ConfigError
+    from dualtune.base.files import expanded, new_file
+    from dualtune.config.load import load_config
+    from dualtune.train.environments import KEY
+    from dualtune.train.package_environments import environment_rows
+
+    loaded = load_config(config, overrides)
+    settings, named = loaded.rollouts, {"train": loaded.data.sources(), "eval": loaded.data.eval_sources()}
+    if settings.environment is None:
+        raise ConfigError(f"{KEY}: is not set in {config}; it names the environment, as verifiers:NAME")
+    targets = dict[str, Path]()
+    for role, sources in named.items():
+        for source in sources:
+            path = targets[role] = expanded(source.path)
+            if len(sources) > 1 or path.suffix != ".jsonl":
+                raise ConfigError(f"data.{role}: got {source.path}, allowed here: one file that ends with .jsonl")
+            if path.exists():
+                raise ConfigError(f"data.{role}: {path} is there already. Remove it to write the rows anew")
+    counts = dict[str, int]()
+    with phases(err=as_json) as shown:
+        for role, path in targets.items():
+            shown.begin("reading", f"the {role} rows of {settings.environment}")
+            rows = environment_rows(settings.environment, settings.environment_args, held_out=role == "eval")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(path) as file:
+                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+            counts[str(path)] = len(rows)
+    if as_json:
+        return say_json({"rows": counts})
+    return say(in_columns([("written", f"{path}: {number} rows") for path, number in counts.items()]))
 
 
 def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str | None]) -> dict[str, OpenedSource]:

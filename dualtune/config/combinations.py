@@ -364,6 +364,10 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
     if rollouts.environment is None and rollouts.turns != type(rollouts).model_fields["turns"].default:
         rule = "but without rollouts.environment the model answers once; name one, or remove it"
         yield ("rollouts", "turns"), ("rollouts", "environment"), f"got {rollouts.turns}, {rule}"
+    if rollouts.environment is None and rollouts.environment_args:
+        names = ", ".join(rollouts.environment_args)
+        rule = "but without rollouts.environment there is nothing that takes them; name one, or remove them"
+        yield ("rollouts", "environment_args"), ("rollouts", "environment"), f"got {names}, {rule}"
     if rollouts.updates > 1 and config.train.policy != "auto":
         rule = f"but train.policy: {config.train.policy} makes its own updates; allowed: 1"
         yield ("rollouts", "updates"), ("train", "policy"), f"got {rollouts.updates}, {rule}"
@@ -384,9 +388,7 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
 def _impossible_with_merges(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what does not go with training on the merge as a format rounds it."""
     merge_for: KeyPath = ("adapter", "merge_for")
-    adapter, got = config.adapter, f"got {config.adapter.merge_for}"
-    if adapter.experts:
-        yield merge_for, ("adapter", "experts"), f"{got}, but experts do not train on their merges; allowed: false"
+    got = f"got {config.adapter.merge_for}"
     if config.model.quantization not in ("auto", "none"):
         rule = f"but an adapter is merged into the plain base, not into {config.model.quantization}; set it to none"
         yield merge_for, ("model", "quantization"), f"{got}, {rule}"

@@ -21,6 +21,7 @@ from dualtune.config.values import (
     ON_POLICY,
     RULES,
     Alphas,
+    Arguments,
     Count,
     Factor,
     Fraction,
@@ -281,7 +282,10 @@ class RolloutsConfig(Section):
     """What rewards an answer: exact, contains, number, json, regex:PATTERN, brief:CHARACTERS, sql:SCRIPT, or a Python
     function as FILE.py:FUNCTION."""
     environment: Name | None = None
-    """A Python class as FILE.py:CLASS, with which the model holds a conversation; null: it answers once."""
+    """With what the model holds a conversation: a Python class as FILE.py:CLASS, or an environment of the package
+    verifiers as verifiers:NAME; null: it answers once."""
+    environment_args: Arguments = {}  # noqa: RUF012  pydantic copies it
+    """With which arguments the environment is made, such as {difficulty: 2}."""
     turns: Count = 8
     """The most answers of the model in a conversation with the environment."""
     weights: Numbers = ()

@@ -132,6 +132,7 @@ def template_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
 TemplateVariables = Annotated[
     dict[str, JsonValue], AfterValidator(template_variables), Field(json_schema_extra={"format": "variables"})
 ]
+Arguments = Annotated[dict[str, JsonValue], Field(json_schema_extra={"format": "arguments"})]
 Layers = Annotated[
     str,
     Field(pattern=rf"^({LAYERS})$", json_schema_extra={"format": "layers"}),

@@ -16,6 +16,7 @@ Fragment = dict[str, Any]  # a part of a JSON schema
 _FORMATS = {
     "columns": "a mapping from our column names to the file's",
     "variables": "a mapping from names to JSON values, such as {enable_thinking: false}",
+    "arguments": "a mapping from names to JSON values, such as {difficulty: 2}",
     "model": "a hub id, a directory or a GGUF file",
     "modules": "a list of different module names, such as [q_proj, v_proj]",
     "name": "a name",

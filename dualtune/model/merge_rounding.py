@@ -9,7 +9,7 @@ Legend: O output and I input features, G groups of a row, K weights of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
@@ -27,6 +27,15 @@ NF4_VALUES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+
+
+AT_ONCE = 1 << 26  # weights of experts that are rounded together: what is in between takes some times their memory
+
+
+def pieces(count: int, size: int) -> Iterator[slice]:
+    """Yield which of `count` experts of `size` weights each are rounded together. Rows are rounded alone."""
+    many = max(1, AT_ONCE // size)
+    yield from (slice(start, start + many) for start in range(0, count, many))
 
 
 def check_plain(module: str, *, is_plain: bool) -> None:

@@ -50,6 +50,10 @@ class Drawing:
         )  # fmt: skip
         return cls(backend, tokenizer, positions, sampling, rollouts.samples, rollouts.stop)
 
+    def most_tokens(self, max_length: int) -> int:
+        """Return the most tokens of a conversation to which one more answer may be given."""
+        return max_length if self.positions is None else min(max_length, self.positions - 1)
+
     def samples(
         self, engine: Engine, prompts: Sequence[np.ndarray], numbers: Sequence[tuple[int, ...]]
     ) -> list[Completion]:

@@ -13,10 +13,12 @@ environment says is written by the chat template between them.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -35,18 +37,12 @@ KEY = "rollouts.environment"
 
 
 @dataclass(slots=True)
-class Episode:
-    """The answers of the model to one prompt, and what the environment said between them."""
+class Dialogue:
+    """Tokens that follow each other: what is asked, then answers, and what was said between them. A document."""
 
-    prompt: int  # its index among those of the step
-    number: int  # of the samples of the prompt
     start: np.ndarray  # int32 [T]: the tokens before the first answer
     parts: list[tuple[np.ndarray, bool]] = field(default_factory=list[tuple[np.ndarray, bool]])  # True: of the model
     drawn: list[Completion] = field(default_factory=list[Completion])
-    reward: float = 0.0  # of all answers
-    problem: str = ""  # why the reward is not known
-    has_ended: bool = False
-    is_whole: bool = True  # not ended by a limit
 
     @property
     def so_far(self) -> np.ndarray:
@@ -64,6 +60,54 @@ class Episode:
         """Those of the model's own tokens, float32."""
         return np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in self.drawn)])
 
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> Dialogue:
+        """Return that of another process, from its fields."""
+        parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
+        return cls(record["start"], parts, [Completion.read(each) for each in record["drawn"]])
+
+    def add(self, answer: Completion) -> None:
+        self.drawn.append(answer)
+        self.parts.append((answer.tokens, True))
+
+    def say(self, between: np.ndarray, stop_ids: frozenset[int], most: int) -> bool:
+        """Add what follows the last answer: its end, and what is said then. Return False if it would be too long."""
+        last = self.drawn[-1].tokens[-1]
+        if len(between) and between[0] == last and int(last) in stop_ids:
+            between = between[1:]  # the model has ended its turn itself
+        if len(self.so_far) + len(between) > most:
+            return False
+        self.parts.append((between, False))
+        return True
+
+
+@dataclass(slots=True)
+class Episode:
+    """The answers of the model to one prompt, and what the environment said between them."""
+
+    prompt: int  # its index among those of the step
+    number: int  # of the samples of the prompt
+    dialogues: list[Dialogue]  # several only if what was asked did not always continue what was there
+    reward: float = 0.0  # of all answers
+    problem: str = ""  # why the reward is not known
+    has_ended: bool = False
+    is_whole: bool = True  # not ended by a limit
+
+    @property
+    def dialogue(self) -> Dialogue:
+        """The last one, which goes on."""
+        return self.dialogues[-1]
+
+    @property
+    def drawn(self) -> list[Completion]:
+        """All answers."""
+        return [answer for dialogue in self.dialogues for answer in dialogue.drawn]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Those of the model's own tokens, float32."""
+        return np.concatenate([dialogue.logprobs for dialogue in self.dialogues])
+
     @property
     def text(self) -> str:
         """The last answer, which is what rewards beside the environment judge."""
@@ -78,8 +122,7 @@ class Episode:
     def read(cls, record: dict[str, Any]) -> Episode:
         """Return that of another process, from its fields."""
         episode = cls(**record)
-        episode.parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
-        episode.drawn = [Completion.read(each) for each in record["drawn"]]
+        episode.dialogues = [Dialogue.read(each) for each in record["dialogues"]]
         return episode
 
     def end(self, *, is_whole: bool = True, problem: str = "") -> None:
@@ -98,14 +141,17 @@ class Asked:
 class Episodes:
     """Draws the conversations of a run."""
 
-    def __init__(self, name: str, drawing: Drawing, *, turns: int, max_length: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any], drawing: Drawing, *, turns: int, max_length: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         """Raise ConfigError for an environment that is not there.
 
         `turns`: the most answers of a conversation. `max_length`: the most tokens to which one more answer is given.
         """
-        self._environment = Isolated(KEY, "dualtune.train.environments", name, timeout_s)
+        self._environment = Isolated(KEY, "dualtune.train.environments", name, timeout_s, json.dumps(arguments))
         self._drawing, self._turns = drawing, turns
-        self._max_length = max_length if drawing.positions is None else min(max_length, drawing.positions - 1)
+        self._max_length = drawing.most_tokens(max_length)
 
     def close(self) -> None:
         self._environment.close()
@@ -121,7 +167,9 @@ class Episodes:
 
     def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
         episodes = [
-            Episode(n, sample, asked.prompt) for n, asked in enumerate(prompts) for sample in range(drawing.num_samples)
+            Episode(n, sample, [Dialogue(asked.prompt)])
+            for n, asked in enumerate(prompts)
+            for sample in range(drawing.num_samples)
         ]
         for each in episodes:
             self._begin(each, prompts[each.prompt])
@@ -129,7 +177,7 @@ class Episodes:
         for turn in range(self._turns):
             active = [each for each in episodes if not each.has_ended]
             numbers = [(*prompts[each.prompt].numbers, each.number, turn) for each in active]
-            answers = one.samples(engine, [each.so_far for each in active], numbers) if active else []
+            answers = one.samples(engine, [each.dialogue.so_far for each in active], numbers) if active else []
             for each, answer in zip(active, answers, strict=True):
                 self._answer(each, prompts[each.prompt], answer)
         self._environment.ask({"forget": True})
@@ -147,15 +195,14 @@ class Episodes:
                 episode.problem = str(error)
                 return
             if 0 < len(start) <= self._max_length:
-                episode.start = start
+                episode.dialogue.start = start
             else:
                 allowed = f"allowed: 1 to {self._max_length} (data.max_length)"
                 episode.problem = f"reset: got {len(start)} tokens, {allowed}"
 
     def _answer(self, episode: Episode, asked: Asked, answer: Completion) -> None:
         """Let the environment reply to an answer."""
-        episode.drawn.append(answer)
-        episode.parts.append((answer.tokens, True))
+        episode.dialogue.add(answer)
         if episode.problem:
             return episode.end(problem=episode.problem)
         reply = self._ask(episode, asked)
@@ -168,11 +215,8 @@ class Episodes:
             between = self._drawing.tokenizer.encode_after_answer(_messages(reply["turns"] or []))
         except RowError as error:
             return episode.end(problem=str(error))
-        if len(between) and between[0] == answer.tokens[-1] and int(between[0]) in self._drawing.tokenizer.stop_ids:
-            between = between[1:]  # the model has ended its turn itself
-        if len(episode.so_far) + len(between) > self._max_length:
+        if not episode.dialogue.say(between, self._drawing.tokenizer.stop_ids, self._max_length):
             return episode.end(is_whole=False)
-        episode.parts.append((between, False))
         return None
 
     def _ask(self, episode: Episode, asked: Asked) -> dict[str, Any] | str:
@@ -237,16 +281,20 @@ def turns_of(said: Any) -> list[dict[str, str]] | None:
     return turns
 
 
-def environment_of(name: str) -> Callable[[], Any]:
-    """Return the class of an environment, FILE.py:CLASS. ConfigError if it is not there, or is no environment."""
+def environment_of(name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return what makes an object of an environment, FILE.py:CLASS. ConfigError if it is not there, or is none."""
     file, _, made = name.rpartition(":")
     if not file.endswith(".py") or not made:
-        raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS")
+        raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS, or verifiers:NAME")
     found = imported(KEY, expanded(file), made)
     if missing := [part for part in ("reset", "step") if not callable(getattr(found, part, None))]:
         raise ConfigError(f"{KEY}: {name} has no method {' and no method '.join(missing)}")
-    return found
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{KEY}_args: {name} does not take them: {error}") from error
+    return partial(found, **arguments)
 
 
 if __name__ == "__main__":
-    serve(lambda: ({}, Objects(environment_of(sys.argv[1])).answer))
+    serve(lambda: ({}, Objects(environment_of(sys.argv[1], json.loads(sys.argv[2]))).answer))

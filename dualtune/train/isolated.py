@@ -30,25 +30,28 @@ Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Isolated:
-    """What a module of ours serves under a name: `python -m MODULE NAME`."""
+    """What a module of ours serves under a name: `python -m MODULE NAME ARGUMENTS`."""
 
-    def __init__(self, key: str, module: str, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, key: str, module: str, name: str, timeout_s: float, *arguments: str, start_s: float = START_S
+    ) -> None:
         """Start the process, which says of itself what is in `about`. ConfigError if it cannot: `key` names it."""
         self._key, self._module, self._name, self._timeout_s = key, module, name, timeout_s
+        self._arguments, self._start_s = arguments, start_s
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.about: Mapping[str, Any] = {}
         self._start()
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the reply, or why there is none."""
+    def ask(self, request: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any] | str:
+        """Return the reply, or why there is none. `timeout_s`: another limit than that of all."""
         if self._process is None:
             self._start()
         process = cast("subprocess.Popen[str]", self._process)
         with contextlib.suppress(OSError):  # it has ended: there will be no reply
             cast(Any, process.stdin).write(json.dumps(request, default=str) + "\n")
             cast(Any, process.stdin).flush()
-        reply = self._reply(self._timeout_s)
+        reply = self._reply(self._timeout_s if timeout_s is None else timeout_s)
         if not isinstance(reply, str):
             return reply.get(ERROR, reply)
         if reply == ENDED:
@@ -69,14 +72,14 @@ class Isolated:
             self._process = None
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", self._module, self._name]
+        command = [sys.executable, "-m", self._module, self._name, *self._arguments]
         # Ctrl-C is for the run, which decides when this process ends.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
         )
         self._lines = queue.SimpleQueue()
         threading.Thread(target=_read_lines, args=(self._process.stdout, self._lines), daemon=True).start()
-        reply = self._reply(START_S)
+        reply = self._reply(self._start_s)
         if isinstance(reply, str) or READY not in reply:
             self.close()
             problem = f"{self._key}: '{self._name}' does not start: {reply}"

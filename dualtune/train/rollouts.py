@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import open_own
 from dualtune.config import Config
+from dualtune.config.schema import RolloutsConfig
 from dualtune.data.documents import Documents, units_in_memory
 from dualtune.data.row_fields import RowFields
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.in_step import apart
+from dualtune.train.package_environments import PackageEpisodes, package_of
 from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
 from dualtune.train.recovery import Recovery
 from dualtune.train.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
@@ -56,11 +59,14 @@ def policy_objective(config: Config) -> PolicyObjective | None:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of a step, one after another, those of a prompt together: `documents` has them as units."""
+    """The samples of a step, one after another, those of a prompt together: `documents` has them as units.
+
+    A sample is a document, or several: then each counts as a sample does.
+    """
 
     documents: Documents
-    old: Sequence[np.ndarray]  # of each sample, float32 [T]: log p of its tokens when they were drawn
-    advantages_N: np.ndarray
+    old: Sequence[np.ndarray]  # of each document, float32 [T]: log p of its targets when they were drawn
+    advantages_N: np.ndarray  # of each document
     reference: Mapping[int, np.ndarray] | None  # by document, as `old`; None: the loss has no divergence
     reward: float  # the mean of the samples whose rewards are known
     metrics: Mapping[str, float]
@@ -119,13 +125,11 @@ class Rollouts:
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
-        self._episodes: Episodes | None = None
+        self._episodes: Episodes | PackageEpisodes | None = None
         if settings.environment is not None:
-            self._episodes = Episodes(
-                settings.environment, self._drawing, turns=settings.turns, max_length=config.data.max_length,
-                timeout_s=settings.reward_timeout_s,
-            )  # fmt: skip
-            self._episodes.close()
+            self._episodes = episodes_of(settings, self._drawing, config.data.max_length)
+            if isinstance(self._episodes, Episodes):  # that of a package takes long to load, and stays
+                self._episodes.close()
             self.names, self.max_tokens = (*self.names, "environment"), settings.turns * settings.max_tokens
         if self._rewards.comparing and (prompts := rows.of_prompts):
             raise ConfigError(
@@ -154,15 +158,17 @@ class Rollouts:
                 drawn = self._episodes.draw(own, asked.with_numbers(numbers)[share])
         drawn, judged = self._judged(asked, drawn, team)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
-        documents = units_in_memory(
-            [_document(asked.prompts[place], each) for each in drawn if each.prompt == place]
-            for place in range(len(ids))
-        )
+        # A sample is a document; a conversation is several where what was asked did not continue what was there.
+        parts = [_documents(asked.prompts[each.prompt], each) for each in drawn]
+        of_sample_D = np.repeat(np.arange(len(drawn)), [len(part) for part in parts])
+        documents = _in_units(parts, self._drawing.num_samples)
         documents.shares = data.shares
+        old = [logprobs for each in drawn for logprobs in _logprobs(each)]
         reference = self._reference(engine, documents, team) if self.objective.kl else None
         metrics = self._metrics(judged, drawn)
         if reference is not None and self.objective.kl_in_reward:
-            moved_N = np.array([(each.logprobs - reference[n]).sum() for n, each in enumerate(drawn)])
+            moved_D = [(logprobs - reference[d]).sum() for d, logprobs in enumerate(old)]
+            moved_N = np.bincount(of_sample_D, moved_D, len(drawn))
             rewards_PG = rewards_PG - self.objective.kl * moved_N.reshape(rewards_PG.shape)
             metrics["kl"], reference = float(moved_N.mean()), None
         advantages_N = self.objective.advantages(rewards_PG)
@@ -177,7 +183,7 @@ class Rollouts:
             in zip(drawn, judged.values_NR, judged.totals_N, advantages_N, strict=True)
         ]  # fmt: skip
         return StepSamples(
-            documents, [each.logprobs for each in drawn], advantages_N, reference, metrics["reward"],
+            documents, old, advantages_N[of_sample_D], reference, metrics["reward"],
             {**metrics, "equal_groups": float((np.ptp(rewards_PG, axis=1) == 0).mean())}, rows, judged.failures,
             self._drawing.sampling.temperature,
         )  # fmt: skip
@@ -232,8 +238,10 @@ class Rollouts:
         """Return prompt and completion as text; of a conversation, all that was said after its start."""
         if not isinstance(sample, Episode):
             return {"prompt": asked.texts[sample.prompt], "completion": sample.text}
-        start, tokens = sample.start.tolist(), sample.so_far.tolist()
-        return {"prompt": self._tokenizer.decode(start), "completion": self._tokenizer.decode_all(tokens[len(start) :])}
+        start = sample.dialogues[0].start.tolist()
+        first, *others = (dialogue.so_far.tolist() for dialogue in sample.dialogues)
+        told = [self._tokenizer.decode_all(tokens) for tokens in (first[len(start) :], *others)]
+        return {"prompt": self._tokenizer.decode(start), "completion": "\n\n".join(told)}
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
         """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
@@ -244,6 +252,8 @@ class Rollouts:
             "cut": float(np.mean([not each.is_whole for each in drawn])),
             "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
+        if isinstance(self._episodes, PackageEpisodes):
+            metrics["split"] = float(np.mean([isinstance(each, Episode) and len(each.dialogues) > 1 for each in drawn]))
         if len(self.names) > 1:
             for name, values_N in zip(self.names, judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
@@ -286,12 +296,37 @@ class _Asked:
         return [Asked(*each) for each in zip(self.prompts, self.rows, numbers, strict=True)]
 
 
-def _document(prompt: np.ndarray, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    return sample.document if isinstance(sample, Episode) else answered(prompt, sample.tokens)
+def _documents(prompt: np.ndarray, sample: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
+    if isinstance(sample, Episode):
+        return [dialogue.document for dialogue in sample.dialogues]
+    return [answered(prompt, sample.tokens)]
+
+
+def _in_units(parts: Sequence[list[tuple[np.ndarray, np.ndarray]]], num_samples: int) -> Documents:
+    """Return the documents of all samples, those of a prompt in one unit if each prompt has as many."""
+    units = [[*chain(*parts[first : first + num_samples])] for first in range(0, len(parts), num_samples)]
+    if len({*map(len, units)}) > 1:
+        units = [[document] for unit in units for document in unit]
+    return units_in_memory(units)
+
+
+def _logprobs(sample: Sample) -> list[np.ndarray]:
+    """Return those of each document of a sample."""
+    return [each.logprobs for each in (sample.dialogues if isinstance(sample, Episode) else [sample])]
 
 
 def _json_number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def episodes_of(settings: RolloutsConfig, drawing: Drawing, max_length: int) -> Episodes | PackageEpisodes:
+    """Return what leads the conversations of a run. ConfigError for an environment that is not there."""
+    assert settings.environment is not None
+    package = package_of(settings.environment)
+    return (Episodes if package is None else PackageEpisodes)(
+        settings.environment, settings.environment_args, drawing, turns=settings.turns, max_length=max_length,
+        timeout_s=settings.reward_timeout_s,
+    )  # fmt: skip
 
 
 class RolloutFile:

@@ -50,7 +50,7 @@ def values(config: Config) -> dict[str, object]:
 def test_there_is_a_config_for_each_kind_of_machine_and_each_tier():
     assert set(NAMES) == {
         "training_config_h100", "training_config_m4", "training_config_m4_16gb", "rtx_16gb", "rtx_24gb", "cpu_smoke",
-        "lora_chat", "dpo_chat", "grpo_math", "grpo_calculator", "distill_prompt", *TIERS,
+        "lora_chat", "dpo_chat", "grpo_math", "grpo_calculator", "grpo_verifiers", "distill_prompt", *TIERS,
     }  # fmt: skip
 
 

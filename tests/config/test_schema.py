@@ -106,6 +106,7 @@ DEFAULTS = {
     "rollouts": {
         "rewards": (),
         "environment": None,
+        "environment_args": {},
         "turns": 8,
         "weights": (),
         "samples": 8,

@@ -1,5 +1,9 @@
 """Models trained whole (adapter.method: full) on MLX: like torch, moved to it, resumed, and written."""
 
+import functools
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -10,7 +14,7 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import weighted
 from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
-from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_tiny_gpt2, write_tiny_llama
+from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import Averaging, OptimizerSpec
 
@@ -24,6 +28,17 @@ pytestmark = pytest.mark.covering(1)
 
 FULL = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method="full")
 TIED = {"tie_word_embeddings": True}
+
+
+@functools.cache
+def families():
+    """What writes tiny models of families, by transformers."""
+    path = Path(__file__).parents[1] / "parity" / "tiny_families.py"
+    spec = importlib.util.spec_from_file_location("tiny_families", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -100,6 +115,34 @@ def test_ten_steps_are_torch_s(engine_of, tmp_path, changes, optimizer):
     assert_close(ours, theirs, 2e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_what_mlx_lm_turns_or_stacks_is_trained_as_the_files_hold_it(engine_of, tmp_path, family):
+    """GPT-2's matrices, which are transposed, and experts one by one: torch's steps, and its files."""
+    pytest.importorskip("torch")
+    tiny_families = families()
+    directory = tiny_families.write_family(family, tmp_path / "model", **tiny_families.FAMILIES[family])
+    stored = load_file(directory / "model.safetensors")
+    ours, theirs = (engine_of(directory, name) for name in ("mlx", "torch"))
+    assert_equal(ours.neutral_state(), stored)
+    batch = random_batch([9, 16, 5, 12], 96)
+    whole = gradient(engine_of(directory), batch)
+    assert_close(gradient(engine_of(directory), pack(batch, [[0, 2], [1, 3]])), whole, tolerances.GRADIENT)
+    assert_equal(gradient(engine_of(directory, checkpointing=ActivationCheckpointing("all")), batch), whole)
+    for name, engine in (("mlx", ours), ("torch", theirs)):
+        train(engine, range(3)).save_merged(tmp_path / name)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "torch")]
+    assert files[0].keys() == files[1].keys() == stored.keys()
+    assert not [name for name, w in stored.items() if np.array_equal(w, files[0][name])]
+    assert_close(*files, 2e-5)
+    again = engine_of(directory)
+    again.load_adapter_state(ours.adapter_state())
+    again.load_optimizer_state(ours.optimizer_state())
+    assert_equal(train(again, range(3, 5)).adapter_state(), train(ours, range(3, 5)).adapter_state())
+    if family == "gpt2":  # experts in 16 bits have no code on a CPU
+        half = gradient(engine_of(directory, dtype="bfloat16"), batch)
+        assert norm_of({n: g - whole[n] for n, g in half.items()}) <= 0.05 * norm_of(whole)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_moves_to_torch_in_the_middle(engine_of, tmp_path, optimizer):
     pytest.importorskip("torch")
@@ -164,5 +207,8 @@ def test_what_cannot_be_trained_is_refused_by_name(engine_of, tmp_path):
     quantized = write_tiny_llama(tmp_path / "q", quantization={"group_size": 64, "bits": 4})
     with pytest.raises(ConfigError, match=r"adapter.method: got full, but the base is stored quantized \(affine4\)"):
         engine_of(quantized)
-    with pytest.raises(ConfigError, match=r"adapter.method: got full, but mlx-lm computes 8 .*Train it on torch"):
-        engine_of(write_tiny_gpt2(tmp_path / "gpt2"))  # its matrices are stored transposed
+    sizes = families().SIZES | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"adapter.method: got full, but mlx-lm computes 10 .*Train it on torch"):
+        engine_of(families().write_family("gpt_oss", tmp_path / "gpt_oss", **sizes))  # stacks of gate and up together

@@ -1,10 +1,13 @@
 """adapter.merge_for: training sees the merge as a format rounds it, alike on both backends."""
 
+import importlib.util
 import json
 import math
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +32,10 @@ from dualtune.train.state.run_dir import METRICS
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
+_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
+assert _spec is not None and _spec.loader is not None
+_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+SIZES = tiny_families.SIZES
 TARGETS = ("q_proj", "v_proj", "down_proj")
 VOCAB = 46
 
@@ -138,6 +145,48 @@ def test_training_is_that_of_the_method_on_the_rounded_base(load, tiny, tmp_path
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
+@pytest.mark.parametrize(("family", "dropout"), [("mixtral", 0.3), ("gpt_oss", 0.0), ("nemotron_h", 0.0)])
+def test_experts_are_rounded_one_by_one(backends, tmp_path, backend, family, dropout):
+    """Of gate and up, which transformers keeps in one parameter, Mixtral adapts one; gpt-oss has them by turns, with
+    biases; Nemotron has no gate."""
+    sizes = {
+        "mixtral": SIZES | {"num_local_experts": 4, "intermediate_size": 64},
+        "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+        "nemotron_h": tiny_families.FAMILIES["nemotron_h"] | {"moe_intermediate_size": 64},
+    }[family]
+    model = tiny_families.write_family(family, tmp_path / "model", **sizes)
+    targets = {"mixtral": ("w1", "w2", "q_proj")}.get(family, ("up_proj", "down_proj"))
+    spec = AdapterSpec(4, 6.0, dropout, targets, experts=True)
+    batch = random_batch([9, 7], SIZES["vocab_size"], seed=1)
+
+    def load(model_dir, merge_for="none"):
+        its = replace(spec, merge_for=merge_for)
+        request = LoadRequest(model_dir, "float32", "auto", "pretrained", its, OptimizerSpec(), seed=5)
+        return backends[backend].load(request)
+
+    engine = load(model, "q4_0")
+    state = random_adapter(engine.adapter_state())
+    weights = load_file(model / "model.safetensors")
+    for module, place in engine._places.items():
+        matrix = weights[place.tensor] if place.expert is None else weights[place.tensor][place.expert]
+        matrix = matrix.T if place.transposed else matrix
+        matrix = matrix if place.rows is None else matrix[slice(*place.rows)]
+        change = spec.scale * (state[tensor_name(module, "B")] @ state[tensor_name(module, "A")])
+        matrix[:] = ROUNDINGS["q4_0"](matrix + change, np) - change
+    shutil.copytree(model, tmp_path / "rounded")
+    save_file(weights, tmp_path / "rounded" / "model.safetensors", {"format": "pt"})
+    engines = [engine, load(tmp_path / "rounded"), load(model)]
+    for one in engines:
+        one.load_adapter_state(state)
+    for how in ({}, {"dropout": True}):
+        found, expected, plain = (one.target_logprobs(batch, **how) for one in engines)
+        assert np.abs(found - expected).max() <= tolerances.LOGPROBS < np.abs(found - plain).max() / 10
+    assert_close(*(gradient(one, batch) for one in engines[:2]), tolerances.GRADIENT)
+    gap = (engine.logprobs(batch) - engines[2].logprobs(batch))[batch.segments_BT > 0]
+    assert np.abs(gap).max() <= tolerances.LOGPROBS  # what is asked outside of training and evaluation is not rounded
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
 def test_what_rounds_nothing_is_the_method_itself(load, monkeypatch, backend):
     monkeypatch.setitem(vars(import_module(f"dualtune_{backend}.merged")), "ROUNDINGS", {"q4_0": lambda w, xp: w})
     batch, how = random_batch([9, 7], VOCAB, seed=1), {"method": "dora", "dropout": 0.3}
@@ -214,7 +263,6 @@ def test_both_backends_take_the_same_steps_and_a_run_moves(backends, tiny, tmp_p
 @pytest.mark.parametrize(
     ("lines", "key"),
     [
-        ("adapter: {merge_for: q4_0, experts: true}", "adapter.merge_for"),
         ("adapter: {merge_for: q4_0}\nmodel: {name: m, quantization: nf4}", "adapter.merge_for"),
         ("adapter: {merge_for: q5_9}", "adapter.merge_for"),
     ],

@@ -203,7 +203,7 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path, monkeypatch, name
     monkeypatch.chdir(tmp_path)
     (tmp_path / "games.py").write_text(SOURCE + "\nSOURCE = 1\n")
     with pytest.raises(ConfigError) as error:
-        environment_of(name)
+        environment_of(name, {})
     wording(str(error.value))
 
 
@@ -238,4 +238,26 @@ def test_what_follows_an_answer_is_what_training_has_there(tiny_softmax):
     drawn = tokenizer.encode("two", special=False)
     whole = tokenizer.encode_chat([ask, answer, *reply])
     assert [*beginning, *drawn, *between] == whole.tolist()
+    assert tokenizer.encode_continuation([ask, answer, *reply], 1).tolist() == between.tolist()
     assert between[0] == tokenizer.end_id and between.tolist().count(tokenizer.end_id) == 2
+
+
+def test_what_a_template_writes_anew_continues_nothing(tiny_softmax):
+    """Qwen 3 leaves out the thoughts of an answer when another question follows, but not when a tool has answered."""
+    tokenizer = Tokenizer(tiny_softmax, template="qwen-3")
+    ask, thought = Message("user", "one?"), Message("assistant", "<think>\nhm\n</think>\n\ntwo")
+    assert tokenizer.encode_continuation([ask, thought, Message("tool", "2")], 1) is not None
+    assert (
+        tokenizer.encode_continuation([ask, thought, Message("user", "three?"), thought, Message("user", "?")], 3)
+        is None
+    )
+
+
+def test_arguments_make_the_object_of_an_environment(tmp_path, wording):
+    (tmp_path / "games.py").write_text("class Game:\n    def __init__(self, size): self.size = size\n"
+                                       "    def reset(self, row): ...\n    def step(self, text): ...\n")  # fmt: skip
+    name = f"{tmp_path}/games.py:Game"
+    assert environment_of(name, {"size": 3})().size == 3
+    with pytest.raises(ConfigError) as error:
+        environment_of(name, {"width": 3})
+    wording(str(error.value).replace(str(tmp_path), "DIR"))

@@ -15,13 +15,26 @@ from transformers import PreTrainedModel
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.weight_files import BaseWeights
-from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
+from dualtune_torch.weights.affine import (
+    BITS,
+    GROUP_SIZE,
+    AffineEmbedding,
+    AffineLayer,
+    AffineLinear,
+    Packed,
+    dequantize,
+    quantize,
+)
 from dualtune_torch.weights.by_module import TensorReader, frozen, own, replace_modules
 
 # Model families that are quantized here layer by layer, exactly as in mlx-lm. It has special rules for others, such as
 # 8 bits for some layers of Granite. A family is listed once all its bytes were compared with mlx-lm's:
 # `pytest tests/parity/test_affine4.py`.
-FAMILIES = ("gemma", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+FAMILIES = (
+    "gemma", "gemma2", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "smollm3",
+)  # fmt: skip
+ROUTERS_IN_8_BITS = ("qwen3_moe",)  # by a rule of mlx-lm's class; other routers are quantized as all layers are
 
 
 def load(model: PreTrainedModel, stored: BaseWeights, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,6 +80,25 @@ def finished(module: nn.Module, quantization: str | None, dtype: torch.dtype) ->
     for name, parameter in plain.items():
         setattr(module, name, frozen(parameter.to(dtype)))
     return module if packed is None else in_place_of(module, packed)
+
+
+def rounded_router(router: nn.Module, quantization: str, family: str, dtype: torch.dtype) -> nn.Module:
+    """Give a router, which multiplies by its matrix itself, the numbers that mlx-lm's packed one has."""
+    weight_EI = own(router)["weight"].data
+    if weight_EI.shape[1] % GROUP_SIZE == 0:
+        bits = 8 if family in ROUTERS_IN_8_BITS else BITS[quantization]
+        weight_EI = dequantize(quantize(weight_EI, bits).cast(dtype))
+    router.weight = frozen(weight_EI.to(dtype))
+    return router
+
+
+def expert_matrix(weight_OI: Tensor, quantization: str, dtype: torch.dtype) -> nn.Module:
+    """Return the layer for the matrix of an expert, packed where its rows are whole groups, as by mlx-lm."""
+    if weight_OI.shape[1] % GROUP_SIZE == 0:
+        return AffineLinear(quantize(weight_OI, BITS[quantization]).cast(dtype), None)
+    plain = nn.Linear(*weight_OI.shape[::-1], bias=False, device="meta")
+    plain.weight = frozen(weight_OI.to(dtype))
+    return plain
 
 
 def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:

@@ -302,6 +302,29 @@ class Tokenizer:
         after = (masked or text).partition(PROBE)[2] if self.template else masked or text
         return encode([after], special=False)[0][0]
 
+    def encode_continuation(
+        self, messages: Sequence[Message], number: int, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray | None:
+        """Encode what follows an answer, as `encode_after_answer`, in the conversation that it is a part of.
+
+        `number`: of the answer, counted from 0. None if the template writes something else before the end of the answer
+        than what it asked with, such as an earlier answer without its thoughts, or if no token ends an answer.
+        """
+
+        def rendered(turns: Sequence[Message], *, asks: bool = True) -> tuple[Sequence[Message], str]:
+            return self.render_folded(turns, tools=tools, add_generation_prompt=asks)[:2]
+
+        asked, (turns, text) = rendered(messages[:number])[1], rendered(messages)
+        answered = rendered(messages[: number + 1], asks=False)[1]
+        ends = [answered.rfind(token) for id in self.stop_ids if (token := self._rust.id_to_token(id))]
+        end = max(ends, default=-1)
+        if end < len(asked) or not answered.startswith(asked) or not text.startswith(answered[:end]):
+            return None
+        # A masked text has its placeholders at the same characters.
+        _, masked = self.masked_chat(turns, valid_text(text, "the text"), tools=tools, add_generation_prompt=True)
+        encode = self.control_tokens.encode_batch if masked else self.encode_batch
+        return encode([(masked or text)[end:]], special=False)[0][0]
+
     def encode_text(self, text: str) -> np.ndarray:
         """Encode a plain text for the model to continue. Raises RowError if the policy rejects it."""
         _, masked = self.masked_text(valid_text(text, "the text"))

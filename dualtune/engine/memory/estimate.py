@@ -21,7 +21,7 @@ from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.model.beside import is_inside
 from dualtune.model.experts import without_number
-from dualtune.model.merge_rounding import MergeFor
+from dualtune.model.merge_rounding import AT_ONCE, MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, rule_of
 from dualtune.model.stochastic_rounding import MasterWeights
@@ -383,6 +383,8 @@ def merges(decoder: Shape, ask: Ask) -> MemoryPart:
     on, c, T = adapted_by(decoder, ask), ask.item_bytes, ask.cells
     shapes = on.shapes
     n, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes), default=0)
+    if ask.experts:
+        largest = max(largest, min(AT_ONCE, n))
     if ask.resident_layers is not None:
         n //= max(on.layers, 1)
     formula = f"{n:,} weights × {c} B + {MERGE_ARRAYS} × {largest:,} × 4 B while one is rounded"

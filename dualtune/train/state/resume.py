@@ -162,6 +162,7 @@ RULES: dict[str, Rule] = {
     "rollouts.samples": "recorded",
     "rollouts.updates": "recorded",
     "rollouts.environment": "recorded",
+    "rollouts.environment_args": "recorded",
     "rollouts.turns": "recorded",
     "rollouts.max_tokens": "recorded",
     "rollouts.temperature": "recorded",
