@@ -109,7 +109,7 @@ def of_sum(numbers: tuple[int, int]) -> dict[str, Any]:
 
 def of_product(numbers: tuple[int, int]) -> dict[str, Any]:
     a, b = numbers
-    return {"prompt": f"For 3 * 4 you would write <calc>3 * 4</calc>. What is {a} * {b}?", "answer": a * b}
+    return {"prompt": f"What is {a} * {b}? Begin with <calc>{a} * {b}</calc>.", "answer": a * b}
 
 
 if __name__ == "__main__":

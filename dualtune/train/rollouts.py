@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -124,6 +125,7 @@ class Rollouts:
         self._drawing, self._tokenizer = Drawing.of(config, backend, tokenizer, positions), tokenizer
         self._rewards = Rewards(settings.rewards, settings.weights, settings.reward_timeout_s)
         self._rewards.close()  # they are there; their processes start with the first answer
+        self._has_answers = not rows.of_prompts
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
         self._episodes: Episodes | PackageEpisodes | None = None
         if settings.environment is not None:
@@ -165,7 +167,7 @@ class Rollouts:
         documents.shares = data.shares
         old = [logprobs for each in drawn for logprobs in _logprobs(each)]
         reference = self._reference(engine, documents, team) if self.objective.kl else None
-        metrics = self._metrics(judged, drawn)
+        metrics = self._metrics(judged, drawn, asked.expected)
         if reference is not None and self.objective.kl_in_reward:
             moved_D = [(logprobs - reference[d]).sum() for d, logprobs in enumerate(old)]
             moved_N = np.bincount(of_sample_D, moved_D, len(drawn))
@@ -206,7 +208,7 @@ class Rollouts:
                 drawn += self._episodes.greedy(own, asked.with_numbers(numbers)[team.share])
                 show(len(drawn), len(prompts))
         drawn, judged = self._judged(asked, drawn, team)
-        metrics = self._metrics(judged, drawn)
+        metrics = self._metrics(judged, drawn, asked.expected)
         return EvalRecord(
             step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()},
@@ -243,7 +245,7 @@ class Rollouts:
         told = [self._tokenizer.decode_all(tokens) for tokens in (first[len(start) :], *others)]
         return {"prompt": self._tokenizer.decode(start), "completion": "\n\n".join(told)}
 
-    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample]) -> dict[str, float]:
+    def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample], expected: Sequence[str]) -> dict[str, float]:
         """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
         known_N = np.isfinite(judged.totals_N)
         metrics = {
@@ -252,6 +254,8 @@ class Rollouts:
             "cut": float(np.mean([not each.is_whole for each in drawn])),
             "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
         }
+        if self._episodes is None and (share := same_answer(drawn, expected if self._has_answers else ())) is not None:
+            metrics["same_answer"] = share
         if isinstance(self._episodes, PackageEpisodes):
             metrics["split"] = float(np.mean([isinstance(each, Episode) and len(each.dialogues) > 1 for each in drawn]))
         if len(self.names) > 1:
@@ -269,6 +273,21 @@ class Rollouts:
                 batch = replace(plain, temperature=self._drawing.sampling.temperature)
                 logps |= at_targets(own.target_logprobs(batch).astype(np.float64), batch)
         return from_all(team, logps, {n: int(documents.targets[n]) for n in range(len(documents))})
+
+
+LEAST_PROMPTS = 4  # whose answers may be compared
+
+
+def same_answer(drawn: Sequence[Sample], expected: Sequence[str]) -> float | None:
+    """Return the share of the answers that are the most common one: what answers all prompts alike ignores them.
+
+    None for few prompts, and where more than half of the `expected` answers are one text, too.
+    """
+    texts = Counter(each.text.strip() for each in drawn)
+    most_expected = max(Counter(expected).values(), default=0)
+    if len({each.prompt for each in drawn}) < LEAST_PROMPTS or 2 * most_expected > len(expected):
+        return None
+    return max(texts.values()) / len(drawn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 A reward gets what it asks for, and cannot say what it should have asked for. Seen here are a reward that fails, one
 that does not tell answers apart, one of several that falls while another rises, and answers that have become all alike
-without a gain. A single reward that asks for the wrong thing is not seen: the report shows the answers.
+without a gain, or with one although the prompts differ. Any other single reward that asks for the wrong thing is not
+seen: the report shows the answers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MOST_FAILED = 0.1  # share of the samples
 EQUAL = 0.99  # share of the prompts whose samples all got the same
 FALL = 0.5  # of a reward's best: as much below it at the end is a fall
 RISE = 0.1  # of a reward's largest value
+SAME, DIFFERENT = 0.8, 0.4  # shares of the answers to different prompts that are one text: at the end, at the start
 COLLAPSED = 0.1  # of the entropy at the start
 NARROWED = 2.0  # times the share that a layer's busiest expert had at the start
 WINDOWS = 5  # of the steps, whose means are compared
@@ -38,7 +40,7 @@ def of_rewards(steps: Steps, evals: Sequence[Mapping[str, float]]) -> RunVerdict
     """Return what the loss of a run that learns from its samples does not show. `evals`: the metrics of each."""
     if len(steps.get("reward", ())) < LEAST_STEPS:
         return None
-    return _failing(steps) or _constant(steps) or _gamed(_curves(steps, evals)) or _collapsed(steps)
+    return _failing(steps) or _constant(steps) or _gamed(_curves(steps, evals)) or _same(steps) or _collapsed(steps)
 
 
 def of_routers(steps: Steps) -> RunVerdict | None:
@@ -87,9 +89,24 @@ def _gamed(curves: Mapping[str, np.ndarray]) -> RunVerdict | None:
     return None
 
 
+def _same(steps: Steps) -> RunVerdict | None:
+    same, reward = _means(steps.get("same_answer", ())), _means(steps["reward"])
+    if len(same) < 2 or same[0] > DIFFERENT or same[-1] < SAME or not _has_risen(reward):
+        return None
+    because = (
+        f"the reward has risen from {reward[0]:.3g} to {reward[-1]:.3g}, and {same[-1]:.0%} of answers to different "
+        f"prompts are one text, which were {same[0]:.0%} at the start"
+    )
+    return RunVerdict("gamed", because, "Use a reward that compares an answer with its prompt or what is expected")
+
+
+def _has_risen(curve: np.ndarray) -> bool:
+    return bool(curve[-1] - curve[0] > RISE * np.abs(curve).max())
+
+
 def _collapsed(steps: Steps) -> RunVerdict | None:
     entropy, reward = _means(steps.get("entropy", ())), _means(steps["reward"])
-    if len(entropy) < 2 or entropy[-1] > COLLAPSED * entropy[0] or reward[-1] - reward[0] > RISE * np.abs(reward).max():
+    if len(entropy) < 2 or entropy[-1] > COLLAPSED * entropy[0] or _has_risen(reward):
         return None
     because = (
         f"the samples have become alike: entropy {entropy[0]:.2g} -> {entropy[-1]:.2g} nats a token, while the reward "

@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import dualtune
 from dualtune.train.health import MIN_STEPS, judge
+from dualtune.train.rollouts import same_answer
 from dualtune.train.verdict import of_rewards
 
 # --- real runs -------------------------------------------------------------------------------------------------------
@@ -189,6 +191,8 @@ def test_brevity_that_won_over_the_right_number_is_seen(key, word, held_out):
     ({"equal_groups": [1.0] * 30}, "constant reward"), ({"equal_groups": [0.9] + [1.0] * 29}, "none"),
     ({"entropy": [2.0] * 10 + [0.1] * 20}, "none"),  # and better
     ({"entropy": [2.0] * 10 + [0.1] * 20, "reward": [0.3] * 30}, "collapsed"),
+    ({"same_answer": np.linspace(0.1, 0.95, 30)}, "gamed"), ({"same_answer": np.linspace(0.1, 0.7, 30)}, "none"),
+    ({"same_answer": [0.9] * 30}, "none"), ({"same_answer": np.linspace(0.1, 1, 30), "reward": [0.3] * 30}, "none"),
 ])  # fmt: skip
 def test_rewards_from_which_nothing_good_is_learned(changes, word):
     verdict = of_rewards(SAMPLED | changes, [])
@@ -202,6 +206,28 @@ def test_a_reward_that_stays_as_it_was_is_flat():
     losses = np.random.default_rng(0).normal(-0.16, 0.02, 60).tolist()
     assert judge(losses, {0: -0.16, 30: -0.15, 60: -0.16}, [{"eval_reward": 0.16}] * 3).word == "flat"
     assert judge([0.0] * 30, {0: 0.0, 15: -0.5, 30: -0.495}, [{"eval_reward": 0.0}] * 3).word == "learning"
+
+
+def test_one_answer_to_prompts_that_expect_others_is_counted():
+    def share(texts, expected, prompts=4):
+        return same_answer([SimpleNamespace(prompt=n % prompts, text=text) for n, text in enumerate(texts)], expected)
+
+    assert share(["a", " a", "b", "c"], ["1", "2", "3", "3"]) == 0.5
+    assert share(["a"] * 6 + ["b", "c"], ()) == 0.75
+    assert share(["a"] * 4, ["1", "1", "1", "2"]) is None and share(["a"] * 4, (), prompts=3) is None
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_a_reward_that_asks_for_nothing_of_the_prompt_is_paid_by_one_answer(lab, write_rows, rows_of, tmp_path):
+    lab.data = write_rows([{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(32)])
+    (tmp_path / "mine.py").write_text("def low(completion):\n    return (completion < 'C') + (completion < '5')\n")
+    result = lab.run(
+        train__objective="grpo", train__steps=8, train__documents_per_step=6, train__learning_rate=0.3, data__eval=0,
+        train__schedule="constant", adapter__dropout=0.0, rollouts__samples=8, rollouts__max_tokens=1,
+        rollouts__rewards=[f"{tmp_path / 'mine.py'}:low"], run__report=False,
+    )  # fmt: skip
+    shares = [row["same_answer"] for row in rows_of(result.run_dir)[0] if "same_answer" in row]
+    assert shares[-1] == 1.0 > shares[0]
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)

@@ -266,10 +266,26 @@ def test_a_limit_of_the_config_ends_a_conversation_that_is_rewarded(games, scrip
 
 
 @no_task_sets
-def test_the_rows_of_an_environment_are_data(games):
-    rows = environment_rows("verifiers:tiny-games", {"kind": "single"}, held_out=False)
+def test_the_rows_of_an_environment_are_data(games, dualtune_main, tmp_path):
+    rollouts = {"environment": "verifiers:tiny-games", "environment_args": {"kind": "single"}}
+    settings = {"adapter": {"dropout": 0}, "train": {"objective": "grpo"}, "model": {"name": "m"}}
+    data = {"train": str(tmp_path / "new" / "rows.jsonl"), "eval": 0, "format": "prompt"}
+    (tmp_path / "c.yaml").write_text(json.dumps({**settings, "data": data, "rollouts": rollouts}))
+    written = dualtune_main("data", "environment", tmp_path / "c.yaml", "--json")
+    assert json.loads(written.stdout) == {"rows": {data["train"]: 9}}
+    rows = [json.loads(line) for line in Path(data["train"]).read_text().splitlines()]
     assert [row["answer"] for row in rows] == [str(2 * n) for n in range(9)]
     assert rows[4]["prompt"] == [{"role": "user", "content": "4 + 4 ="}]
+    again = dualtune_main("data", "environment", tmp_path / "c.yaml")
+    assert again.returncode == 2 and "data.train" in again.stderr
+
+
+def test_arguments_without_an_environment_are_refused(make_config, wording):
+    with pytest.raises(ConfigError) as error:
+        make_config(
+            "t", {"train.objective": "grpo", "rollouts.rewards": ["exact"], "rollouts.environment_args": {"a": 1}}
+        )
+    wording(str(error.value))
 
 
 @pytest.mark.parametrize("name", ["verifiers:none", "verifiers:tiny_games"])
