@@ -18,6 +18,7 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.train import package_environments
 from dualtune.train.batched import Completion
 from dualtune.train.drawing import Drawing
 from dualtune.train.environments import Asked
@@ -144,8 +145,9 @@ def test_a_run_that_was_killed_holds_the_same_conversations(games, platform, mak
 
 @no_task_sets
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
-def test_what_fails_or_hangs_costs_its_conversation(games, game_lab):
+def test_what_fails_or_hangs_costs_its_conversation(games, game_lab, monkeypatch):
     """One that raises, ends its process, or sleeps alone or with all others; these go on as if nothing had happened."""
+    monkeypatch.setattr(package_environments, "HANGS_S", 1.0)
     options = {"train__steps": 1, "data__eval": 0, "rollouts__reward_timeout_s": 2}
     good, bad = (rows_kept(game_lab.run(kind, **settings(games, kind, **options)).run_dir) for kind in ("game", "bad"))
     failed = [row["reward"] is None for row in bad]
