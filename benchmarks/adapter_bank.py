@@ -5,8 +5,9 @@
 torch     four layers of SmolLM2-135M's shape with random weights, on the CPU in float32 with one thread
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too
 
-The adapters have rank 32 on all linear layers, one of them rank 8 on attention alone. Each continues 1, 4 and 16
-prompts of 8 to 64 tokens by exactly `--tokens` tokens, sampled at temperature 1 with their log-probabilities.
+The adapters have rank 32 (8 on the tiny model) on all linear layers, one of them a quarter of it on attention alone.
+Each continues 1, 4 and 16 prompts of 8 to 64 tokens by exactly `--tokens` tokens, sampled at temperature 1 with their
+log-probabilities.
 
 one_after_another   a batch for each adapter, which is loaded into the engine before, as a server has to do it
 one_adapter         as many rows in one batch with the engine's own adapter: what the bank itself costs
@@ -44,10 +45,9 @@ from dualtune.train.batched import PromptedRow, ended_rows, prompted_row
 from dualtune.train.inference import LoadedModel
 from dualtune.train.sampling import Sampling
 
-SPEC = AdapterSpec(rank=32, alpha=32.0, dropout=0.0, targets=("all-linear",))
-SMALL = AdapterSpec(rank=8, alpha=16.0, dropout=0.0, targets=("q_proj", "v_proj"))
 MODELS = {"torch": SMOLLM2, "mlx": TINY}
-PROMPTS = (1, 4)  # of each adapter
+RANKS = {"torch": 32, "mlx": 8}
+PROMPTS = (1, 4, 16)  # of each adapter
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
     args = parser.parse_args()
-    figures: dict[str, Any] = {**vars(args), "models": MODELS, "ranks": [SPEC.rank, SMALL.rank]}
+    figures: dict[str, Any] = {**vars(args), "models": MODELS, "ranks": RANKS}
     for part in args.parts.split(","):
         with tempfile.TemporaryDirectory() as directory:
             sides = Sides(part, write_tiny_llama(Path(directory) / part, **MODELS[part]), args)
@@ -75,14 +75,17 @@ class Sides:
 
             torch.set_num_threads(1)
         backend = get_backend(part, "cpu" if part == "torch" else "auto")
-        specs = [SMALL, *[SPEC] * (args.adapters - 1)]
-        engines = [backend.load(request(model, spec)) for spec in (SMALL, SPEC)]
-        states = [random_adapter(engines[spec is SPEC].adapter_state(), seed) for seed, spec in enumerate(specs)]
+        large = AdapterSpec(RANKS[part], 32.0, 0.0, ("all-linear",))
+        small = AdapterSpec(RANKS[part] // 4, 16.0, 0.0, ("q_proj", "v_proj"))
+        engines = {spec: backend.load(request(model, spec)) for spec in (small, large)}
+        specs = [small, *[large] * (args.adapters - 1)]
+        states = [random_adapter(engines[spec].adapter_state(), seed) for seed, spec in enumerate(specs)]
         self._adapters: Sequence[tuple[AdapterSpec, Tensors]] = [*zip(specs, states, strict=True)]
-        self._engines, self._args, self._vocab = engines, args, MODELS[part]["vocab_size"]
+        self._engines, self._engine = engines, engines[large]
+        self._args, self._vocab = args, MODELS[part]["vocab_size"]
         self._bank = AdapterBank(self._adapters)
         tokenizer: Any = SimpleNamespace(stop_ids=frozenset(), stop_text=None, decode=tuple)
-        self._model = LoadedModel(engines[1], tokenizer)
+        self._model = LoadedModel(self._engine, tokenizer)
 
     def compare(self, number: int) -> dict[str, Any]:
         rng = np.random.default_rng(number)
@@ -102,19 +105,19 @@ class Sides:
 
     def _together(self, prompts: list[np.ndarray]) -> dict[tuple[int, int], list[int]]:
         rows = [row for adapter in range(len(self._bank)) for row in self._rows(prompts, adapter)]
-        return self._drawn(self._engines[1], rows, self._bank)
+        return self._drawn(self._engine, rows, self._bank)
 
     def _apart(self, prompts: list[np.ndarray]) -> dict[tuple[int, int], list[int]]:
         drawn = dict[tuple[int, int], list[int]]()
         for number, (spec, state) in enumerate(self._adapters):
-            engine = self._engines[spec is SPEC]
+            engine = self._engines[spec]
             engine.load_adapter_state(state)
             drawn |= self._drawn(engine, self._rows(prompts, number))
         return drawn
 
     def _one_adapter(self, prompts: list[np.ndarray]) -> dict[tuple[int, int], list[int]]:
         rows = [row for adapter in range(len(self._bank)) for row in self._rows(prompts, adapter)]
-        return self._drawn(self._engines[1], rows)
+        return self._drawn(self._engine, rows)
 
     def _rows(self, prompts: list[np.ndarray], adapter: int) -> list[PromptedRow]:
         sampling = Sampling(self._args.tokens, temperature=1.0)

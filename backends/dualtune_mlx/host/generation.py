@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -123,17 +124,23 @@ class MlxNextLogits:
         return self._decoding.compute_ahead(self.tokens_B)
 
     def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
-        logits_BV = self.logits_BV.astype(mx.float32)
+        logits_BV = self._in_float32
         K = min(most, logits_BV.shape[1])
         tokens_BK = mx.argpartition(-logits_BV, K - 1, axis=-1)[:, :K].astype(mx.int32)
         logits_BK = mx.take_along_axis(logits_BV, tokens_BK, axis=-1)
         log_sums_B, largest_B1 = mx.logsumexp(logits_BV, axis=-1), mx.max(logits_BK, axis=-1, keepdims=True)
-        tempered_BV = (logits_BV - largest_B1) / mx.array(temperatures_B)[:, None]
-        tempered_sums_B = mx.logsumexp(tempered_BV, axis=-1)
+        tempered_sums_B = log_sums_B - largest_B1[:, 0]
+        if (temperatures_B != 1).any():
+            tempered_BV = (logits_BV - largest_B1) / mx.array(temperatures_B)[:, None]
+            tempered_sums_B = mx.logsumexp(tempered_BV, axis=-1)
         parts = (tokens_BK, logits_BK, log_sums_B, tempered_sums_B)
-        mx.eval(*parts)
+        mx.eval(logits_BV, *parts)  # all at once: rows that these do not decide are read without waiting again
         return likely_rows(*map(np.array, parts))
 
     def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
-        logits_BV = self.logits_BV if indices is None else self.logits_BV[mx.array(list(indices))]
-        return np.array(logits_BV.astype(mx.float32))
+        logits_BV = np.asarray(self._in_float32)  # shares the device's memory
+        return logits_BV.copy() if indices is None else logits_BV[list(indices)]
+
+    @cached_property
+    def _in_float32(self) -> mx.array:
+        return self.logits_BV.astype(mx.float32)
