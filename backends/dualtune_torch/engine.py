@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dualtune.engine.adapter_bank import AdapterBank, check_base_alone
 from dualtune.engine.backend import (
     FLOAT16_LOSS_SCALE,
+    IGNORE_INDEX,
     Batch,
     CannotShare,
     EngineDescription,
@@ -220,11 +221,40 @@ class TorchEngine:
         inputs = self._inputs(batch)
         with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
             output = self._output(inputs)
+            logprobs_M, may_BT = self._logprobs_with_gradient(output, batch)
+            others = replace(batch, labels_BT=_labels_at(batch, ~may_BT))
             with torch.no_grad():
-                logprobs_BT = self._logprobs_of(output, inputs, batch)
-            weighted = self._inputs(with_weights(batch, weigh(logprobs_BT)))
-            self._backward(self._loss_of(output, weighted, self._request.label_smoothing), divisor)
+                logprobs_BT = self._logprobs_of(output, self._inputs(others), others)
+            if logprobs_M is not None:
+                logprobs_BT[may_BT] = _numpy(logprobs_M.detach())
+            weights_BT = weigh(logprobs_BT)
+            if logprobs_M is not None and not weights_BT[~may_BT].any():
+                weights_M = torch.from_numpy(weights_BT[may_BT]).to(logprobs_M.device)
+                loss_sum = -(logprobs_M * weights_M).sum()
+            else:
+                weighted = self._inputs(with_weights(batch, weights_BT))
+                loss_sum = self._loss_of(output, weighted, self._request.label_smoothing)
+            self._backward(loss_sum, divisor)
         return logprobs_BT
+
+    def _logprobs_with_gradient(self, output: Tensor, batch: Batch) -> tuple[Tensor | None, np.ndarray]:
+        """Return log p with a gradient of the labels that may have a weight, as far as the batch says, and which.
+
+        None, and no label: this loss cannot take weights that come later.
+        """
+        head, weights_BT = self._kernels.head, batch.target_weights_BT
+        may_BT = batch.is_target_BT if weights_BT is None or batch.labels_BT.ndim == 3 else weights_BT != 0
+        is_plain = self._head_gradient is None and self._kernels.rows is None and not self._request.label_smoothing
+        if head is None or batch.labels_BT.ndim == 3 or not is_plain or not may_BT.any():
+            return None, np.zeros_like(may_BT)
+        chosen = self._inputs(replace(batch, labels_BT=_labels_at(batch, may_BT), weights_BT=None))
+        hidden_MD = self._target_states(output, chosen)
+        with whole(head):
+            logprobs_M = cross_entropy.LinearLogprobs.apply(
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, chosen.labels_M, self._scaling(chosen),
+                self._kernels.maybe_compile,
+            )  # fmt: skip
+        return logprobs_M, may_BT
 
     def gradient(self) -> Tensors:
         assert self._adapter.flat.grad is not None
@@ -556,6 +586,11 @@ def _placed_layers(
         found = {path for path in layers if path in placed or path in names.values()}
         check_places(layers, found, "transformers")
     return layers, placed, {names.get(path, path): path for path in shapes}
+
+
+def _labels_at(batch: Batch, is_BT: np.ndarray) -> np.ndarray:
+    """Return the labels of a micro-batch at these places, and none elsewhere."""
+    return np.where(is_BT if batch.labels_BT.ndim == 2 else is_BT[..., None], batch.labels_BT, IGNORE_INDEX)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -22,12 +22,16 @@ def command(run_dir: Path, as_json: bool) -> None:
     """
     from dualtune.cli.terminal import say
     from dualtune.train.state.listing import list_checkpoints
+    from dualtune.train.state.run_dir import served_run
 
     checkpoints = list_checkpoints(run_dir)
     if as_json:
         say_json([asdict(entry) for entry in checkpoints])
     elif not checkpoints:
-        say(f"there is no checkpoint in {run_dir}")
+        states = (
+            f": its states are in weights, dualtune checkpoints {run_dir}/weights/NAME" if served_run(run_dir) else ""
+        )
+        say(f"there is no checkpoint in {run_dir}{states}")
     else:
         rows = [("step", "size", "state", "")]
         for entry in checkpoints:

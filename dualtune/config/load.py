@@ -307,7 +307,8 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. `dualtune config` prints a commented default") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory, must be a YAML file") from None
+        own = f". That of a run is {path / 'config.yaml'}" if (path / "config.yaml").is_file() else ""
+        raise ConfigError(f"{path}: is a directory, must be a YAML file{own}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if len(raw) > _MAX_BYTES:

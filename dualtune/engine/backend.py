@@ -325,7 +325,8 @@ class Engine(Protocol):
         """Do the same with the loss weights that `weigh` returns for the log-probabilities; return these.
 
         They are those of `target_logprobs` with dropout. Equal to a call of that and one of `forward_backward`, in one
-        forward pass where the engine can. A label whose weights are 0 takes no part in the backward pass.
+        forward pass where the engine can. A label whose weights are 0 takes no part in the backward pass. The weights
+        of the batch itself say which labels may have one: an engine is faster where that is right.
         """
         ...
 

@@ -294,18 +294,16 @@ class RubricEnvironment:
     def __init__(self, package: Any, name: str, arguments: Mapping[str, Any]) -> None:
         self._environment = package.load_environment(name, **arguments)
         self._wrap: Callable[[Any], Any] = getattr(package, "OpenAIChatCompletionsClient", _as_it_is)
-        self._http: Any = None
+        self._openai: Any = importlib.import_module("openai")
+        # Making one takes as long as an answer, so all conversations have the same.
+        self._http = self._openai.DefaultAsyncHttpxClient(timeout=None)
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         read = self._environment.get_eval_dataset if split == "eval" else self._environment.get_dataset
         return [json.loads(json.dumps(row, default=str)) for row in read()]
 
     async def lead(self, row: Mapping[str, Any], way: Way) -> Any:
-        import openai
-
-        if self._http is None:  # making one takes as long as an answer, so all conversations have the same
-            self._http = openai.DefaultAsyncHttpxClient(timeout=None)
-        client = openai.AsyncOpenAI(base_url=way.url, api_key="none", max_retries=0, http_client=self._http)
+        client = self._openai.AsyncOpenAI(base_url=way.url, api_key="none", max_retries=0, http_client=self._http)
         prompt = row.get("prompt", "")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         row = {"example_id": 0, "answer": "", **row, "prompt": asked}

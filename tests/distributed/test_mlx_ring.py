@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("mlx")
+from safetensors.numpy import load_file
+
 from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.engine.testing.tolerances import RESUMED_LOSS
 
 WORKER = Path(__file__).with_name("mlx_worker.py")
 
@@ -22,9 +25,16 @@ def free_ports(count):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, start_forked):
-    """{number of processes: [what each has]}."""
+def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("ring")
+    rows = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(8)]
+    (home / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return home
+
+
+@pytest.fixture(scope="module")
+def results(home, start_forked, tiny_llama):
+    """{number of processes: [what each has]}."""
     model = write_tiny_llama(home / "model", num_hidden_layers=1, hidden_size=32, head_dim=8, intermediate_size=64)
     started = []
     for size in (1, 2):
@@ -33,7 +43,7 @@ def results(tmp_path_factory, start_forked):
         for rank in range(size):
             ring = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {}
             said = home / f"{size}-{rank}.txt"
-            started.append((start_forked(WORKER, model, home, out=said, err=said, env=ring), said))
+            started.append((start_forked(WORKER, model, tiny_llama, home, out=said, err=said, env=ring), said))
     for process, said in started:
         process.join(1800)
         assert process.exitcode == 0, said.read_text(encoding="utf-8")
@@ -57,3 +67,15 @@ def test_both_have_the_same_bits(results):
     for name in first:
         if not name.endswith("share"):
             assert np.array_equal(first[name], second[name]), name
+
+
+def test_two_draw_and_learn_what_one_does(results, home):
+    rollouts = {
+        size: [json.loads(line) for line in (home / f"run-{size}" / "rollouts.jsonl").read_text().splitlines()]
+        for size in results
+    }
+    assert len(rollouts[1]) == 2 * 3 * 2 and len({row["completion"] for row in rollouts[1]}) > 4
+    assert [row["completion"] for row in rollouts[2]] == [row["completion"] for row in rollouts[1]]
+    alone, together = (load_file(home / f"run-{size}" / "adapter" / "adapter_model.safetensors") for size in (1, 2))
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(together[name], tensor, atol=RESUMED_LOSS, err_msg=name)

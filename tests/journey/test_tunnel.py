@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.files import write_directory
+from dualtune.train.state import checkpoint
 from dualtune.use.tunnel import here, there
 
 # A command that saves two checkpoints, replaces an adapter, and answers; it saves once more when it is asked to end.
@@ -127,6 +129,50 @@ def test_a_port_is_forwarded_what_is_saved_comes_home_and_ctrl_c_ends_both(near)
         assert (folder / "adapter.safetensors").read_bytes() == str(step).encode() * 70000
     assert not list(tunnel.to.rglob(".*"))
     assert "with exit code 75; 3 fetched" in tunnel.text() and "saved 9" in tunnel.text()
+
+
+def test_a_program_of_tinker_trains_through_it_and_its_checkpoints_come_home(near, tiny_softmax, dualtune_main):
+    """Two steps, samples and a state, of a real `serve --train` there; what ends with it is saved and comes home."""
+    pytest.importorskip("tinker")
+    tunnel = near(f"{sys.executable} -m dualtune serve {tiny_softmax} --train --port {{port}} --platform numpy")
+    url = tunnel.url()
+
+    def post(call, **body):
+        asked = urllib.request.Request(f"{url}/api/v1/{call}", json.dumps(body).encode())
+        asked.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(asked) as answer:
+            table = json.loads(answer.read())
+        return post("retrieve_future", request_id=table["request_id"]) if "request_id" in table else table
+
+    def step(number):
+        target = {"data": [6, 7, 8], "dtype": "int64"}
+        text = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+        data = [{"model_input": text, "loss_fn_inputs": {"target_tokens": target}}]
+        asked = {"data": data, "loss_fn": "cross_entropy"}
+        loss = post("forward_backward", model_id=run, seq_id=number, forward_backward_input=asked)["metrics"]
+        post("optim_step", model_id=run, seq_id=number + 1, adam_params={"learning_rate": 0.1})
+        return loss["loss:sum"]
+
+    session = post("create_session", tags=[])["session_id"]
+    made = {"session_id": session, "model_seq_id": 0, "base_model": str(tiny_softmax)}
+    run = post("create_model", **made, lora_config={"rank": 2, "seed": 1})["model_id"]
+    assert step(1) > step(3)
+    path = post("save_weights", model_id=run, seq_id=5, path="s")["path"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
+    sampled = post("asample", prompt=prompt, sampling_params={"max_tokens": 3, "seed": 1, "stop": []}, model_path=path)
+    assert len(sampled["sequences"][0]["tokens"]) == 3
+    state = tunnel.to / run / "weights" / "s"
+    wait_for(lambda: (state / "checkpoints/step-00000002").exists() and (state / "adapter").exists())
+    step(6)
+    tunnel.process.send_signal(signal.SIGINT)
+    assert tunnel.process.wait(PATIENCE_S) == 0, tunnel.text()
+    assert checkpoint.read(state / "checkpoints" / "step-00000002").step == 2
+    assert checkpoint.read(state.parent / "interrupted" / "checkpoints" / "step-00000003").step == 3
+    for place in (state, tunnel.to / run):
+        done = dualtune_main("verify", place, "--base", tiny_softmax, "--platform", "numpy")
+        assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1].rstrip("/"))))
 
 
 def test_a_lost_connection_is_made_again_and_the_command_goes_on(near):
@@ -268,6 +314,19 @@ def test_the_far_end_begins_nothing_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     there.attach(there.FarTask("0" * 16, ("false",), "runs", 3.0, is_new=False))
     assert capsys.readouterr().out == f'\n{there.MARK}{{"ended": {there.LOST}}}\n' and not list(tmp_path.iterdir())
+
+
+def test_a_command_does_not_outlive_the_files_of_its_keeper(tmp_path):
+    home = tmp_path / ("0" * 16)
+    home.mkdir()
+    program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    task = there.FarTask("0" * 16, (sys.executable, "-c", program), "runs", 600.0)
+    (home / "command.json").write_text(task.text)
+    (home / "lease").write_text("0")
+    with subprocess.Popen([sys.executable, "-m", "dualtune.use.tunnel.there", str(home)], stderr=subprocess.PIPE):
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        shutil.rmtree(home)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_the_far_end_takes_no_other_task():

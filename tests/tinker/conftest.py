@@ -20,17 +20,17 @@ class RecordingHost(TrainingHost):
         super().__init__(*args, **options)
         self.done = []
 
-    def forward_backward(self, run, data, loss, config):
+    def forward_backward(self, run, data, loss, config, is_cancelled=lambda: False):
         self.done.append((run, [len(datum.tokens) for datum in data]))
-        return super().forward_backward(run, data, loss, config)
+        return super().forward_backward(run, data, loss, config, is_cancelled)
 
     def optim_step(self, run, settings):
         self.done.append((run, settings.learning_rate))
         return super().optim_step(run, settings)
 
-    def sample(self, requests):
+    def sample(self, requests, is_cancelled=lambda index: False):
         self.done.append(("sample", [request.num_samples for request in requests]))
-        return super().sample(requests)
+        return super().sample(requests, is_cancelled)
 
 
 @dataclass

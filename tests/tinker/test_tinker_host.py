@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ from dualtune.use.tinker.checkpoints import (
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
 from dualtune.use.tinker.losses import loss_of
-from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, SampleRequest
+from dualtune.use.tinker.messages import AdamSettings, Cancelled, Datum, LoraSettings, SampleRequest
 from dualtune.use.tinker.samples import sampled
 
 VOCAB = 262  # of the tiny models
@@ -627,6 +628,30 @@ def test_an_output_head_that_is_the_embedding_is_not_trained_and_that_is_said(tm
     host.close()
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_what_is_cancelled_ends_between_micro_batches_and_tokens(kind, open_host):
+    """The gradient of before stays, bit for bit, and the other requests of a batch go on."""
+    host = open_host(kind)
+    host._layout = host._layout.cut_to(40)
+    host.create_run("run", LORA)
+    host.forward_backward("run", supervised(1), "cross_entropy", {})
+    before, asked = host._seat.train(host._runs["run"].state).gradient(), count(1)
+    with pytest.raises(Cancelled):
+        host.forward_backward("run", supervised(2, count=9), "cross_entropy", {}, lambda: next(asked) == 3)
+    after = host._seat.train(host._runs["run"].state).gradient()
+    assert next(asked) == 4 and all(np.array_equal(after[name], g) for name, g in before.items())
+
+    tokens = Counter()
+
+    def is_cancelled(index):
+        tokens[index] += 1
+        return index == 0 and tokens[0] > 3
+
+    results = dict(host.sample([request(None, max_tokens=30), request(None, max_tokens=30, seed=2)], is_cancelled))
+    assert isinstance(results[0], Cancelled) and 3 < tokens[0] < 8
+    assert len(results[1].sequences[0].tokens) == 30
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -759,10 +784,7 @@ def test_a_state_of_another_model_or_adapter_or_that_was_changed_is_refused(open
     assert "sha256" in str(error.value)
 
 
-def test_a_run_of_a_client_is_an_ordinary_run_directory(
-    open_host, dualtune_main, tmp_path, make_config, write_rows, qa_rows
-):
-    """Verified, asked, listed, trained on from its adapter, by the ordinary commands."""
+def test_train_starts_from_the_adapter_of_a_run_or_a_state(open_host, tmp_path, make_config, write_rows, qa_rows):
     host = open_host("torch")
     trained(host, "run", steps=3)
     host.save_state("run", "s")
@@ -770,11 +792,6 @@ def test_a_run_of_a_client_is_an_ordinary_run_directory(
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["num_targets"] > 0 for row in rows)
-    assert dualtune_main("verify", run, "--platform", "cpu").returncode == 0
-    shown = dualtune_main("generate", "--adapter", run, "--prompt", "1 plus", "--max-tokens", "3", "--platform", "cpu")
-    assert shown.returncode == 0, shown.stderr
-    (summary,) = json.loads(dualtune_main("runs", tmp_path / "runs", "--json").stdout)
-    assert (summary["state"], summary["step"], summary["model"]) == ("done", 3, host.base)
     targets = json.loads((run / "adapter" / "adapter_config.json").read_text())["target_modules"]
     for start in (run, run / "weights" / "s"):
         own = {"adapter.init_from": start, "adapter.rank": 4, "adapter.alpha": 32, "adapter.targets": targets}
@@ -939,7 +956,7 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     ]
 
 
-def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
+def test_a_sampler_of_another_rank_needs_no_other_engine(open_host, monkeypatch):
     host = open_host("numpy")
     trained(host, "other", replace(LORA, rank=2))
     path = host.save_sampler("other", "named")
@@ -949,7 +966,7 @@ def test_a_sampler_of_another_rank_needs_no_other_engine(open_host):
     (by_bank,) = drawn(host, request(path))
     assert host._seat.present(BASE_ONLY) is engine
     assert_same(state_of(host, "run"), before)
-    host._sample_batches._has_banks = False
+    monkeypatch.setattr(host._sample_batches, "_banked", lambda sources: None)
     (by_engine,) = drawn(host, request(path))
     assert host._seat.present(BASE_ONLY) is not engine
     assert by_bank.sequences[0].tokens.tolist() == by_engine.sequences[0].tokens.tolist()

@@ -10,6 +10,7 @@ import pytest
 
 from dualtune.use.tinker import service as service_module
 from dualtune.use.tinker import turns as turns_module
+from dualtune.use.tinker.messages import Cancelled
 
 
 def losses(lengths=(4,), loss="cross_entropy", weight=1.0):
@@ -221,6 +222,20 @@ def test_samples_that_wait_are_one_batch_and_one_that_is_cancelled_is_not_in_it(
     assert ("sample", [1, 3]) in shared.host.done[before:]
 
 
+def test_what_is_computed_hears_that_it_is_cancelled(shared, monkeypatch):
+    def wait(run, data, loss, config, is_cancelled):
+        while not is_cancelled():
+            time.sleep(0.01)
+        raise Cancelled
+
+    run = shared.run()
+    monkeypatch.setattr(shared.host, "forward_backward", wait)
+    asked = send_losses(shared, run, 1)
+    time.sleep(2 * service_module.POLL_S)
+    assert shared.post("cancel_future", {"request_id": asked["request_id"]})[0] == 204
+    assert shared.result(asked) == {"error": "the request was cancelled", "category": "user"}
+
+
 def test_the_same_seed_draws_the_same_tokens_and_the_prompt_is_scored(shared):
     sampler = sampler_of(shared, shared.session(), base_model=shared.service.base)
 
@@ -317,6 +332,7 @@ def test_checkpoints_are_listed_described_downloaded_and_deleted(shared):
     }  # fmt: skip
     state = next(c for c in found if c["checkpoint_type"] == "training")
     assert state["user_metadata"] == {"a": "b"} and state["expires_at"] and state["size_bytes"] > 0
+    assert shared.post("weights_info", {"tinker_path": f"tinker://{run}/weights/none"})[0] == 404
     info = shared.send("weights_info", tinker_path=f"tinker://{run}/weights/one")
     assert info["lora_rank"] == 3 and info["base_model"] == shared.service.base
     status, data = shared.get(f"training_runs/{run}/checkpoints/sampler_weights/one/archive")

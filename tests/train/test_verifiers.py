@@ -18,6 +18,7 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.train import package_environments
 from dualtune.train.batched import Completion
 from dualtune.train.drawing import Drawing
 from dualtune.train.environments import Asked
@@ -144,8 +145,9 @@ def test_a_run_that_was_killed_holds_the_same_conversations(games, platform, mak
 
 @no_task_sets
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
-def test_what_fails_or_hangs_costs_its_conversation(games, game_lab):
+def test_what_fails_or_hangs_costs_its_conversation(games, game_lab, monkeypatch):
     """One that raises, ends its process, or sleeps alone or with all others; these go on as if nothing had happened."""
+    monkeypatch.setattr(package_environments, "HANGS_S", 1.0)
     options = {"train__steps": 1, "data__eval": 0, "rollouts__reward_timeout_s": 2}
     good, bad = (rows_kept(game_lab.run(kind, **settings(games, kind, **options)).run_dir) for kind in ("game", "bad"))
     failed = [row["reward"] is None for row in bad]
@@ -266,10 +268,26 @@ def test_a_limit_of_the_config_ends_a_conversation_that_is_rewarded(games, scrip
 
 
 @no_task_sets
-def test_the_rows_of_an_environment_are_data(games):
-    rows = environment_rows("verifiers:tiny-games", {"kind": "single"}, held_out=False)
+def test_the_rows_of_an_environment_are_data(games, dualtune_main, tmp_path):
+    rollouts = {"environment": "verifiers:tiny-games", "environment_args": {"kind": "single"}}
+    settings = {"adapter": {"dropout": 0}, "train": {"objective": "grpo"}, "model": {"name": "m"}}
+    data = {"train": str(tmp_path / "new" / "rows.jsonl"), "eval": 0, "format": "prompt"}
+    (tmp_path / "c.yaml").write_text(json.dumps({**settings, "data": data, "rollouts": rollouts}))
+    written = dualtune_main("data", "environment", tmp_path / "c.yaml", "--json")
+    assert json.loads(written.stdout) == {"rows": {data["train"]: 9}}
+    rows = [json.loads(line) for line in Path(data["train"]).read_text().splitlines()]
     assert [row["answer"] for row in rows] == [str(2 * n) for n in range(9)]
     assert rows[4]["prompt"] == [{"role": "user", "content": "4 + 4 ="}]
+    again = dualtune_main("data", "environment", tmp_path / "c.yaml")
+    assert again.returncode == 2 and "data.train" in again.stderr
+
+
+def test_arguments_without_an_environment_are_refused(make_config, wording):
+    with pytest.raises(ConfigError) as error:
+        make_config(
+            "t", {"train.objective": "grpo", "rollouts.rewards": ["exact"], "rollouts.environment_args": {"a": 1}}
+        )
+    wording(str(error.value))
 
 
 @pytest.mark.parametrize("name", ["verifiers:none", "verifiers:tiny_games"])

@@ -74,8 +74,8 @@ def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weight
     return (losses_R if weights_R is None else losses_R * weights_R).sum()
 
 
-def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None) -> Tensor:
-    """Compute the chunk's loss, and overwrite the logits with its gradient without the loss weights: softmax − one-hot,
+def losses_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling) -> Tensor:
+    """Compute the losses of a chunk's rows, [R, 1], and overwrite the logits with their gradient: softmax − one-hot,
     times the slope of the scaling."""
     x_RV = scaling.of(logits_RV)
     x_R1 = x_RV.gather(-1, labels_R[:, None])
@@ -84,14 +84,11 @@ def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, wei
     logits_RV.copy_(scaling.back(probs_RV, x_RV))
     # Cheaper than comparing all elements.
     logits_RV.scatter_(-1, labels_R[:, None], scaling.back(target_R1, x_R1).to(logits_RV.dtype))
-    losses_R1 = lse_R1 - x_R1
-    return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
+    return lse_R1 - x_R1
 
 
-def loss_and_gradient_in_place(
-    logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None
-) -> Tensor:
-    """`loss_and_gradient` for a GPU: comparing all elements costs nothing there, and the last kernel writes over the
+def losses_and_gradient_in_place(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling) -> Tensor:
+    """`losses_and_gradient` for a GPU: comparing all elements costs nothing there, and the last kernel writes over the
     logits. After a scatter the compiler would copy them."""
     x_RV = scaling.of(logits_RV)
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
@@ -99,6 +96,20 @@ def loss_and_gradient_in_place(
     is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
     grad_RV = (x_RV - lse_R1).exp() - is_label_RV.float()
     logits_RV.copy_(scaling.back(grad_RV, x_RV))
+    return losses_R1
+
+
+def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None) -> Tensor:
+    """Compute the chunk's loss, and overwrite the logits with its gradient without the loss weights."""
+    losses_R1 = losses_and_gradient(logits_RV, labels_R, scaling)
+    return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
+
+
+def loss_and_gradient_in_place(
+    logits_RV: Tensor, labels_R: Tensor, scaling: Scaling, weights_R: Tensor | None = None
+) -> Tensor:
+    """`loss_and_gradient` for a GPU."""
+    losses_R1 = losses_and_gradient_in_place(logits_RV, labels_R, scaling)
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
@@ -268,6 +279,41 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.grad_VD = None
         grad_nD = None if grad_nD is None else grad_nD * grad
         return (grad_MD * slope).to(grad_MD.dtype), *(None,) * 9, grad_nD
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """`target_logprobs` of one label a row and a frozen head, with the gradient of `hidden` computed beside them.
+
+    So the weights of a loss may follow from the log-probabilities, and the logits are computed once all the same.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_M: Tensor,
+        scaling: Scaling,
+        maybe_compile: Callable[[Any], Any],
+    ) -> Tensor:
+        logprobs_M, grad_MD = torch.empty(labels_M.shape, device=hidden_MD.device), torch.empty_like(hidden_MD)
+        compute = maybe_compile(losses_and_gradient_in_place if hidden_MD.is_cuda else losses_and_gradient)
+        for rows in _chunks(hidden_MD):
+            labels_R = labels_M[rows]
+            logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
+            logprobs_M[rows] = -compute(logits_PV[: len(labels_R)], labels_R, scaling).squeeze(-1)
+            grad_MD[rows] = (logits_PV @ head_VD)[: len(labels_R)]
+            del logits_PV  # before those of the next chunk are made
+        ctx.save_for_backward(grad_MD)
+        ctx.temperature = scaling.temperature
+        return logprobs_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_MD,) = ctx.saved_tensors  # that of the loss −log p
+        grad_M = grad_M if ctx.temperature is None else grad_M / ctx.temperature
+        return (grad_MD * -grad_M[:, None]).to(grad_MD.dtype), None, None, None, None, None
 
 
 def _add_outer(total_VD: Tensor, slopes_RV: Tensor, hidden_RD: Tensor, weights_R: Tensor | None = None) -> None:

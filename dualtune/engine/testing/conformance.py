@@ -137,10 +137,12 @@ def check_target_logprobs(case: Case) -> None:
 def check_weights_of_the_logprobs(case: Case) -> None:
     """`forward_backward_of` is `target_logprobs`, then `forward_backward` with the weights that follow from it.
 
-    With dropout, of one label and of several; labels without weight take no part, not even in the loss.
+    With dropout, of one label and of several; labels without weight take no part, not even in the loss. The weights of
+    the batch itself may say where those are, rightly (of each third) or not.
     """
     batch = case.batch()
-    for labels in (batch, with_labels(batch, 3)):
+    marked = [replace(batch, weights_BT=(np.indices(batch.labels_BT.shape)[1] % n != 0).astype("f4")) for n in (3, 2)]
+    for labels in (batch, *marked, with_labels(batch, 3)):
         engine, twin = case.engine(dropout=0.2), case.engine(dropout=0.2)
         logprobs = twin.target_logprobs(labels, dropout=True)
         weights = np.where(np.indices(logprobs.shape)[1] % 3 == 0, 0, np.exp(logprobs) - 0.3).astype(np.float32)

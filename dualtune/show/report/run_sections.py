@@ -22,7 +22,7 @@ from dualtune.show.report.page import MAX_TEXT, cut
 from dualtune.show.report.run_files import RunFiles, as_table
 from dualtune.train.health import LAST_SHARE
 from dualtune.train.state import resume
-from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS
+from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS, served_run
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The config of a run beside the defaults, and the configs of several runs beside each other.
@@ -273,6 +273,9 @@ def next_commands(run: RunFiles) -> list[tuple[str, str]]:
         return [("continue", _command(*at))]
     result, step = str(run.result), run.curves.history.step or 0
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
+    if served_run(run.path):  # it has no data
+        start = ("--set", f"adapter.init_from={run.path}/weights/NAME", "--set", "adapter.init_optimizer=true")
+        more = ("go on from a state of it, with data of yours", _command("train", "config.yaml", *start))
     answers = _command("eval", *at[1:], "--compare", "--exact-match", "--predictions", str(run.path / PREDICTIONS))
     held_out = run.curves.history.eval_loss is not None
     judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []

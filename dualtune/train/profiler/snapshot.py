@@ -195,7 +195,7 @@ def each_snapshot(path: Path) -> Iterator[Snapshot]:
         file = open_file(path, max_bytes=MAX_TIMELINE_BYTES, is_own=True)
     except FormatError as error:
         raise FormatError(
-            f"{error}. Give the directory of a run; runs of older versions and runs "
+            f"{error}. Give the directory of a run; runs of older versions, of `dualtune serve --train`, and runs "
             "that have not begun a step have no timeline"
         ) from error
     with file:

@@ -13,6 +13,7 @@ samples.jsonl       answers to run.sample_prompts, at each evaluation
 predictions.jsonl   answers to the held-out prompts, by `dualtune eval`
 adapter/            the result; with adapter.method: full it is in model/
 lock                the current or last process, and how it ended
+tinker.json         of a run of `dualtune serve --train` alone: its adapter
 checkpoint-now      created by you: a checkpoint is saved after the step, and the file is removed
 """
 
@@ -79,6 +80,7 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"
 TEMPLATE = "chat_template.jinja"
+SERVED = "tinker.json"  # of a run of `dualtune serve --train`, which has its states in weights/NAME
 FOLDERS = (CHECKPOINTS, ADAPTER, MODEL)
 FILES = (
     LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, ROLLOUTS, LOG, CONFIG, ENVIRONMENT,
@@ -178,6 +180,11 @@ def is_run_dir(path: Path) -> bool:
     return any((path / name).exists() for name in (LOCK_FILE, METRICS, CHECKPOINTS))
 
 
+def served_run(path: Path) -> Path | None:
+    """Return the run of `dualtune serve --train` that a directory is, or of which it is a state; None for any other."""
+    return next((run for run in (path, path.parent.parent) if os.path.lexists(run / SERVED)), None)
+
+
 def check_is_run(path: Path) -> None:
     """Raise ConfigError if a directory is not a run directory."""
     if not is_run_dir(path):
@@ -193,6 +200,8 @@ def check_usable(path: Path, resume: str) -> None:
         return
     if not is_run_dir(path):
         raise ConfigError(f"run.dir: {path} is not empty and holds no run. Choose another with --set run.dir=…")
+    if served_run(path):
+        raise ConfigError(f"run.dir: {path} {NOT_RESUMED.format(run=path)}")
     if resume == "never":
         raise ConfigError(
             f"run.dir: {path} already holds a run, and --resume never does not resume it. "
@@ -208,6 +217,12 @@ def check_own_files(path: Path) -> None:
         check_own(log, stat.S_ISREG)
 
 
+NOT_RESUMED = (
+    "is of `dualtune serve --train`, whose states have no place in any data. Start a new run from one: "
+    "--set adapter.init_from={run}/weights/NAME --set adapter.init_optimizer=true --set run.dir=DIR"
+)
+
+
 def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint to resume from, and the problems of newer ones. Changes nothing."""
     if resume == "never":
@@ -215,6 +230,9 @@ def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
     if resume == "auto":
         return _newest(path / CHECKPOINTS)
     path = expanded(resume)
+    for place in (path, path.parent.parent):  # RUN, RUN/weights/NAME, or a checkpoint in it
+        if run := served_run(place):
+            raise ConfigError(f"resume: got {resume!r}, which {NOT_RESUMED.format(run=run)}")
     if (path / checkpoint.MANIFEST).is_file():
         return checkpoint.read(path), []
     if (path / CHECKPOINTS).is_dir():

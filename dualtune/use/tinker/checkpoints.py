@@ -29,11 +29,10 @@ from dualtune.model.adapter import modules_of
 from dualtune.model.formats.directory import Adapter, write_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, SERVED
 from dualtune.use.tinker.adapters import parts_of, section_of, spec_in
 from dualtune.use.tinker.messages import CheckpointInfo, CheckpointKind, ServedRun
 
-RECORD = "tinker.json"
 MAX_RECORD_BYTES = 1 << 16
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}", re.ASCII)
@@ -73,7 +72,7 @@ class RunDirectory:
         record = {"schema_version": 1, **{name: getattr(info, name) for name in _OF_A_RUN}}
         record |= {} if info.adapter is None else {"adapter": dict(info.adapter)}
         # JSON is YAML.
-        write_directory(path, {RECORD: json_bytes(record), CONFIG: json_bytes(config)})
+        write_directory(path, {SERVED: json_bytes(record), CONFIG: json_bytes(config)})
         return cls(path)
 
     def directory(self, kind: CheckpointKind, name: str) -> Path:
@@ -123,7 +122,7 @@ def replacing(target: Path) -> Generator[Path]:
 
 def read_run(path: Path) -> ServedRun:
     """Return what a run directory says of its run. FormatError if it is not of a training host, or was changed."""
-    file = path / RECORD
+    file = path / SERVED
     record = read_json(file, max_bytes=MAX_RECORD_BYTES, is_own=True)
     values: dict[str, Any] = {}
     for name, kind in _OF_A_RUN.items():
@@ -223,7 +222,7 @@ def run_of(runs_dir: Path, path: str) -> ServedRun:
 
 def is_trained(run_dir: Path) -> bool:
     """Return whether a directory is that of a run of `dualtune train`."""
-    return (run_dir / CHECKPOINTS).is_dir() and not os.path.lexists(run_dir / RECORD)
+    return (run_dir / CHECKPOINTS).is_dir() and not os.path.lexists(run_dir / SERVED)
 
 
 def _of_train(run_dir: Path, path: str) -> str:

@@ -17,7 +17,7 @@ from dualtune.data.batches import Row, RowSizes, SequenceLayout, plan
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
 from dualtune.engine.memory.estimate import padded
 from dualtune.train.comparison import at_targets, with_slopes
-from dualtune.use.tinker.losses import loss_of
+from dualtune.use.tinker.losses import loss_of, may_have_slope
 from dualtune.use.tinker.messages import Datum
 
 LEAST_SHARED = 16  # tokens that data must have in common to be computed together
@@ -123,27 +123,35 @@ class LossSums:
 
     def forward_backward(self, engine: Engine, batch: Batch) -> None:
         """Add a micro-batch, and to the engine's gradient that of the loss."""
-        engine.forward_backward_of(batch, partial(self._weigh, batch=batch), divisor=1.0)
+        data = self._data.data
+        may_have = {i: may_have_slope(self._loss, data[i].inputs).astype(float) for row in batch.documents for i in row}
+        engine.forward_backward_of(self._weighted(batch, may_have), partial(self._weigh, batch=batch), divisor=1.0)
 
     def _weigh(self, logprobs_BT: np.ndarray, batch: Batch) -> np.ndarray:
         """Return the loss weights with which the engine's own loss has the gradient of this one."""
         own, slopes = at_targets(logprobs_BT, batch), dict[int, np.ndarray]()
         for row in batch.documents:
             for i, lacking, parent in self._data.placed([*row]):
-                targets = self._data.targets[i]
-                logps_T = targets.of_client(own[i], lacking)
+                logps_T = self._data.targets[i].of_client(own[i], lacking)
                 if lacking:
                     logps_T = np.concatenate([self.logprobs[parent][:lacking], logps_T])
-                values_T, slopes_T = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
+                values_T, slopes[i] = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
                 self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
-                self.num_weighted += int(np.count_nonzero(slopes_T))
-                slopes_T = targets.of_engine(slopes_T)
-                slopes[i] = slopes_T[lacking:].copy()
-                if lacking:  # a target that two data share has the slope of both
-                    slopes[parent][:lacking] += slopes_T[:lacking]
-        weights_BT = with_slopes(batch, slopes).weights_BT
+                self.num_weighted += int(np.count_nonzero(slopes[i]))
+        weights_BT = self._weighted(batch, slopes).weights_BT
         assert weights_BT is not None
         return weights_BT
+
+    def _weighted(self, batch: Batch, slopes: Mapping[int, np.ndarray]) -> Batch:
+        """Return a micro-batch with the weight −slope for each target; one that data share has the slopes of all."""
+        of_engine = dict[int, np.ndarray]()
+        for row in batch.documents:
+            for i, lacking, parent in self._data.placed([*row]):
+                slopes_T = self._data.targets[i].of_engine(slopes[i])
+                of_engine[i] = slopes_T[lacking:].copy()
+                if lacking:
+                    of_engine[parent][:lacking] += slopes_T[:lacking]
+        return with_slopes(batch, of_engine)
 
 
 @dataclass(frozen=True)

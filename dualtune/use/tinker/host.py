@@ -10,9 +10,9 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.data.batches import SequenceLayout
-from dualtune.engine.backend import Backend, Engine, SharedBase, StepOutput, check_state
+from dualtune.engine.backend import Backend, Batch, Engine, SharedBase, StepOutput, check_state
 from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS
 from dualtune.engine.peft_trial import named
 from dualtune.model.adapter import AdapterSpec, exact_targets, modules_of
@@ -51,6 +51,7 @@ from dualtune.use.tinker.gradients import ClientData, LossSums
 from dualtune.use.tinker.losses import check_inputs, check_loss
 from dualtune.use.tinker.messages import (
     AdamSettings,
+    Cancelled,
     CheckpointInfo,
     Datum,
     LoraSettings,
@@ -164,15 +165,22 @@ class TrainingHost:
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def forward(self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]) -> LossResult:
-        """Return the loss of the data, and what the model says of their targets."""
-        return self._computed(self._run(run), data, loss, config, has_gradient=False)
+    def forward(
+        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str],
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> LossResult:  # fmt: skip
+        """Return the loss of the data, and what the model says of their targets.
+
+        `is_cancelled` is asked before each micro-batch: then Cancelled, and the run is as it was.
+        """
+        return self._computed(self._run(run), data, loss, config, is_cancelled, has_gradient=False)
 
     def forward_backward(
-        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
-    ) -> LossResult:
+        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str],
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> LossResult:  # fmt: skip
         """Do the same, and add the gradient of the loss to that of the next update."""
-        return self._computed(self._run(run), data, loss, config, has_gradient=True)
+        return self._computed(self._run(run), data, loss, config, is_cancelled, has_gradient=True)
 
     def optim_step(self, run: str, settings: AdamSettings) -> Mapping[str, float]:
         """Update the adapter by AdamW with the gradient since the last update; return metrics.
@@ -196,8 +204,9 @@ class TrainingHost:
         return {"grad_norm:mean": norm}
 
     def _computed(
-        self, run: OpenRun, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], *, has_gradient: bool
-    ) -> LossResult:
+        self, run: OpenRun, data: Sequence[Datum], loss: str, config: Mapping[str, float | str],
+        is_cancelled: Callable[[], bool], *, has_gradient: bool,
+    ) -> LossResult:  # fmt: skip
         check_loss(loss, config)
         self._check_data(data, loss)
         engine = self._seat.train(run.state)
@@ -205,12 +214,16 @@ class TrainingHost:
         longest = max(len(datum.tokens) for datum in data)
         recovery = Recovery(self.backend, engine, self._layout, longest)
         placed = ClientData(data, shares=self._shares)
+
+        def work(sums: LossSums, batch: Batch) -> None:
+            if is_cancelled():
+                raise Cancelled
+            (sums.forward_backward if has_gradient else sums.forward)(engine, batch)
+
         try:
             while True:
                 sums = LossSums(loss, config, placed)
-                work = sums.forward_backward if has_gradient else sums.forward
-                batches = placed.micro_batches(recovery.layout)
-                if recovery.attempt(0, batches, lambda batch, work=work: work(engine, batch)):
+                if recovery.attempt(0, placed.micro_batches(recovery.layout), partial(work, sums)):
                     break
                 self._layout = recovery.layout
                 if before is not None:
@@ -370,11 +383,13 @@ class TrainingHost:
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, SampleResult | Exception]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], is_cancelled: Callable[[int], bool] = lambda index: False
+    ) -> Iterator[tuple[int, SampleResult | Exception]]:
         """Yield each request's index and its result, or what refuses it, as they end.
 
-        Requests of one source are continued in one batch, and so are those of several whose adapters form a bank; the
-        others follow each other.
+        `is_cancelled` is asked of a request after each token: then its result is Cancelled. Requests of one source are
+        continued in one batch, and so are those of several whose adapters form a bank; the others follow each other.
         """
         indices = dict[str | None, list[int]]()
         for i, request in enumerate(requests):
@@ -387,11 +402,12 @@ class TrainingHost:
             except ConfigError as error:
                 yield from ((i, error) for i in own)
                 continue
-            pending, refused = admitted(model, requests, own, limits)
+            pending, refused = admitted(model, requests, own, limits, is_cancelled)
             yield from refused
             if pending:
                 sources.append(SampledSource(weights, pending))
-        yield from self._sample_batches.results(sources)
+        for i, result in self._sample_batches.results(sources):
+            yield i, Cancelled() if is_cancelled(i) else result
 
     def _weights(self, source: str | None) -> Weights | None:
         """Return the weights of a source; None for the base."""

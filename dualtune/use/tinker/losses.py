@@ -87,24 +87,27 @@ class TargetLoss:
     constants: Mapping[str, float | None]  # of loss_fn_config, by default; None: there is no default
     allows: Mapping[str, float]  # inputs that a datum may lack, and what they are then
     takes_several: bool = False  # whether a place may have several targets
+    factor: str | None = "advantages"  # an input, where it is 0 the loss has no slope
 
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _SAMPLED = ("logprobs", "advantages")
 LOSSES: Mapping[str, TargetLoss] = {
-    "cross_entropy": TargetLoss(cross_entropy, (), {}, {"weights": 1.0}, takes_several=True),
+    "cross_entropy": TargetLoss(cross_entropy, (), {}, {"weights": 1.0}, takes_several=True, factor="weights"),
     "importance_sampling": TargetLoss(importance_sampling, _SAMPLED, {}, {}),
     "ppo": TargetLoss(ppo, _SAMPLED, _CLIP, {}),
     "cispo": TargetLoss(cispo, _SAMPLED, _CLIP, {}),
     "gspo": TargetLoss(
         gspo, (*_SAMPLED, "sequence_ratio_mask"), {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}, {}
     ),
-    "dro": TargetLoss(dro, _SAMPLED, {"beta": None}, {}),
+    "dro": TargetLoss(dro, _SAMPLED, {"beta": None}, {}, factor=None),
 }
 
 
 def check_loss(name: str, config: Mapping[str, float | str]) -> TargetLoss:
     """Return the loss of this name. ConfigError if there is none, or for a constant that it does not have."""
+    if name == "stable_reinforce":
+        raise ConfigError("loss_fn: got 'stable_reinforce', whose formula is not public. Use 'importance_sampling'")
     if name not in LOSSES:
         others = "; a loss of your own: forward_backward_custom with a function, which runs in the client"
         raise ConfigError(f"loss_fn: got '{name[:100]}', allowed: {', '.join(LOSSES)}{others}")
@@ -140,6 +143,14 @@ def check_inputs(name: str, index: int, inputs: Inputs) -> None:
             raise ConfigError(f"{where}: {key} has the shape {[*values.shape]}, and target_tokens {[*shape]}")
         if not np.isfinite(values).all():
             raise ConfigError(f"{where}: {key} holds NaN or Inf")
+
+
+def may_have_slope(name: str, inputs: Inputs) -> np.ndarray:
+    """Return whether the loss of each target of a datum may have a slope, whatever the model says of it, bool."""
+    factor = LOSSES[name].factor
+    if factor is None or factor not in inputs:
+        return np.ones(inputs["target_tokens"].shape, bool)
+    return inputs[factor] != 0
 
 
 def loss_of(

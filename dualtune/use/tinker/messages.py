@@ -9,6 +9,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from dualtune.base.errors import ConfigError
+
+
+class Cancelled(ConfigError):
+    """What a client asked for, and then no more."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Training.
 

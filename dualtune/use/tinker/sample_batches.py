@@ -32,7 +32,6 @@ class SampleBatches:
 
     def __init__(self, seat: Seat, backend: Backend) -> None:
         self._seat, self._backend = seat, backend
-        self._has_banks = True  # whether rows of several adapters can be one batch, as far as is known
 
     def results(self, sources: Sequence[SampledSource]) -> Iterator[tuple[int, SampleResult]]:
         """Yield the index of each request and its result as they end."""
@@ -43,7 +42,7 @@ class SampleBatches:
         for indices, is_bank in bank_batches(adapters, most_numbers):
             batch = [sources[i] for i in indices]
             # An engine with the spec of a single adapter computes with it as it is; for another it would be made anew.
-            if is_bank and self._has_banks and (len(batch) > 1 or self._seat.lacks(batch[0].weights)):
+            if is_bank and (len(batch) > 1 or self._seat.lacks(batch[0].weights)):
                 yield from self._together(batch)
             else:
                 yield from self._apart(batch)
@@ -58,10 +57,8 @@ class SampleBatches:
         banked = None
         try:
             banked = self._banked(sources)
-        except CannotBatch:
-            self._has_banks = False
         except Exception as error:
-            if not self._backend.is_out_of_memory(error):
+            if not (isinstance(error, CannotBatch) or self._backend.is_out_of_memory(error)):
                 raise
         if banked is None:
             yield from self._apart(sources)

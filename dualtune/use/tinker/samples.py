@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -30,17 +31,28 @@ class SampleLimits:
 
 
 def admitted(
-    model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits
-) -> tuple[dict[int, PendingSamples], list[tuple[int, ConfigError]]]:
-    """Return those of the requests with these indices that can be answered, and what refuses the others."""
+    model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits,
+    is_cancelled: Callable[[int], bool],
+) -> tuple[dict[int, PendingSamples], list[tuple[int, ConfigError]]]:  # fmt: skip
+    """Return those of the requests with these indices that can be answered, and what refuses the others.
+
+    The samples of one that is cancelled end after the next token.
+    """
     pending, refused = dict[int, PendingSamples](), list[tuple[int, ConfigError]]()
     for i in indices:
         try:
             check_request(requests[i], limits)
-            pending[i] = PendingSamples(requests[i], rows_of(model, i, requests[i], limits.max_length))
+            rows = rows_of(model, i, requests[i], limits.max_length)
+            for row in rows:
+                row.ends = partial(_ends, row.ends, partial(is_cancelled, i))
+            pending[i] = PendingSamples(requests[i], rows)
         except ConfigError as error:
             refused.append((i, error))
     return pending, refused
+
+
+def _ends(ends: Callable[[list[int]], bool], is_cancelled: Callable[[], bool], tokens: list[int]) -> bool:
+    return is_cancelled() or ends(tokens)
 
 
 def sampled(

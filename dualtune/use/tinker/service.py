@@ -67,6 +67,7 @@ class TrainingService:
         self._unsaved: set[str] = set()  # runs with updates that no checkpoint has
         self._last_request: dict[str, float] = {}
         self._cared = 0.0
+        self._executed: Future | None = None  # the request to a run that is computed now
 
     # Sessions and samplers.
 
@@ -232,7 +233,8 @@ class TrainingService:
     def losses(self, request: requests.LossRequest, num_bytes: int) -> Future:
         def work(host: TrainingHost) -> Reply:
             compute = host.forward if request.forward_only else host.forward_backward
-            return answers.of_losses(compute(request.run, request.data, request.loss, request.config))
+            is_cancelled = self._is_cancelled
+            return answers.of_losses(compute(request.run, request.data, request.loss, request.config, is_cancelled))
 
         return self._submit(request.run, request.seq, work, num_bytes)
 
@@ -295,7 +297,10 @@ class TrainingService:
         return self._submit(run, body.seq_id, work)
 
     def weights_info(self, path: str) -> Table:
-        run = run_of(self._runs_dir, path)
+        try:
+            run = run_of(self._runs_dir, path)
+        except ConfigError as error:
+            raise BadRequest(404, str(error)) from None
         return {
             "base_model": run.base, "is_lora": True, "lora_rank": run.rank, "train_unembed": run.train_unembed,
             "train_mlp": run.train_mlp, "train_attn": run.train_attn,
@@ -390,7 +395,8 @@ class TrainingService:
         return {"completions": [_completion(future) for future in ended], "cursor": cursor}
 
     def cancel(self, id: str) -> None:
-        """Cancel a request that has not begun. One that is computed ends as usual."""
+        """Cancel a request. Samples that are drawn end after the next token, losses after the micro-batch; an update or
+        a checkpoint that has begun ends as usual."""
         if (future := self.futures.get(id)) is not None:
             future.is_cancelled = True
 
@@ -407,7 +413,11 @@ class TrainingService:
             self._care()
             self._cared = time.monotonic()
 
+    def _is_cancelled(self) -> bool:
+        return self._executed is not None and self._executed.is_cancelled
+
     def _execute(self, job: RunJob) -> None:
+        self._executed = job.future
         try:
             self.futures.end(job.future, job.work(self._host))
         except Exception as error:  # noqa: BLE001  the next request may be one that can be answered
@@ -421,7 +431,8 @@ class TrainingService:
             except BadRequest as error:
                 self._fail(job.future, error)
         try:
-            for index, result in self._host.sample([request for _, request in drawn]):
+            asked = [request for _, request in drawn]
+            for index, result in self._host.sample(asked, lambda index: drawn[index][0].future.is_cancelled):
                 job = drawn[index][0]
                 if isinstance(result, Exception):
                     self._fail(job.future, result)

@@ -226,12 +226,16 @@ def keep(home: Path) -> None:
         _write_code(home, 127)
         return
     lease, seen = "", time.monotonic()
-    while command.poll() is None:
-        time.sleep(POLL_S)
-        now = (home / "lease").read_text(encoding="utf-8")
-        if now != lease:
-            lease, seen = now, time.monotonic()
-        if asked or (home / "end").exists() or time.monotonic() - seen > task.lease_s:
+    try:
+        while command.poll() is None:
+            time.sleep(POLL_S)
+            now = (home / "lease").read_text(encoding="utf-8")
+            if now != lease:
+                lease, seen = now, time.monotonic()
+            if asked or (home / "end").exists() or time.monotonic() - seen > task.lease_s:
+                _end(command)
+    finally:
+        if command.poll() is None:  # somebody has removed `home`: nobody could ask for its end
             _end(command)
     _write_code(home, command.returncode)
 

@@ -27,7 +27,7 @@ from dualtune.model.formats.chat_template import hash_of, read_template
 from dualtune.model.formats.directory import MANIFEST_FILE, read_adapter
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import MANIFEST, Checkpoint
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, MODEL, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, MODEL, is_run_dir, served_run
 from dualtune.use.transfer.bundles import archive, manifest, names, signature
 from dualtune.use.transfer.bundles.archive import Content
 from dualtune.use.transfer.bundles.bundle import BundleReport, name_of
@@ -113,6 +113,11 @@ def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
         raise ConfigError(f"{source}: got neither a run directory (see `dualtune runs`) nor an adapter directory")
     if adapter and step is not None:
         raise ConfigError("--adapter and --checkpoint: give one of them; the adapter is the result of the run")
+    run = None if served_run(source) else source
+    if run is None and not adapter:
+        raise ConfigError(
+            f"{source}: is of `dualtune serve --train`, whose states no run resumes. Pack its adapter: --adapter"
+        )
     if not adapter:
         return _checkpoint(source, step)
     if (source / MODEL).is_dir():
@@ -124,7 +129,7 @@ def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
         raise ConfigError(
             f"{source}: has no adapter yet: the run has not ended. Without --adapter its checkpoint is packed"
         )
-    return _adapter(source / ADAPTER, source)
+    return _adapter(source / ADAPTER, run)
 
 
 def _adapter(directory: Path, run: Path | None) -> Payload:
