@@ -7,8 +7,8 @@ A prompt asks for the sum alone. An answer is rewarded by 1 if its last number i
 by up to that weight if it is as short as a sum (`brief:3`). 8 prompts a step, --samples answers of up to 12 tokens to
 each; 64 held-out sums are answered greedily before, during and after.
 
-With --task calculator it is products, and the model may ask a calculator first (examples/calculator.py, up to 3 turns
-of 24 tokens); a prompt shows how, because what a model never does cannot be rewarded.
+With --task calculator the model may ask a calculator before it answers (examples/calculator.py, up to 3 answers of 24
+tokens), which is rewarded by 0.1 once. It is asked for the same sums: of what it never gets right nothing is learned.
 
 Recorded are the rewards of every step and evaluation, and the seconds. A seed that is recorded is not run again, unless
 with --again.
@@ -65,7 +65,7 @@ def train(folder: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     held_out, others = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
     drawn = random.Random(seed).sample(others, NUM_TRAINED)
     parts = {"train": ("train.jsonl", drawn), "eval": ("held-out.jsonl", held_out)}
-    row = of_sum if args.task == "sums" else of_product
+    row = of_sum if args.task == "sums" else to_calculate
     data = {part: rows(folder / name, map(row, numbers)) for part, (name, numbers) in parts.items()}
     data |= {"max_length": 128}
     rewards = {"number": 1.0} | ({"brief:3": args.brief} if args.brief else {})
@@ -107,9 +107,9 @@ def of_sum(numbers: tuple[int, int]) -> dict[str, Any]:
     return {"prompt": f"What is {a} + {b}? Reply with the number alone.", "completion": str(a + b)}
 
 
-def of_product(numbers: tuple[int, int]) -> dict[str, Any]:
+def to_calculate(numbers: tuple[int, int]) -> dict[str, Any]:
     a, b = numbers
-    return {"prompt": f"What is {a} * {b}? Begin with <calc>{a} * {b}</calc>.", "answer": a * b}
+    return {"prompt": f"What is {a} + {b}?", "answer": a + b}
 
 
 if __name__ == "__main__":

@@ -332,6 +332,7 @@ def test_checkpoints_are_listed_described_downloaded_and_deleted(shared):
     }  # fmt: skip
     state = next(c for c in found if c["checkpoint_type"] == "training")
     assert state["user_metadata"] == {"a": "b"} and state["expires_at"] and state["size_bytes"] > 0
+    assert shared.post("weights_info", {"tinker_path": f"tinker://{run}/weights/none"})[0] == 404
     info = shared.send("weights_info", tinker_path=f"tinker://{run}/weights/one")
     assert info["lora_rank"] == 3 and info["base_model"] == shared.service.base
     status, data = shared.get(f"training_runs/{run}/checkpoints/sampler_weights/one/archive")

@@ -297,7 +297,10 @@ class TrainingService:
         return self._submit(run, body.seq_id, work)
 
     def weights_info(self, path: str) -> Table:
-        run = run_of(self._runs_dir, path)
+        try:
+            run = run_of(self._runs_dir, path)
+        except ConfigError as error:
+            raise BadRequest(404, str(error)) from None
         return {
             "base_model": run.base, "is_lora": True, "lora_rank": run.rank, "train_unembed": run.train_unembed,
             "train_mlp": run.train_mlp, "train_attn": run.train_attn,
