@@ -139,7 +139,7 @@ class Asked:
 
 
 class Episodes:
-    """Draws the conversations of a run."""
+    """Draws the conversations of a run with a class of a file."""
 
     def __init__(
         self, name: str, arguments: Mapping[str, Any], drawing: Drawing, *, turns: int, max_length: int,
@@ -149,9 +149,12 @@ class Episodes:
 
         `turns`: the most answers of a conversation. `max_length`: the most tokens to which one more answer is given.
         """
-        self._environment = Isolated(KEY, "dualtune.train.environments", name, timeout_s, json.dumps(arguments))
-        self._drawing, self._turns = drawing, turns
+        self._environment = self._start(name, arguments, timeout_s)
+        self._drawing, self._turns, self._timeout_s = drawing, turns, timeout_s
         self._max_length = drawing.most_tokens(max_length)
+
+    def _start(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Isolated:
+        return Isolated(KEY, "dualtune.train.environments", name, timeout_s, json.dumps(arguments))
 
     def close(self) -> None:
         self._environment.close()

@@ -29,7 +29,7 @@ from dualtune.data.sources.rows import RowError
 from dualtune.engine.backend import Engine
 from dualtune.train.batched import Completion
 from dualtune.train.drawing import Drawing
-from dualtune.train.environments import KEY, Asked, Dialogue, Episode
+from dualtune.train.environments import KEY, Asked, Dialogue, Episode, Episodes
 from dualtune.train.isolated import Isolated
 
 PACKAGE = "verifiers"
@@ -84,29 +84,11 @@ class LedEpisode(Episode):
         return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
 
 
-class PackageEpisodes:
-    """Draws the conversations of a run, as `Episodes` does."""
+class PackageEpisodes(Episodes):
+    """Draws the conversations of a run with an environment of the package."""
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any], drawing: Drawing, *, turns: int, max_length: int,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
-        """Raise ConfigError for an environment that is not there. The options are those of `Episodes`."""
-        self._environment = start_process(name, arguments, timeout_s)
-        self._drawing, self._turns, self._timeout_s = drawing, turns, timeout_s
-        self._max_length = drawing.most_tokens(max_length)
-
-    def close(self) -> None:
-        self._environment.close()
-
-    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
-        """Return the conversations of each prompt, those of a prompt together."""
-        return self._held(engine, prompts, self._drawing)
-
-    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
-        """Return one conversation for each prompt, in which the model says what is most probable."""
-        sampling = replace(self._drawing.sampling, temperature=0.0)
-        return self._held(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
+    def _start(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Isolated:
+        return start_process(name, arguments, timeout_s)
 
     def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
         episodes = [
@@ -120,7 +102,7 @@ class PackageEpisodes:
             numbers = [(*prompts[each.prompt].numbers, each.number, len(each.drawn)) for each in asking]
             answers = one.samples(engine, [each.dialogue.so_far for each in asking], numbers) if asking else []
             for each, drawn in zip(asking, answers, strict=True):
-                self._answer(each, drawn)
+                self._give(each, drawn)
 
         while active := [each for each in episodes if not each.has_ended]:
             said = self._ask_each("advance", {each.id: _state(each, prompts) for each in active})
@@ -218,7 +200,7 @@ class PackageEpisodes:
     # ------------------------------------------------------------------------------------------------------------------
     # An answer.
 
-    def _answer(self, episode: LedEpisode, answer: Completion) -> None:
+    def _give(self, episode: LedEpisode, answer: Completion) -> None:
         """Add what was drawn, and put it into the form of a chat server."""
         episode.dialogue.add(answer)
         tokenizer, text, calls = self._drawing.tokenizer, answer.text, list[WrittenCall]()

@@ -127,10 +127,10 @@ class Rollouts:
         self._rewards.close()  # they are there; their processes start with the first answer
         self._has_answers = not rows.of_prompts
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
-        self._episodes: Episodes | PackageEpisodes | None = None
+        self._episodes: Episodes | None = None
         if settings.environment is not None:
             self._episodes = episodes_of(settings, self._drawing, config.data.max_length)
-            if isinstance(self._episodes, Episodes):  # that of a package takes long to load, and stays
+            if not isinstance(self._episodes, PackageEpisodes):  # that of a package takes long to load, and stays
                 self._episodes.close()
             self.names, self.max_tokens = (*self.names, "environment"), settings.turns * settings.max_tokens
         if self._rewards.comparing and (prompts := rows.of_prompts):
@@ -338,7 +338,7 @@ def _json_number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def episodes_of(settings: RolloutsConfig, drawing: Drawing, max_length: int) -> Episodes | PackageEpisodes:
+def episodes_of(settings: RolloutsConfig, drawing: Drawing, max_length: int) -> Episodes:
     """Return what leads the conversations of a run. ConfigError for an environment that is not there."""
     assert settings.environment is not None
     package = package_of(settings.environment)
