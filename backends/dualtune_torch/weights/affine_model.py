@@ -29,7 +29,7 @@ from dualtune_torch.weights.by_module import TensorReader, frozen, own, replace_
 
 # Model families that are quantized here layer by layer, exactly as in mlx-lm. It has special rules for others, such as
 # 8 bits for some layers of Granite. A family is listed once all its bytes were compared with mlx-lm's:
-# `pytest tests/parity/test_affine4.py`.
+# `pytest tests/parity/test_affine4.py tests/parity/test_affine_experts.py`.
 FAMILIES = (
     "gemma", "gemma2", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "qwen3_moe", "smollm3",
