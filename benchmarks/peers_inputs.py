@@ -70,14 +70,14 @@ class Workload:
     rows: str
     loss_on: str  # data.loss_on
     columns: dict[str, str]  # data.columns
-    by_length: bool = False  # whether a step takes documents of like length, as mlx-lm's does
+    as_mlx_lm: bool = False  # whether steps take the documents that mlx-lm's take
 
 
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
 WORKLOADS = {
     "gsm8k": Workload("data/gsm8k/train.jsonl", "all", GSM8K_COLUMNS),
-    "gsm8k-masked": Workload("data/gsm8k/train.jsonl", "assistant", GSM8K_COLUMNS, by_length=True),
-    "wikisql": Workload("data/wikisql/train.jsonl", "all", {}, by_length=True),
+    "gsm8k-masked": Workload("data/gsm8k/train.jsonl", "assistant", GSM8K_COLUMNS, as_mlx_lm=True),
+    "wikisql": Workload("data/wikisql/train.jsonl", "all", {}, as_mlx_lm=True),
 }
 
 
@@ -110,7 +110,7 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
     found, _ = Data(config).train_and_eval(Tokenizer(model, config.data.template))
     if len(found) != len(rows):
         raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; must be one each")
-    order = by_length(found.lengths) if workload.by_length else list(range(len(rows)))
+    order = order_of_mlx_lm(len(rows)) if workload.as_mlx_lm else list(range(len(rows)))
     return Inputs(
         model,
         adapter,
@@ -147,9 +147,12 @@ def data_and_steps(rows: Path, workload: Workload) -> dict[str, dict[str, Any]]:
     }
 
 
-def by_length(lengths: np.ndarray, per_step: int = DOCUMENTS_PER_STEP, seed: int = SEED) -> list[int]:
-    """mlx-lm's order: sorted, cut into batches, the batches shuffled (mlx_lm/tuner/trainer.py, iterate_batches)."""
-    batches = np.argsort(lengths, kind="stable").reshape(-1, per_step)
+def order_of_mlx_lm(num_documents: int, per_step: int = DOCUMENTS_PER_STEP, seed: int = SEED) -> list[int]:
+    """mlx-lm's order: batches of neighbours, shuffled (mlx_lm/tuner/trainer.py, iterate_batches).
+
+    It means to sort by length before, but asks its CacheDataset for the lengths, which counts the fields of a row.
+    """
+    batches = np.arange(num_documents).reshape(-1, per_step)
     return batches[np.random.RandomState(seed).permutation(len(batches))].ravel().tolist()
 
 

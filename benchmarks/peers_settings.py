@@ -104,7 +104,7 @@ BEST: dict[str, dict[str, list[Settings]]] = {
         "unsloth": [unsloth(8, **PADDING_FREE), unsloth(8), unsloth(2)],
     },
     "mlx": {
-        # It sorts the documents before it cuts batches, so with another size a step would take other documents.
+        # It cuts batches before it shuffles them, so with another size a step would take other documents.
         "mlx_lm": [{}],
     },
 }  # fmt: skip

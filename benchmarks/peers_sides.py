@@ -264,8 +264,24 @@ def unsloth(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
 # --- mlx-lm ---
 
 
+class Tokenized:
+    """Documents that are tokenized already: (token ids, number of tokens before the first target)."""
+
+    def __init__(self, documents: list[dict[str, list[int]]]) -> None:
+        self._pairs = [(d["input_ids"], next(i for i, t in enumerate(d["labels"]) if t != -100)) for d in documents]
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[list[int], int]:
+        return self._pairs[index]
+
+    def process(self, pair: tuple[list[int], int]) -> tuple[list[int], int]:
+        return pair
+
+
 def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Settings: of mlx_lm.lora's config, and dtype, to which the base is cast. mlx-lm sorts the documents itself."""
+    """Settings: of mlx_lm.lora's config, and dtype, to which the base is cast. mlx-lm shuffles the batches itself."""
     import types
 
     import mlx.core as mx
@@ -280,21 +296,6 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
             clock.losses.append(report["train_loss"])
             clock.targets.append(report["trained_tokens"] - sum(clock.targets))
 
-    class Tokenized:
-        """Documents that are tokenized already: (token ids, number of tokens before the first target)."""
-
-        def __init__(self, documents: list[dict[str, list[int]]]) -> None:
-            self._pairs = [(d["input_ids"], next(i for i, t in enumerate(d["labels"]) if t != -100)) for d in documents]
-
-        def __len__(self) -> int:
-            return len(self._pairs)
-
-        def __getitem__(self, index: int) -> tuple[list[int], int]:
-            return self._pairs[index]
-
-        def process(self, pair: tuple[list[int], int]) -> tuple[list[int], int]:
-            return pair
-
     optimizer = job["optimizer"]
     adamw = {key: optimizer[key] for key in ("betas", "eps", "weight_decay")} | {"bias_correction": True}
     adapter = json.loads(Path(job["adapter"], "adapter_config.json").read_text())
@@ -307,7 +308,9 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     } | {key: value for key, value in job["settings"].items() if key != "dtype"}  # fmt: skip
     if "save" in job:
         arguments["adapter_path"] = job["save"]
-    model, _ = load(job["model"])
+    config = json.loads(Path(job["model"], "config.json").read_text())
+    rope = config.get("rope_parameters") or {}  # of transformers 5; mlx-lm takes its default where it is not above
+    model, _ = load(job["model"], model_config={"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
     if dtype := job["settings"].get("dtype"):
         model.set_dtype(getattr(mx, dtype))
     documents = list(map(json.loads, Path(job["documents"]).read_text(encoding="utf-8").splitlines()))

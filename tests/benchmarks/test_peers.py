@@ -17,8 +17,9 @@ def peers(monkeypatch):
     import peers
     import peers_inputs
     import peers_report
+    import peers_sides
 
-    return SimpleNamespace(peers=peers, inputs=peers_inputs, report=peers_report)
+    return SimpleNamespace(peers=peers, inputs=peers_inputs, report=peers_report, sides=peers_sides)
 
 
 @pytest.fixture
@@ -45,12 +46,15 @@ def test_the_shuffle_of_dualtune_brings_the_rows_into_the_order_of_the_peers(pee
     assert texts == [json.loads(line)["question"].split()[0] for line in wanted]
 
 
-def test_steps_by_length_are_those_of_mlx_lm(peers):
-    trainer = pytest.importorskip("mlx_lm.tuner.trainer")
+def test_our_steps_are_those_of_mlx_lm(peers):
+    """As its command makes them: through the cache, which does not see how long a row is."""
+    trainer, datasets = pytest.importorskip("mlx_lm.tuner.trainer"), pytest.importorskip("mlx_lm.tuner.datasets")
+    inputs = peers.inputs
     lengths = np.random.default_rng(1).integers(3, 60, size=64)
-    documents = [([n] * length, 1) for n, length in enumerate(lengths)]
-    batches = trainer.iterate_batches(documents, peers.inputs.DOCUMENTS_PER_STEP, 2048, seed=peers.inputs.SEED)
-    assert [row[0] for tokens, _ in batches for row in tokens.tolist()] == peers.inputs.by_length(lengths)
+    documents = [{"input_ids": [n] * length, "labels": [-100] + [n] * (length - 1)} for n, length in enumerate(lengths)]
+    cached = datasets.CacheDataset(peers.sides.Tokenized(documents))
+    batches = trainer.iterate_batches(cached, inputs.DOCUMENTS_PER_STEP, 2048, seed=inputs.SEED)
+    assert [row[0] for tokens, _ in batches for row in tokens.tolist()] == inputs.order_of_mlx_lm(len(documents))
 
 
 def test_a_ratio_is_of_the_sides_of_one_pair_and_warm_up_is_left_out(peers):
