@@ -104,7 +104,9 @@ class Bench:
         self.optimizer = OPTIMIZER | {"max_grad_norm": self.platform.max_grad_norm}
         longest = max(args.steps, args.curve)
         self.dtype = args.dtype or self.platform.dtype
-        self.inputs = make_inputs(args.work, args.shared, args.shape, self.workload, longest, self.dtype)
+        self.inputs = make_inputs(
+            args.work, args.shared, args.shape, self.workload, longest, self.dtype, as_mlx_lm=args.platform == "mlx"
+        )
         self.machine = machine_of(args.platform, args.threads)
         in_float32 = args.platform == "cpu" and self.dtype == "float32"
         self.best = BEST_IN_FLOAT32 if in_float32 else BEST[args.platform]

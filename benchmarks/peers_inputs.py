@@ -70,14 +70,14 @@ class Workload:
     rows: str
     loss_on: str  # data.loss_on
     columns: dict[str, str]  # data.columns
-    as_mlx_lm: bool = False  # whether steps take the documents that mlx-lm's take
+    by_length: bool = False  # whether a step takes documents of like length, so that a peer pads little
 
 
 GSM8K_COLUMNS = {"prompt": "question", "completion": "answer"}
 WORKLOADS = {
     "gsm8k": Workload("data/gsm8k/train.jsonl", "all", GSM8K_COLUMNS),
-    "gsm8k-masked": Workload("data/gsm8k/train.jsonl", "assistant", GSM8K_COLUMNS, as_mlx_lm=True),
-    "wikisql": Workload("data/wikisql/train.jsonl", "all", {}, as_mlx_lm=True),
+    "gsm8k-masked": Workload("data/gsm8k/train.jsonl", "assistant", GSM8K_COLUMNS),
+    "wikisql": Workload("data/wikisql/train.jsonl", "all", {}, by_length=True),
 }
 
 
@@ -95,7 +95,10 @@ class Inputs:
     flops: list[float]  # of each step, by the formula of `training_flops`: the model's, for these tokens alone
 
 
-def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_steps: int, dtype: str) -> Inputs:
+def make_inputs(
+    folder: Path, shared: Path, shape: str, workload: Workload, num_steps: int, dtype: str, *, as_mlx_lm: bool = False
+) -> Inputs:
+    """`as_mlx_lm`: in the order that mlx-lm takes, whatever the workload's is."""
     model = save_model(folder / f"{shape}-{dtype}", shared / TOKENIZER, shape, dtype)
     adapter = save_adapter(folder / f"{shape}-adapter", SHAPES[shape])
     with (shared / workload.rows).open(encoding="utf-8") as file:
@@ -110,7 +113,8 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
     found, _ = Data(config).train_and_eval(Tokenizer(model, config.data.template))
     if len(found) != len(rows):
         raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; must be one each")
-    order = order_of_mlx_lm(len(rows)) if workload.as_mlx_lm else list(range(len(rows)))
+    lengths = np.zeros(len(rows)) if as_mlx_lm else found.lengths
+    order = shuffled_batches(lengths) if as_mlx_lm or workload.by_length else list(range(len(rows)))
     return Inputs(
         model,
         adapter,
@@ -147,12 +151,13 @@ def data_and_steps(rows: Path, workload: Workload) -> dict[str, dict[str, Any]]:
     }
 
 
-def order_of_mlx_lm(num_documents: int, per_step: int = DOCUMENTS_PER_STEP, seed: int = SEED) -> list[int]:
-    """mlx-lm's order: batches of neighbours, shuffled (mlx_lm/tuner/trainer.py, iterate_batches).
+def shuffled_batches(lengths: np.ndarray, per_step: int = DOCUMENTS_PER_STEP, seed: int = SEED) -> list[int]:
+    """Sorted by length, cut into batches, the batches shuffled.
 
-    It means to sort by length before, but asks its CacheDataset for the lengths, which counts the fields of a row.
+    So does mlx-lm (mlx_lm/tuner/trainer.py, iterate_batches), but its cache says that all lengths are equal: it counts
+    the fields of a row. Its batches are neighbours in the file.
     """
-    batches = np.arange(num_documents).reshape(-1, per_step)
+    batches = np.argsort(lengths, kind="stable").reshape(-1, per_step)
     return batches[np.random.RandomState(seed).permutation(len(batches))].ravel().tolist()
 
 

@@ -25,11 +25,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import page_tables
 import psutil
 import record
 from peers import OPTIMIZER
-from peers_inputs import SPEC, order_of_mlx_lm, save_adapter, tokens_of, unshuffled, write_lines
+from peers_inputs import SPEC, save_adapter, shuffled_batches, tokens_of, unshuffled, write_lines
 from peers_settings import hf, python_of
 
 from dualtune.config import parse_config
@@ -221,7 +222,7 @@ class Bench:
         config = parse_config(json.dumps(settings))
         documents, _ = Data(config).train_and_eval(Tokenizer(self.model, config.data.template))
         rows = self.train.read_text(encoding="utf-8").splitlines(keepends=True)
-        order = order_of_mlx_lm(len(documents), DOCUMENTS, config.run.seed)
+        order = shuffled_batches(np.zeros(len(documents)), DOCUMENTS, config.run.seed)
         return write_lines(Path(f"{settings['run']['dir']}.jsonl"), unshuffled([rows[i] for i in order], config))
 
     def _peer(self, peer: str, seed: int, run_dir: Path) -> list[float]:
