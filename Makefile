@@ -113,11 +113,12 @@ test-extras: .venv/.dev
 # Beside the environment too: each version takes 500 MB.
 VERIFIERS ?= 0.1.14 0.3.1 0.4.0
 
-test-verifiers: $(VERIFIERS:%=.verifiers/%)
+# dill, which names the functions of data, takes what lies in site-packages for a library.
+test-verifiers: $(VERIFIERS:%=.verifiers/%/site-packages)
 	for version in $(VERIFIERS); do \
-		PYTHONPATH=.verifiers/$$version $(BIN)/python -m pytest -m verifiers tests/train/test_verifiers.py || exit 1; done
+		PYTHONPATH=.verifiers/$$version/site-packages $(BIN)/python -m pytest -m verifiers tests/train/test_verifiers.py || exit 1; done
 
-.verifiers/%: .venv/.dev
+.verifiers/%/site-packages: .venv/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ verifiers==$* || { rm -rf $@; exit 1; }
 
 fuzz: .venv/.dev
