@@ -13,6 +13,7 @@ from itertools import accumulate
 import mlx.core as mx
 from mlx import nn
 
+from dualtune.engine.once_per_input import OncePerInput
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune_mlx.adapter_inputs import Origins
@@ -31,11 +32,7 @@ class Factors:
 
 
 class SharedInput:
-    """The products scale · A x of the layers that read the same x, with one dropout and one product by their stacked A.
-
-    Which layers these are is known by name (`input_of`). Every call checks that x is the same array; a different x gets
-    a separate product.
-    """
+    """scale · A x of the layers that read the same x, with one dropout and one product by their stacked A."""
 
     def __init__(self, module: str, in_dim: int, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         self.members: list[Factors] = []
@@ -43,22 +40,18 @@ class SharedInput:
         self.dropout_seeds = seeds
         self.origins = Origins()
         self._keys_I = mx.array(channel_keys(module, in_dim))
-        self._x_BTI: mx.array | None = None
-        self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
+        self._products = OncePerInput[int, mx.array]()  # by the identity of a member
 
     def product(self, weights: Factors, x_BTI: mx.array) -> mx.array:
         """Return scale · A x for one layer, [B, T, r], in the dtype of x."""
-        if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
-            self._x_BTI = x_BTI
-            stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
-            u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
-            ends = [*accumulate(member.rank for member in self.members)]
-            products = mx.split(self._scale(x_BTI.dtype) * u_BTR, ends[:-1], axis=-1)
-            self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
-        u_BTr = self._waiting.pop(id(weights))
-        if not self._waiting:
-            self._x_BTI = None  # x is kept no longer than needed
-        return u_BTr
+        return self._products.fetch(id(weights), x_BTI, self._compute)
+
+    def _compute(self, x_BTI: mx.array) -> dict[int, mx.array]:
+        stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
+        u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
+        ends = [*accumulate(member.rank for member in self.members)]
+        products = mx.split(self._scale(x_BTI.dtype) * u_BTR, ends[:-1], axis=-1)
+        return {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
 
     def _scale(self, dtype: mx.Dtype) -> float | mx.array:
         """Return the scale of all members, or that of each rank."""
@@ -73,7 +66,7 @@ class SharedInput:
 
     def forget(self) -> None:
         """Drop the products that no layer has fetched."""
-        self._x_BTI, self._waiting = None, {}
+        self._products.forget()
 
     @property
     def drops(self) -> bool:

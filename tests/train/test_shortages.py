@@ -113,9 +113,9 @@ def test_what_layers_wait_for_is_dropped(open_backend, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(LoRAGroup, "__call__", fail_at_second)
         engine.forward_backward(batch, divisor=1)
-    assert any(group._outputs for group in groups)
+    assert any(group._outputs.waiting for group in groups)
     engine.discard()
-    assert not any(group._outputs or group._input is not None or group.recompute for group in groups)
+    assert not any(each._outputs.waiting or each._outputs.x is not None or each.recompute for each in groups)
 
 
 def test_what_layers_wait_for_is_dropped_on_mlx(open_backend, tmp_path, monkeypatch):
@@ -135,14 +135,14 @@ def test_what_layers_wait_for_is_dropped_on_mlx(open_backend, tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="Unable"):
         patch.setattr(SharedInput, "product", fail_at_second)
         engine.forward_backward(batch, divisor=1)
-    assert not any(each._waiting for each in shared)
+    assert not any(each._products.waiting for each in shared)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="Unable"):
         patch.setattr(SharedInput, "product", fail_at_second)
         calls.clear()
         engine.evaluate(batch)
-    assert any(each._waiting for each in shared)
+    assert any(each._products.waiting for each in shared)
     engine.discard()
-    assert not any(each._waiting or each._x_BTI is not None for each in shared)
+    assert not any(each._products.waiting or each._products.x is not None for each in shared)
 
 
 # --- what the message says -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 from mlx import nn
 
 from dualtune.engine.adapter_bank import AdapterBank, Layout
+from dualtune.engine.once_per_input import OncePerInput
 from dualtune_mlx.methods import LINEAR, linear_shape
 
 
@@ -21,25 +22,22 @@ class BankRows:
 
 
 class BankInput:
-    """A of the layers that read the same x, of all adapters. The first layer that is called computes it for all."""
+    """A of the layers that read the same x, of all adapters."""
 
     def __init__(self, A_SI: mx.array, layout: Layout, rows: BankRows) -> None:
         self._A_SI, self._layout, self._rows = A_SI, layout, rows
         self._ends = np.cumsum([sum(ranks) for ranks in layout])[:-1].tolist()
-        self._x: mx.array | None = None
-        self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
+        self._products = OncePerInput[int, mx.array]()
 
     def product(self, layer: int, x: mx.array) -> mx.array:
         """Return keep · A x for a layer, [M, S], in the dtype of x."""
-        if x is not self._x or layer not in self._waiting:
-            mask_B1S = self._rows.masks[self._layout]
-            u_BTS = (x.flatten(0, -2) @ self._A_SI.astype(x.dtype).T).reshape(len(mask_B1S), -1, len(self._A_SI))
-            kept_MS = mx.where(mask_B1S, u_BTS, mx.array(0, x.dtype)).flatten(0, 1)
-            self._x, self._waiting = x, dict(enumerate(mx.split(kept_MS, self._ends, axis=1)))
-        u_MS = self._waiting.pop(layer)
-        if not self._waiting:
-            self._x = None
-        return u_MS
+        return self._products.fetch(layer, x, self._compute)
+
+    def _compute(self, x: mx.array) -> dict[int, mx.array]:
+        mask_B1S = self._rows.masks[self._layout]
+        u_BTS = (x.flatten(0, -2) @ self._A_SI.astype(x.dtype).T).reshape(len(mask_B1S), -1, len(self._A_SI))
+        kept_MS = mx.where(mask_B1S, u_BTS, mx.array(0, x.dtype)).flatten(0, 1)
+        return dict(enumerate(mx.split(kept_MS, self._ends, axis=1)))
 
 
 class BankedLinear(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.engine.adapter_bank import AdapterBank, Layout
+from dualtune.engine.once_per_input import OncePerInput
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.weights.frozen import compute_dtype, is_linear, shape_of
 
@@ -23,27 +24,24 @@ class BankRows:
 
 
 class BankInput:
-    """A of the layers that read the same x, of all adapters. The first layer that is called computes it for all."""
+    """A of the layers that read the same x, of all adapters."""
 
     def __init__(self, A_SI: Tensor, layout: Layout, rows: BankRows) -> None:
         self._A_SI, self._layout, self._rows = A_SI, layout, rows
         self._widths = [sum(ranks) for ranks in layout]
-        self._x: Tensor | None = None
-        self._waiting: dict[int, Tensor] = {}  # products that their layers have not fetched yet
+        self._products = OncePerInput[int, Tensor]()
 
     def product(self, layer: int, x: Tensor) -> Tensor:
         """Return keep · A x for a layer, [M, S], in the dtype of x."""
-        if x is not self._x or layer not in self._waiting:
-            mask_B1S = self._rows.masks[self._layout]
-            if x.shape[:-1].numel() % len(mask_B1S):
-                raise ValueError(f"a layer computes {x.shape[:-1].numel()} tokens of {len(mask_B1S)} rows")
-            u_BTS = (x.flatten(0, -2) @ self._A_SI.to(x.dtype).T).view(len(mask_B1S), -1, len(self._A_SI))
-            kept_MS = torch.where(mask_B1S, u_BTS, 0.0).flatten(0, 1)
-            self._x, self._waiting = x, dict(enumerate(kept_MS.split(self._widths, dim=1)))
-        u_MS = self._waiting.pop(layer)
-        if not self._waiting:
-            self._x = None
-        return u_MS
+        return self._products.fetch(layer, x, self._compute)
+
+    def _compute(self, x: Tensor) -> dict[int, Tensor]:
+        mask_B1S = self._rows.masks[self._layout]
+        if x.shape[:-1].numel() % len(mask_B1S):
+            raise ValueError(f"a layer computes {x.shape[:-1].numel()} tokens of {len(mask_B1S)} rows")
+        u_BTS = (x.flatten(0, -2) @ self._A_SI.to(x.dtype).T).view(len(mask_B1S), -1, len(self._A_SI))
+        kept_MS = torch.where(mask_B1S, u_BTS, 0.0).flatten(0, 1)
+        return dict(enumerate(kept_MS.split(self._widths, dim=1)))
 
 
 class BankedLinear(nn.Module):

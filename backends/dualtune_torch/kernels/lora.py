@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualtune.engine.once_per_input import OncePerInput
 from dualtune.model.adapter import tensor_name
 from dualtune.model.beside import parameter_name
 from dualtune.model.dropout import check_tokens, input_of
@@ -57,27 +58,25 @@ class LoRAGroup:
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.recompute: Callable[[], Tensor] | None = None
         self.input_is_kept = False  # by another operation anyway, before dropout
-        self._input: Tensor | None = None
-        self._outputs: dict[LoRALinear, Tensor] = {}
+        self._outputs = OncePerInput[LoRALinear, Tensor]()
         for layer in self.layers:
             layer.group = self
 
     def __call__(self, layer: LoRALinear, x_BTI: Tensor) -> Tensor:
-        if self._input is not x_BTI or layer not in self._outputs:
-            if self.input_is_kept:
-                kept_BTI = x_BTI.detach()
-                self.recompute = lambda: kept_BTI
-            anchor = self.layers[0].lora_A  # without a trainable input, autograd would skip the function
-            outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.dropout_seeds.seeds_BT)
-            self._input, self._outputs = x_BTI, dict(zip(self.layers, outputs, strict=True))
-        y_BTO = self._outputs.pop(layer)
-        if not self._outputs:
-            self._input = None
-        return y_BTO
+        return self._outputs.fetch(layer, x_BTI, self._compute)
+
+    def _compute(self, x_BTI: Tensor) -> dict[LoRALinear, Tensor]:
+        if self.input_is_kept:
+            kept_BTI = x_BTI.detach()
+            self.recompute = lambda: kept_BTI
+        first = self.layers[0]  # without a trainable input, such as its A, autograd would skip the function
+        outputs = _GroupedLoRA.apply(x_BTI, first.lora_A, self, first.dropout_seeds.seeds_BT)
+        return dict(zip(self.layers, outputs, strict=True))
 
     def forget(self) -> None:
         """Drop the outputs that layers have not fetched, and how the next input is recomputed."""
-        self._input, self._outputs, self.recompute = None, {}, None
+        self._outputs.forget()
+        self.recompute = None
 
 
 def add_groups(
