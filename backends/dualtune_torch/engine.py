@@ -113,7 +113,7 @@ class TorchEngine:
             self._adapter = adapter_buffer(self._layers, model.device, dtype, method, self._beside, starts=starts)
         self.adapter_shapes = request.adapter.state_shapes(self._adapter.shapes)
         for layer in self._layers.values():
-            layer.moves = self._streamed is not None or is_split(model)
+            layer.moves = self._moves_weights
             if layer.reads_base:
                 with self._reading(layer):
                     layer.read_base()
@@ -135,8 +135,7 @@ class TorchEngine:
         if (coefficient := request.router_aux_loss_coef) is not None:
             self._routing = Routing(model, read_config(request.model_dir), coefficient, self._loss_scale)
         if request.kernels == "graph":
-            moves_weights = self._streamed is not None or is_split(model)
-            check_recordable(self._kernels, request.adapter, model, moves_weights=moves_weights)
+            check_recordable(self._kernels, request.adapter, model, moves_weights=self._moves_weights)
             self._graphs = MicroStepGraphs(model.device)
             self._prepare()
         self._parked = ParkedState(Transfers(model.device))
@@ -222,6 +221,7 @@ class TorchEngine:
         with self._frozen_layers.replaced(batch.hidden_BTD), self._dropout(inputs), self._together():
             output = self._output(inputs)
             logprobs_M, may_BT = self._logprobs_with_gradient(output, batch)
+            # Also where no label is left: a sharded head is gathered in all processes alike.
             others = replace(batch, labels_BT=_labels_at(batch, ~may_BT))
             with torch.no_grad():
                 logprobs_BT = self._logprobs_of(output, self._inputs(others), others)
@@ -417,8 +417,7 @@ class TorchEngine:
         return TorchDecoding(self.model, self._generating, None if bank is None else self._banked(bank))
 
     def _banked(self, bank: AdapterBank) -> BankedModel:
-        moves = self._streamed is not None or is_split(self.model)
-        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+        check_base_alone(self._request.adapter, self._layers, moves_weights=self._moves_weights)
         return BankedModel(self.model, self._paths, self._layers, bank)
 
     def save_merged(self, path: Path) -> None:
@@ -499,6 +498,11 @@ class TorchEngine:
         layer, number = layer_of(self._layers, path)
         with self._reading(layer):
             return _numpy(layer.frozen(number, torch.float32).float())
+
+    @property
+    def _moves_weights(self) -> bool:
+        """Whether weights of the base come to the device as they are needed."""
+        return self._streamed is not None or is_split(self.model)
 
     @contextmanager
     def _reading(self, layer: AdaptedLayer) -> Iterator[None]:

@@ -104,9 +104,14 @@ class ExpertLoRA(AdaptedLayer):
         u_Sr = grouped(x_SI, A_ErI.to(x_SI.dtype), ends_E)
         return grouped(self.scale * u_Sr, B_EOr.to(x_SI.dtype), ends_E)
 
+    @property
+    def drops(self) -> bool:
+        """Whether the current micro-batch has dropout."""
+        return self.dropout_seeds.seeds_BT is not None and self.dropout > 0
+
     def after_dropout(self, x_SI: Tensor, tokens_S: Tensor) -> Tensor:
         seeds_BT = self.dropout_seeds.seeds_BT
-        if seeds_BT is None or not self.dropout:
+        if seeds_BT is None or not self.drops:
             return x_SI
         return dropped(x_SI, seeds_BT.flatten()[tokens_S], self.keys_I, *drop_rule(self.dropout))
 

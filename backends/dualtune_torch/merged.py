@@ -13,17 +13,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.model.adapter import AdapterSpec
-from dualtune.model.merge_rounding import ROUNDINGS, check_plain, pieces
+from dualtune.model.merge_rounding import ROUNDINGS, Rounding, check_plain, pieces
 from dualtune_torch.dora import DoRALinear
 from dualtune_torch.experts import ExpertLoRA, Projection
 from dualtune_torch.lora import LoRALinear
-from dualtune_torch.methods import DropoutSeeds
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, weight_of
 from dualtune_torch.weights.packed import product
 from dualtune_torch.weights.stacks import PackedStack
 
 
-class MergedLoRALinear(LoRALinear):
+class Rounded(AdaptedLayer):
+    """A layer that computes with its rounded merge in training and in evaluations."""
+
+    dropout_seeds: DropoutSeeds
+    _round: Rounding
+    _merge: Tensor | None = None  # in one place, which graphs read
+    _is_rounded = False
+
+    @property
+    def computes_merged(self) -> bool:
+        return self.dropout_seeds.seeds_BT is not None or self.dropout_seeds.is_evaluated
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """Return the rounded merge with the present weights."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def rounded_once(self, dtype: torch.dtype) -> Tensor:
+        """Return the rounded merge, computed once after each change of the adapter; in each pass if the base moves."""
+        if self._is_rounded and self._merge is not None:
+            return self._merge
+        merge = self.rounded(dtype)
+        if self.moves:
+            return merge
+        self._merge, self._is_rounded = merge if self._merge is None else self._merge.copy_(merge), True
+        return self._merge
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._is_rounded = False
+
+
+class MergedLoRALinear(Rounded, LoRALinear):
     """y = Q(W + ΔW) x + b in training and in evaluations, with the rounding Q; elsewhere what its method computes.
 
     Q has no slope, so what is trained gets the gradient of the weight that is rounded, as if it were not
@@ -37,14 +69,12 @@ class MergedLoRALinear(LoRALinear):
         check_plain(module, is_plain=base.weight.is_floating_point())
         super().__init__(base, module, spec, seeds)
         self._round = ROUNDINGS[spec.merge_for]
-        self._merged_OI: Tensor | None = None  # in one place, which graphs read
-        self._is_rounded = False
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        if self.dropout_seeds.seeds_BT is None and not self.dropout_seeds.is_evaluated:
+        if not self.computes_merged:
             return super().forward(x_BTI)
         # Autograd would keep a merge for the backward pass; of a base that moves it is made again there.
-        y_BTO = product(x_BTI, self) if self.moves else F.linear(x_BTI, self.merged(x_BTI.dtype), self.bias)
+        y_BTO = product(x_BTI, self) if self.moves else F.linear(x_BTI, self.rounded_once(x_BTI.dtype), self.bias)
         if not self.dropout_seeds.is_evaluated:
             # Added and taken away: its value is in the merge, its gradient that of what is trained.
             own_BTO = self.unrounded(x_BTI.detach())
@@ -59,29 +89,15 @@ class MergedLoRALinear(LoRALinear):
         """Return what A and B contribute to the output."""
         return self.update(x_BTI)
 
-    def merged(self, dtype: torch.dtype) -> Tensor:
-        """Return the rounded merge [O, I], computed once after each change of the adapter; in each pass if the base
-        moves."""
-        if self._is_rounded and self._merged_OI is not None:
-            return self._merged_OI
-        with torch.no_grad():
-            weight_OI = weight_of(self.base, torch.float32).float() + self.delta()
-            merged_OI = cast(Tensor, self._round(weight_OI, torch)).to(dtype)
-            if self.moves:
-                return merged_OI
-            self._merged_OI = merged_OI if self._merged_OI is None else self._merged_OI.copy_(merged_OI)
-        self._is_rounded = True
-        return self._merged_OI
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        weight_OI = weight_of(self.base, torch.float32).float() + self.delta()
+        return cast(Tensor, self._round(weight_OI, torch)).to(dtype)
 
-    unpacked = merged  # what `product` multiplies by
+    unpacked = Rounded.rounded_once  # what `product` multiplies by
 
     def prepare(self, dtype: torch.dtype) -> None:
         super().prepare(dtype)
-        self.merged(dtype)
-
-    def refresh(self) -> None:
-        super().refresh()
-        self._is_rounded = False
+        self.rounded_once(dtype)
 
 
 class MergedDoRALinear(MergedLoRALinear, DoRALinear):
@@ -92,7 +108,7 @@ class MergedDoRALinear(MergedLoRALinear, DoRALinear):
         return self.scaled(self.update(x_BTI))
 
 
-class MergedExpertLoRA(ExpertLoRA):
+class MergedExpertLoRA(Rounded, ExpertLoRA):
     """The same for one projection of all experts: `AdaptedExperts` computes with its merges."""
 
     def __init__(self, projection: Projection, stack: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
@@ -100,33 +116,22 @@ class MergedExpertLoRA(ExpertLoRA):
         check_plain(stack, is_plain=not isinstance(weight, PackedStack))
         super().__init__(projection, stack, spec, seeds)
         self._round = ROUNDINGS[spec.merge_for]
-        self._merged_EOI: Tensor | None = None
 
     def forward(self, x_SI: Tensor, tokens_S: Tensor, ends_E: Tensor) -> Tensor:
-        if not self._computes_merged:
+        if not self.computes_merged:
             return super().forward(x_SI, tokens_S, ends_E)
         change_SO = x_SI.new_zeros(len(x_SI), self.shape[0])
         if not self.dropout_seeds.is_evaluated:
             own_SO = self.update(x_SI.detach(), ends_E)
             change_SO = own_SO - own_SO.detach()
-        if self.dropout_seeds.seeds_BT is None or not self.dropout:
+        if not self.drops:
             return change_SO
         return change_SO + self.update(self.after_dropout(x_SI, tokens_S) - x_SI, ends_E)
 
-    @property
-    def _computes_merged(self) -> bool:
-        return self.dropout_seeds.seeds_BT is not None or self.dropout_seeds.is_evaluated
-
     def merged(self, dtype: torch.dtype) -> Tensor | None:
-        if not self._computes_merged or self._merged_EOI is not None:
-            return self._merged_EOI if self._computes_merged else None
-        merged_EOI = self._rounded(dtype)
-        if not self.moves:
-            self._merged_EOI = merged_EOI
-        return merged_EOI
+        return self.rounded_once(dtype) if self.computes_merged else None
 
-    @torch.no_grad()
-    def _rounded(self, dtype: torch.dtype) -> Tensor:
+    def rounded(self, dtype: torch.dtype) -> Tensor:
         weights_EOI, (A_ErI, B_EOr) = self.projection.weights(), self.factors()
         merged_EOI = torch.empty(weights_EOI.shape, dtype=dtype, device=weights_EOI.device)
         for some in pieces(self.projection.count, math.prod(self.shape)):
@@ -136,7 +141,7 @@ class MergedExpertLoRA(ExpertLoRA):
 
     def refresh(self) -> None:
         super().refresh()
-        self._merged_EOI = None
+        self._merge = None  # that of a stack is large, and gone before the next one is made
 
 
 def _make(base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> MergedLoRALinear:

@@ -127,7 +127,7 @@ def test_what_cannot_be_recorded_is_refused(engine):
     ("changes", "owner", "name", "place"),
     [
         ({"method": "dora"}, dora.DoRALinear, "_norms_of_sum", "norms_O"),
-        ({"merge_for": "q4_0"}, merged.MergedLoRALinear, "delta", "_merged_OI"),
+        ({"merge_for": "q4_0"}, merged.MergedLoRALinear, "delta", "_merge"),
     ],
     ids=["norms", "merge"],
 )

@@ -35,7 +35,11 @@ class SampleBatches:
 
     def results(self, sources: Sequence[SampledSource]) -> Iterator[tuple[int, SampleResult]]:
         """Yield the index of each request and its result as they end."""
-        engine, memory = self._seat.present(BASE_ONLY), self._backend.memory()
+        engine = self._seat.present(BASE_ONLY)
+        if len(sources) == 1 and not self._seat.lacks(sources[0].weights):
+            yield from self._apart(sources)  # as the engine is, whatever the adapter
+            return
+        memory = self._backend.memory()
         room = int(BANK_SHARE * max(0, memory.total_bytes - memory.used_bytes))
         most_numbers = room // ITEM_BYTES.get(engine.description.dtype, 8)
         adapters = [source.weights and self._adapter(source.weights) for source in sources]
