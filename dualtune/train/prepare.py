@@ -13,6 +13,7 @@ from typing import Any, cast
 from dualtune.base.errors import ConfigError, DataError, FormatError
 from dualtune.base.files import expanded
 from dualtune.config import Config
+from dualtune.config.schema import AdapterConfig
 from dualtune.config.values import ON_POLICY
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
@@ -28,7 +29,7 @@ from dualtune.engine.memory.shapes import UnknownShape, decoder_of
 from dualtune.engine.routing import experts_of_token
 from dualtune.model.adapter import AdapterSpec, is_of_base, modules_of
 from dualtune.model.base_model import find_weights, model_here, resolve_model
-from dualtune.model.beside import BesideAdapter, beside_of
+from dualtune.model.beside import NOTHING, BesideAdapter, beside_of
 from dualtune.model.config_file import decoder_table, position_table_size, read_config
 from dualtune.model.embeddings import tied_head
 from dualtune.model.fingerprint import fingerprint
@@ -430,11 +431,15 @@ def _spec(config: Config, start: Adapter | None, model: ModelFiles | None = None
         targets = (ALL_LINEAR,)
     elif start is not None:
         targets = tuple(modules_of(start.tensors))  # exactly these modules, even if the targets would select others
-    adapter = config.adapter
+    return spec_of_section(config.adapter, tuple(targets), _beside(config, start, model))
+
+
+def spec_of_section(adapter: AdapterConfig, targets: tuple[str, ...], beside: BesideAdapter = NOTHING) -> AdapterSpec:
+    """Return what the section of a config says of an adapter on these targets, with what is trained beside it."""
     return AdapterSpec(
-        adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method, adapter.init,
-        adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),),
-        _beside(config, start, model), adapter.experts, adapter.merge_for,
+        adapter.rank, adapter.alpha, adapter.dropout, targets, adapter.scaling, adapter.method, adapter.init,
+        adapter.layers, (*adapter.rank_pattern.items(),), (*adapter.alpha_pattern.items(),), beside, adapter.experts,
+        adapter.merge_for,
     )  # fmt: skip
 
 

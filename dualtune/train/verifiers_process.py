@@ -386,7 +386,7 @@ def _trained(episode: Any) -> list[Any]:
 
 
 def loaded(name: str, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """Return the version of the package, and what answers requests. ConfigError if it has no such environment."""
+    """Return what answers requests, of which nothing is to be said. ConfigError if there is no such environment."""
     os.environ.setdefault("VF_LOG_LEVEL", "WARNING")
     try:
         package: Any = importlib.import_module("verifiers")

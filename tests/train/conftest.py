@@ -52,6 +52,22 @@ def rows_of():
 
 
 @pytest.fixture(scope="session")
+def assert_some_are_lost():
+    """Of rows of rollouts.jsonl: some conversations are lost, and the others are as in a run that lost none."""
+
+    def check(good: list[dict], bad: list[dict]) -> None:
+        failed = [row["reward"] is None for row in bad]
+        assert 0 < sum(failed) < len(bad)
+        for ours, theirs, is_lost in zip(bad, good, failed, strict=True):
+            if is_lost:
+                assert ours["advantage"] == 0 and ours["rewards"] == {"environment": None}
+            else:
+                assert (ours["completion"], ours["reward"]) == (theirs["completion"], theirs["reward"])
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def weights_of():
     """The bytes of a run's adapter."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.embeddings import tied_head
 from dualtune.model.experts import DOWN, GATE, UP, expert_of, without_number
-from dualtune.model.methods import KEPT_INITS
+from dualtune.model.methods import INITS, KEPT_INITS
 from dualtune.model.targets import (
     ALL_LINEAR,
     is_embedding,
@@ -25,6 +26,7 @@ from dualtune.model.targets import (
     position_of,
 )
 from dualtune.model.weight_files import weights_in
+from dualtune.train.prepare import spec_of_section
 from dualtune.use.tinker.messages import LoraSettings
 
 ALPHA = 32.0  # as in Tinker, for every rank
@@ -86,11 +88,8 @@ def spec_in(section: Mapping[str, Any], where: str) -> AdapterSpec:
         rule = "whose start is kept beside the adapter. Go on with `dualtune train`"
         raise ConfigError(f"path: {where} has adapter.init: {adapter.init}, {rule}")
     targets = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
-    return AdapterSpec(
-        adapter.rank, adapter.alpha, 0.0, targets, adapter.scaling, layers=adapter.layers,
-        rank_pattern=(*adapter.rank_pattern.items(),), alpha_pattern=(*adapter.alpha_pattern.items(),),
-        experts=adapter.experts,
-    )  # fmt: skip
+    # Runs that share an engine have the same spec, whatever their weights started from.
+    return replace(spec_of_section(adapter, targets), dropout=0.0, init=INITS[0])
 
 
 def parts_of(modules: Collection[str]) -> tuple[bool, bool, bool]:
