@@ -183,7 +183,8 @@ def test_an_exception_leaves_nothing_behind(how, owner, name, load, monkeypatch)
     assert not any(layer.segment for layer in engine.model.layers) and engine._dropout_seeds.seeds_BT is None
     assert not any(segment._waiting for segment in engine._recomputation._segments)
     assert engine._recomputation._origins._known is None
-    assert not any(layer.shared._waiting or layer.shared._x_BTI is not None for layer in engine._layers.values())
+    shared = [layer.shared._products for layer in engine._layers.values()]
+    assert shared and not any(products.waiting or products.x is not None for products in shared)
     bound = engine._layout.named(engine._params)
     assert all(mx.array_equal(array, bound[name]) for name, array in engine._adapter.bound.items())
     assert engine.evaluate(PACKED).loss_sum == expected[1]
