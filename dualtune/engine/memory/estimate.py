@@ -100,6 +100,7 @@ class Ask:
     trains_head: bool = False  # whether the output head is one of them, whole
     balances_experts: bool = False  # whether routers keep a gradient for each token and expert (`engine/routing.py`)
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
+    teacher: MemoryPart | None = None  # the weights of another model that is loaded beside
 
     @property
     def trains_model(self) -> bool:
@@ -472,7 +473,10 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    return Estimate(parts(decoder, ask) + ((merges(decoder, ask),) if ask.merge_for != "none" else ()))
+    found = parts(decoder, ask)
+    if ask.merge_for != "none":
+        found += (merges(decoder, ask),)
+    return Estimate(found if ask.teacher is None else (*found, ask.teacher))
 
 
 def _formulas(backend: str) -> MemoryFormulas:

@@ -61,7 +61,7 @@ def sampled(
 ) -> Iterator[tuple[int, SampleResult]]:  # fmt: skip
     """Yield the index of each request and its result as they end. With a bank their rows have adapters of it."""
     rows = [row for each in pending.values() for row in each.rows]
-    for row in ended_rows(engine, rows, Bounds(), None, is_shortage, lambda text: None, bank):
+    for row in ended_rows(engine, rows, Bounds(), is_shortage, lambda text: None, bank):
         own = pending[row.number]
         own.num_ended += 1
         if own.num_ended == len(own.rows):
