@@ -6,7 +6,7 @@ import math
 import shutil
 import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,7 @@ from dualtune.use.tinker.checkpoints import (
     list_runs,
     parse_path,
     read_run,
+    read_state,
 )
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
@@ -111,6 +112,11 @@ def state_of(host, run):
     own = host._runs[run].state
     optimizer = host._seat.optimizer_state(own)
     return host._seat.fetch(own.weights), optimizer
+
+
+def events(run_dir, kind):
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get("event") == kind]
 
 
 def assert_same(state, expected, rtol=0.0):
@@ -343,6 +349,11 @@ def test_adam_is_the_documented_formula_with_the_constants_of_each_step(open_hos
             w[n] = w[n] - adam.learning_rate * (m_hat / (np.sqrt(v_hat) + adam.eps) + adam.weight_decay * w[n])
     for name, x in state_of(host, "run")[0].items():
         assert x == pytest.approx(w[name], abs=1e-5), name
+    names = ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
+    rows = events(host.runs_dir / "run", "updates")
+    assert [(row["step"], *(row[name] for name in names)) for row in rows] == [
+        (t, *astuple(adam)[1:-1], adam.grad_clip_norm or None) for t, adam in enumerate(steps)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -791,6 +802,7 @@ def test_train_starts_from_the_adapter_of_a_run_or_a_state(open_host, tmp_path, 
     host.close()
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "event" not in row]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["num_targets"] > 0 for row in rows)
     targets = json.loads((run / "adapter" / "adapter_config.json").read_text())["target_modules"]
     for start in (run, run / "weights" / "s"):
@@ -825,7 +837,12 @@ def test_train_goes_on_with_the_optimizer_of_a_run_and_back(
         "train.max_grad_norm": None, "train.warmup": 0, "run.save_every": 1, "run.dir": tmp_path / "runs" / "on",
     }, Path(host.base))  # fmt: skip
     result = train(config, host.backend, [hook])
+    (note,) = (row["message"] for row in events(result.run_dir, "found") if "optimizer" in row["message"])
+    changes = "beta2 0.999 instead of 0.95, eps 1e-08 instead of 1e-12"  # train's, which no config changes
+    assert note.endswith(f"after 3 updates; its constants are others now: {changes}")
     host.load_state("run", path, optimizer=True)
+    host.save_state("run", "t")  # no update since, so the constants are those that were loaded
+    assert read_state(host.runs_dir, "tinker://run/weights/t")[1].state["updates"]["beta2"] == ADAM.beta2
     steps = replace(ADAM, beta2=0.999, eps=1e-8)
     rtol = 0.0 if kind == "torch" else 1e-6
     for number, gradient in enumerate(hook.seen, start=1):

@@ -99,6 +99,7 @@ class Ask:
     beside: int = 0  # parameters of the base that are trained beside the adapter
     trains_head: bool = False  # whether the output head is one of them, whole
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
+    teacher: MemoryPart | None = None  # the weights of another model that is loaded beside
 
     @property
     def trains_model(self) -> bool:
@@ -471,7 +472,10 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    return Estimate(parts(decoder, ask) + ((merges(decoder, ask),) if ask.merge_for != "none" else ()))
+    found = parts(decoder, ask)
+    if ask.merge_for != "none":
+        found += (merges(decoder, ask),)
+    return Estimate(found if ask.teacher is None else (*found, ask.teacher))
 
 
 def _formulas(backend: str) -> MemoryFormulas:

@@ -7,8 +7,8 @@ same base, which is then made anew; the base is loaded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class TrainingState:
     optimizer: OptimizerState | None  # None: only the engine has it
     gradient: Tensors | None = None  # None: there is none, or only the engine has it
     has_gradient: bool = False
+    updates: Mapping[str, float | None] = field(default_factory=dict[str, float | None])  # constants of the last one
 
 
 class Seat:
@@ -179,4 +180,6 @@ def no_updates(shapes: Shapes) -> OptimizerState:
 def restored(spec: AdapterSpec, saved: Checkpoint, *, optimizer: bool) -> TrainingState:
     """Return the state of a checkpoint, with its optimizer or a new one."""
     shapes = {name: x.shape for name, x in saved.adapter.items()}
-    return TrainingState(Weights(spec, saved.adapter), saved.optimizer if optimizer else no_updates(shapes))
+    if not optimizer:
+        return TrainingState(Weights(spec, saved.adapter), no_updates(shapes))
+    return TrainingState(Weights(spec, saved.adapter), saved.optimizer, updates=saved.state.get("updates", {}))
