@@ -21,9 +21,10 @@ ASKED = [
     {"model": "two", "temperature": 0.8, "seed": 2, "top_p": 0.9},
     {"model": "one", "temperature": 0, "stop": ["e", "a"]},
     {"model": "two", "temperature": 0, "frequency_penalty": 2.0},
-    {"model": "base", "temperature": 2.0, "seed": 3, "top_k": 5, "max_tokens": 1},
+    {"model": "base", "temperature": 2.0, "seed": 3, "top_k": 5, "max_tokens": 4},
     {"model": "one", "prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1},
     {"model": "two", "temperature": 1.5, "seed": 5, "min_p": 0.1, "presence_penalty": 1.0, "max_tokens": 12},
+    {"model": "base", "temperature": 0, "max_tokens": 1},
 ]
 
 
@@ -142,7 +143,7 @@ def refuse(*bank):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "most"), [("fails", 12), ("dora", 2), ("no bank", 2), ("no batch", 0), ("no room for a bank", 4)]
+    ("trouble", "most"), [("fails", 14), ("dora", 2), ("no bank", 2), ("no batch", 0), ("no room for a bank", 4)]
 )
 def test_what_is_no_batch_is_answered_one_after_another(open_set, trouble, most, monkeypatch, wording):
     """Requests for the same adapter are a batch where unlike adapters are none."""
