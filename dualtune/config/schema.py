@@ -181,8 +181,8 @@ class TrainConfig(Section):
     """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
     evaluations have none."""
     router_aux_loss_coef: NotNegative | None = None
-    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training with
-    train.objective: sft; with 0 the metrics only say what its routers do, with null not even that."""
+    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training;
+    with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (

@@ -295,7 +295,7 @@ class RowBatch:
         self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
         tell: Callable[[str], object], bank: AdapterBank | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._bank, self._bounds = engine, bank, bounds
+        self._engine, self._bank, self._bounds, self._most = engine, bank, bounds, bounds
         self._is_shortage, self._tell = is_shortage, tell
         self.waiting, self.active = deque[PromptedRow](), list[PromptedRow]()
         self._decoding = self._begin()
@@ -326,6 +326,8 @@ class RowBatch:
         if ended:
             self._decoding.leave(staying)
         self.active = [self.active[i] for i in staying]
+        if self.is_empty:  # what comes next may be shorter than what was too long for memory
+            self._bounds = self._most
         return ended
 
     def _halve(self) -> None:

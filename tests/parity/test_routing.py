@@ -1,7 +1,9 @@
 """train.router_aux_loss_coef: the load of experts, document by document, as both backends balance and measure it."""
 
 import importlib.util
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
+from dualtune.engine.backend import IGNORE_INDEX, LoadRequest, with_weights
 from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.routing import BUSIEST, IDLE, LOSS
 from dualtune.engine.testing import tolerances
@@ -19,6 +21,8 @@ from dualtune.model.adapter import AdapterSpec, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.report.run_files import read_run
 from dualtune.show.report.run_sections import sections_of
+from dualtune.train.comparison import with_slopes
+from dualtune.train.distillation import Distillation
 from dualtune.train.run import run
 from dualtune.train.state.metrics import History, read_rows
 from dualtune.train.state.run_dir import METRICS
@@ -106,11 +110,11 @@ def oracle(model_dir, state, scale, batch, coefficient):
     return {name: g.numpy() for name, g in zip(factors, gradients, strict=True)}, aux.item()
 
 
-def stepped(engine, *batches):
+def stepped(engine, *batches, divisor=None):
     """The gradient and the metrics of a step."""
     engine.discard()
     for batch in batches:
-        engine.forward_backward(batch, divisor=sum(part.total_weight for part in batches))
+        engine.forward_backward(batch, divisor=divisor or sum(part.total_weight for part in batches))
     found = engine.gradient()
     return found, {name: float(x) for name, x in engine.optim_step(lr=0.0, max_grad_norm=None).metrics.items()}
 
@@ -150,6 +154,36 @@ def test_a_step_is_the_same_however_its_documents_lie(balanced, models, name):
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_every_objective_balances_as_sft_does(balanced, name):
+    """Beside slopes of whole answers and of tokens, weights of several labels, and weights that follow from log p."""
+    engines = [balanced(name, "mixtral", coefficient=coefficient) for coefficient in (COEFFICIENT, 0.0)]
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(0.5, 2, BATCH.labels_BT.shape).astype(np.float32)
+    batch = replace(BATCH, weights_BT=weights, documents=((0,), (1,), (2,), (3,)))
+    total, counts = batch.total_weight, batch.is_target_BT.sum(-1)
+    said = {d: (rng.permuted(np.tile(np.arange(8, dtype=np.int32), (n, 1)), axis=1)[:, :3], np.full((n, 3), -1.5))
+            for d, n in enumerate(counts)}  # fmt: skip
+    labelled, _ = Distillation(3, "forward_kl", 0.5, 1.0, 0.0, False).labelled(batch, said)
+
+    def difference(batch, divisor):
+        (with_loss, metrics), (without, same) = (stepped(engine, batch, divisor=divisor) for engine in engines)
+        assert metrics == pytest.approx(same)
+        return {key: with_loss[key] - without[key] for key in with_loss}, metrics
+
+    expected, metrics = difference(batch, total)
+    assert max(np.abs(slope).max() for slope in expected.values()) > 1e-4
+    for other, divisor in (
+        (with_slopes(batch, dict(enumerate(rng.normal(size=4))), total), 1.0),
+        (with_slopes(batch, {d: rng.normal(size=n) for d, n in enumerate(counts)}, total), 1.0),
+        (replace(labelled, weights_BT=rng.normal(size=labelled.labels_BT.shape).astype(np.float32)), total),
+        (with_weights(batch, rng.normal(size=weights.shape).astype(np.float32)), total),
+    ):
+        found, measured = difference(other, divisor)
+        assert_close(found, expected, tolerances.GRADIENT)
+        assert measured == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
 def test_zero_measures_and_changes_nothing(balanced, load, models, name):
     engine, plain = (
         balanced(name, "mixtral", coefficient=0.0),
@@ -173,20 +207,45 @@ def test_experts_that_get_no_token_are_counted(balanced, name):
     assert (metrics[BUSIEST], metrics[IDLE]) == (0.5, 4)
 
 
-def test_a_run_records_and_reports_it(backends, tiny, models, tmp_path):
+PAIRS = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {n}, or {n + 1}"} for n in range(8)]
+LABELS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n + n % 2}", "label": n % 2 == 0} for n in range(8)]
+OBJECTIVES = {
+    "sft": {},
+    "dpo": {"rows": PAIRS},
+    "kto": {"rows": LABELS},
+    "grpo": {"rollouts": {"rewards": ["number"], "samples": 2, "max_tokens": 6, "kl": 0.1}},
+    "on_policy_distill": {
+        "rollouts": {"samples": 2, "max_tokens": 6},
+        "distill": {"top_k": 4},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [pytest.param(name, marks=pytest.mark.long if name not in ("sft", "kto") else ()) for name in OBJECTIVES],
+)
+def test_a_run_records_and_reports_it(backends, tiny, models, tmp_path, objective):
     """On MLX in smaller micro-batches: the same numbers in every step."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.model_dir / name, models("mixtral"))
-    rows = []
+    rows, sections, data = [], dict(OBJECTIVES[objective]), {}
+    if "distill" in sections:
+        sections["distill"] = sections["distill"] | {"teacher": str(tiny.model_dir)}
+    if (answers := sections.pop("rows", None)) is not None:
+        data = {"train": str(tmp_path / "answers.jsonl"), "columns": {}}
+        (tmp_path / "answers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in answers))
     for name, most in (("torch", 80), ("mlx", 40)):
-        train = {"steps": 6, "router_aux_loss_coef": 0.1, "micro_batch_tokens": most}
-        config = tiny.config(tmp_path / name, model={"name": str(models("mixtral"))}, train=train)
+        train = {"steps": 3, "router_aux_loss_coef": 0.1, "micro_batch_tokens": most, "objective": objective}
+        sections |= {"model": {"name": str(models("mixtral"))}, "train": train, "data": data}
+        config = tiny.config(tmp_path / name, **sections)
         path = run(config, backends[name]).run_dir
         rows.append([row for row in read_rows(path / METRICS) if "loss" in row])
     for a, b in zip(*rows, strict=True):
         assert [a[key] for key in (LOSS, BUSIEST, IDLE)] == pytest.approx(
             [b[key] for key in (LOSS, BUSIEST, IDLE)], 1e-3
         )
+        assert a[LOSS] == pytest.approx(2, rel=0.3)  # a mean; of even experts it is the number of a token's
     tiles = {what: number for number, what in sections_of(read_run(path))["tiles"]}
     assert tiles["experts without a token, the last step"] == str(int(rows[1][-1][IDLE]))
 
@@ -212,7 +271,6 @@ def test_other_models_are_refused(balanced, name, family, why):
 @pytest.mark.parametrize(
     "lines",
     [
-        "train: {router_aux_loss_coef: 0.1, objective: orpo}",
         "train: {router_aux_loss_coef: 0.1, activation_cache: disk}\nadapter: {targets: [q_proj], layers: last 1}",
         "train: {router_aux_loss_coef: 0.1}\nmemory: {resident_layers: 2}",
     ],

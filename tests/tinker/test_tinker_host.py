@@ -958,7 +958,7 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     elif reason == "no room":
         monkeypatch.setattr(host._sample_batches, "_banked", lambda *_: (_ for _ in ()).throw(MemoryError))
     elif reason == "no room for two":
-        monkeypatch.setattr("dualtune.use.tinker.sample_batches.BANK_SHARE", 0.0)
+        monkeypatch.setattr("dualtune.engine.memory.serving.BANK_SHARE", 0.0)
     else:
         weights.tensors[name] = weights.tensors[name].copy()
         weights.tensors[name][0, 0] = 1e9  # float16 does not hold it

@@ -98,6 +98,7 @@ class Ask:
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     beside: int = 0  # parameters of the base that are trained beside the adapter
     trains_head: bool = False  # whether the output head is one of them, whole
+    balances_experts: bool = False  # whether routers keep a gradient for each token and expert (`engine/routing.py`)
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
     teacher: MemoryPart | None = None  # the weights of another model that is loaded beside
 
@@ -528,6 +529,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         averages=config.train.average != "none",
         beside=num_beside(decoder, config),
         trains_head=_trained_tables(decoder, config) > 0,
+        balances_experts=bool(config.train.router_aux_loss_coef),
         compares=config.looks_first,
     )
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from dualtune.engine.adapter_bank import AdapterBank, bank_batches
 from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.decoding import CannotBatch
-from dualtune.engine.memory.estimate import ITEM_BYTES
+from dualtune.engine.memory.serving import bank_numbers
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.train.batched import check_decoding
 from dualtune.train.inference import BASE_ONLY
 from dualtune.use.tinker.messages import SampleResult
 from dualtune.use.tinker.samples import PendingSamples, sampled, score_prompts
 from dualtune.use.tinker.seat import Seat, Weights
-
-BANK_SHARE = 0.25  # of the memory that is free, for the adapters of a batch beside the engine's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,7 @@ class SampleBatches:
         if len(sources) == 1 and not self._seat.lacks(sources[0].weights):
             yield from self._apart(sources)  # as the engine is, whatever the adapter
             return
-        memory = self._backend.memory()
-        room = int(BANK_SHARE * max(0, memory.total_bytes - memory.used_bytes))
-        most_numbers = room // ITEM_BYTES.get(engine.description.dtype, 8)
+        most_numbers = bank_numbers(engine.description.dtype, self._backend.memory())
         adapters = [source.weights and self._adapter(source.weights) for source in sources]
         for indices, is_bank in bank_batches(adapters, most_numbers):
             batch = [sources[i] for i in indices]
