@@ -43,7 +43,7 @@ from dualtune.model.experts import gathered, layer_of, members, shapes_apart, sh
 from dualtune.model.formats.naming import canonical_name
 from dualtune.model.merging import write_merged, write_trained
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.model.places import INTERLEAVED, FilePlace, canonical_names, check_places, expert_stack
+from dualtune.model.places import FilePlace, canonical_names, check_places, expert_stack
 from dualtune.model.targets import adapted_as
 from dualtune.model.update_rules import Settings
 from dualtune_mlx.adapter import WholeModel
@@ -95,8 +95,7 @@ class MlxEngine:
         self._paths = {names.get(path, canonical_name(path)): path for path in paths}
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
-            takes_turns = read_config(request.model_dir).get("model_type") in INTERLEAVED
-            of_stacks = expert_places(model, weights, interleaved=takes_turns)
+            of_stacks = expert_places(model, weights)
             names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
         self._layers: dict[str, AdaptedLayer] = {}
         if whole is None:

@@ -19,9 +19,10 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from dualtune.model.adapter import AdapterSpec, within_stack
+from dualtune.model.config_file import read_config
 from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune.model.experts import ALL, DOWN, GATE, ROLES, UP, Expert, members
-from dualtune.model.places import FilePlace
+from dualtune.model.places import INTERLEAVED, FilePlace
 from dualtune.model.targets import is_text
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.adapter_inputs import Origins
@@ -172,13 +173,14 @@ def _telling(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "tells": True, "__module__": kind.__module__})
 
 
-def expert_places(model: nn.Module, base: BaseWeights, *, interleaved: bool) -> dict[str, list[FilePlace]]:
+def expert_places(model: nn.Module, base: BaseWeights) -> dict[str, list[FilePlace]]:
     """Return where the matrix of each expert lies, by the paths of `projections`.
 
     Files hold them one by one; or as stacks, of gate and up together or, from mlx-lm, of each projection. mlx-lm's
     classes join the first without a change of the numbers. A layer that is found in none of these ways has no places.
     """
     stored = {within_stack(name): name for name in base.tensors if is_text(name)}
+    interleaved = read_config(base.directory).get("model_type") in INTERLEAVED
     places: dict[str, list[FilePlace]] = {}
     for path, module in projections(model).items():
         container, shape, role = within_stack(path.rpartition(".")[0]), shape_of(module), role_of(path)
