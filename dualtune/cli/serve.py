@@ -158,7 +158,7 @@ def _serve_training(
     with interrupt.handled(interrupt.TERMINATION, interrupt.always), phases(err=True) as shown:
         backend = form.backend()
         shown.begin("loading", "the model")
-        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
+        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization, tell=_tell)
         interrupt.poll()
     service = TrainingService(
         trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,

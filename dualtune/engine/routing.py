@@ -39,11 +39,12 @@ from dualtune.model.config_file import decoder_table
 
 KEY = "train.router_aux_loss_coef"
 NEEDS_WHOLE_DOCUMENTS = f"the load of experts is that of whole documents ({KEY})"
-# Families whose routers send a token to the k experts with the largest logits, and weigh them by the softmax.
+# Families whose routers send a token to the k experts with the largest logits, or of ERNIE 4.5 with the largest sums of
+# softmax and correction, and weigh them by the softmax.
 FAMILIES = frozenset(
     {
-        "gpt_oss", "granitemoe", "jamba", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-        "qwen3_next",
+        "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "mellum",
+        "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
     }
 )  # fmt: skip
 # The keys of a step's row in metrics.jsonl: the loss without its coefficient; the share of a layer's tokens that its
@@ -55,7 +56,8 @@ def experts_of_token(config: Mapping[str, Any], coefficient: float) -> int:
     """Return k of a model. ConfigError if its experts cannot be balanced by the loss above."""
     table = decoder_table(config)
     family = str(table.get("model_type"))
-    if family in FAMILIES and type(each := table.get("num_experts_per_tok")) is int:
+    each = table.get("moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok")
+    if family in FAMILIES and type(each) is int:
         return each
     is_mixture = any("experts" in key and isinstance(n, int) and n > 1 for key, n in table.items())
     why = "is no mixture of experts"

@@ -8,7 +8,7 @@ a model holds only one text, the rows follow each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -270,11 +270,7 @@ def ended_rows(
         if len(rows) > 1:
             tell(f"answers one by one: {reason}")
     else:
-        batch = RowBatch(engine, bounds, is_shortage, tell, bank)
-        batch.waiting.extend(rows)
-        while not batch.is_empty:
-            interrupt.poll()
-            yield from batch.step()
+        yield from RowBatch(engine, bounds, is_shortage, tell, bank).ended(rows)
         return
     for row in rows:
         for token in engine.generate(row.prompt, choose=row.choose):
@@ -288,14 +284,14 @@ def ended_rows(
 class RowBatch:
     """Rows that are continued together: those that wait enter where there is room, and all leave when they have ended.
 
-    A row can enter again, with the tokens that it has.
+    A row can enter again, with the tokens that it has. As long as it is kept, its adapters are on the device.
     """
 
     def __init__(
         self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
         tell: Callable[[str], object], bank: AdapterBank | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._bank, self._bounds, self._most = engine, bank, bounds, bounds
+        self.bank, self._engine, self._bounds, self._most = bank, engine, bounds, bounds
         self._is_shortage, self._tell = is_shortage, tell
         self.waiting, self.active = deque[PromptedRow](), list[PromptedRow]()
         self._decoding = self._begin()
@@ -304,6 +300,13 @@ class RowBatch:
     @property
     def is_empty(self) -> bool:
         return not (self.waiting or self.active)
+
+    def ended(self, rows: Iterable[PromptedRow]) -> Iterator[PromptedRow]:
+        """Continue rows, and yield each when it has ended."""
+        self.waiting.extend(rows)
+        while not self.is_empty:
+            interrupt.poll()
+            yield from self.step()
 
     def step(self) -> list[PromptedRow]:
         """Append a token to each row that enters, or to all if none does. Return the rows that have ended."""
@@ -340,7 +343,7 @@ class RowBatch:
         self._decoding = self._begin()
 
     def _begin(self) -> Decoding:
-        return self._engine.decoding() if self._bank is None else self._engine.decoding(self._bank)
+        return self._engine.decoding() if self.bank is None else self._engine.decoding(self.bank)
 
 
 def _staying(active: Sequence[PromptedRow]) -> list[int]:

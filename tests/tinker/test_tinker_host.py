@@ -900,9 +900,9 @@ def batches_of(monkeypatch):
     """The requests of each batch that a host computes, and how many adapters it has; 0: that of the engine."""
     batches, own = [], sampled
 
-    def counted(engine, pending, is_shortage, bank=None):
-        batches.append((sorted(pending), len(bank or ())))
-        return own(engine, pending, is_shortage, bank)
+    def counted(engine, pending, is_shortage, batch=None):
+        batches.append((sorted(pending), len(batch.bank) if batch else 0))
+        return own(engine, pending, is_shortage, batch)
 
     monkeypatch.setattr("dualtune.use.tinker.sample_batches.sampled", counted)
     return batches
@@ -946,11 +946,17 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     def refuses(*_):
         raise CannotBatch("not this model")
 
-    host, batches = open_host("numpy"), batches_of(monkeypatch)
+    told = []
+    host, batches = open_host("numpy", tell=told.append), batches_of(monkeypatch)
     for number in range(3):
         trained(host, f"run{number}", replace(LORA, seed=number))
     requests = [request(host.save_sampler(f"run{number}", None)) for number in range(3)]
     together = drawn(host, *requests)
+    banked = host._seat.banked
+    assert drawn(host, *requests[:2]) and host._seat.banked is banked is not None  # its factors are on the device
+    host.forward_backward("run0", supervised(5), "cross_entropy", {})
+    assert host._seat.banked is None
+    batches.pop()
     weights = host._samplers[requests[1].source]
     name = next(name for name in weights.tensors if name.endswith("lora_A.weight"))
     if reason == "the engine cannot":
@@ -971,6 +977,8 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     assert [each.sequences[0].tokens.tolist() for each in apart] == [
         each.sequences[0].tokens.tolist() for each in together
     ]
+    drawn(host, *requests)
+    assert len(told) == (reason != "no room for two")  # once
 
 
 def test_a_sampler_of_another_rank_needs_no_other_engine(open_host, monkeypatch):

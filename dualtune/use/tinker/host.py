@@ -75,7 +75,7 @@ class TrainingHost:
 
     def __init__(
         self, backend: Backend, base: str, runs_dir: Path, *, dtype: str = "auto", quantization: str = "auto",
-        micro_batch_tokens: int = AUTO_MICRO_BATCH_TOKENS,
+        micro_batch_tokens: int = AUTO_MICRO_BATCH_TOKENS, tell: Callable[[str], object] = lambda text: None,
     ) -> None:  # fmt: skip
         """Load the base, a directory or a hub id. `micro_batch_tokens`: how many go through the model at once."""
         self.base, self.runs_dir, self.backend = base, runs_dir, backend
@@ -90,7 +90,7 @@ class TrainingHost:
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
         self._namings: dict[AdapterSpec, Naming] = {}
         self._seat = Seat(self._load)
-        self._sample_batches = SampleBatches(self._seat, backend)
+        self._sample_batches = SampleBatches(self._seat, backend, tell)
         engine = self._seat.use(None, BASE_ONLY)
         self._try_model(engine)
         self.vocab = engine.logprobs(plain_batch(np.zeros(1, np.int32))).shape[-1]
