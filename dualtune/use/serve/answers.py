@@ -53,13 +53,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenScores:
     """What the model says of the prompt, or of the answer."""
 
     table: Mapping[str, Any]
 
 
-Piece = str | WrittenCall | Scores | Finish
+Piece = str | WrittenCall | TokenScores | Finish
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class RunningAnswer:
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
         self._pass_on(last_pieces)
         if self.job.request.logprobs is not None:
-            self.job.pieces.put(Scores(answer_scores(self.job.request, self._tokenizer, self.row)))
+            self.job.pieces.put(TokenScores(answer_scores(self.job.request, self._tokenizer, self.row)))
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         self.job.pieces.put(Finish(reason, len(self.row.prompt), len(self.row.tokens)))
 
@@ -251,7 +251,7 @@ class Answers:
         self._adapters.use(request.model)
         table = prompt_scores(self._adapters.engine, tokenizer, prompt, top, as_ids=request.as_ids)
         job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
-        job.pieces.put(Scores(table))
+        job.pieces.put(TokenScores(table))
         job.pieces.put(Finish("length", len(prompt), 0))
 
     def _question(self, request: CompletionRequest) -> np.ndarray:
